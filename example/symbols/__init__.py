@@ -1,8 +1,8 @@
-"""The networks, by the names that train_imagenet.py's --network takes."""
+"""The networks, by their names in train_imagenet.py's --network."""
 import inspect
 from importlib import import_module
 
-# The file of each network, and what its get_symbol is told besides.
+# The file of each network, and keyword arguments of its get_symbol.
 NETWORKS = {
     "alexnet": ("alexnet", {}),
     "googlenet": ("inception", {"version": "googlenet"}),
@@ -21,11 +21,11 @@ NETWORKS = {
 
 
 def get_symbol(network, num_classes, image_shape, dtype, **flags):
-    """The network of that name, up to its SoftmaxOutput.
+    """Returns the network of a name, with its SoftmaxOutput.
 
     Args:
         image_shape: such as "3,224,224".
-        flags: num_layers, multiplier and so on, where the network has them; None: as usual.
+        flags: num_layers, multiplier and so on, if the network has them; None: its default.
     """
     file, fixed = NETWORKS[network]
     function = import_module(f"{__name__}.{file}").get_symbol

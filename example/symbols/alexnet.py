@@ -8,13 +8,13 @@ import mxnet as mx
 
 from .layers import conv, hidden_layers, narrow, pool, relu, softmax
 
-# Filters, kernel, stride and pad of each convolution, and whether a pooling follows.
+# Filters, kernel, stride and pad of each convolution, and whether pooling follows it.
 CONVOLUTIONS = ((64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False),
                 (256, 3, 1, 1, False), (256, 3, 1, 1, True))
 
 
 def get_symbol(num_classes, dtype="float32"):
-    """The network, up to its SoftmaxOutput, for images of 63 pixels or more, such as 224.
+    """Returns the network with its SoftmaxOutput, for images of 63 pixels or more, such as 224.
 
     Args:
         dtype: "float32" or "float16".

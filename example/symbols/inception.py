@@ -3,22 +3,22 @@
 "googlenet" is Szegedy et al.: "Going Deeper with Convolutions" (2014), without its auxiliary
 classifiers and response normalization; "bn" is Ioffe, Szegedy: "Batch Normalization" (2015); "v3"
 is Szegedy et al.: "Rethinking the Inception Architecture for Computer Vision" (2015), without the
-auxiliary classifier. A block has branches side by side: each is a chain of convolutions, behind a
-pooling or not.
+auxiliary classifier. A block has parallel branches: chains of convolutions that may start with
+pooling.
 """
 import mxnet as mx
 
 from .layers import conv, narrow, norm, pool, pool_all, relu, softmax
 
-# Of each block: filters of the 1x1 branch; of the 3x3 branch; of the 5x5 branch; behind the pool.
-# Where there is None, a pooling by 2 stands between the blocks.
+# Filters of each block: 1x1 branch; 3x3 branch; 5x5 branch; after pooling. None: pooling by 2
+# between two blocks.
 GOOGLENET = ((64, (96, 128), (16, 32), 32), (128, (128, 192), (32, 96), 64), None,
              (192, (96, 208), (16, 48), 64), (160, (112, 224), (24, 64), 64),
              (128, (128, 256), (24, 64), 64), (112, (144, 288), (32, 64), 64),
              (256, (160, 320), (32, 128), 128), None,
              (256, (160, 320), (32, 128), 128), (384, (192, 384), (48, 128), 128))
-# The same, with two 3x3 convolutions for the 5x5 one, and the kind of pooling. Blocks without a
-# 1x1 branch have stride 2.
+# The same, with two 3x3 convolutions in place of the 5x5 one, and the kind of pooling. Blocks
+# without a 1x1 branch have stride 2.
 BN = ((64, (64, 64), (64, 96), 32, "avg"), (64, (64, 96), (64, 96), 64, "avg"),
       (None, (128, 160), (64, 96), None, "max"),
       (224, (64, 96), (96, 128), 128, "avg"), (192, (96, 128), (96, 128), 128, "avg"),
@@ -28,11 +28,11 @@ BN = ((64, (64, 64), (64, 96), 32, "avg"), (64, (64, 96), (64, 96), 64, "avg"),
 
 
 def get_symbol(num_classes, version="v3", dtype="float32"):
-    """The network, up to its SoftmaxOutput.
+    """Returns the network with its SoftmaxOutput.
 
     Args:
-        version: "googlenet" or "bn", for images of 224 pixels, or "v3", for 299. Others do, too:
-            of 64 or more for the first two, of 75 or more for the last.
+        version: "googlenet" or "bn", for images of 224 pixels (at least 64), or "v3", for 299 (at
+            least 75).
         dtype: "float32" or "float16".
     """
     networks = {"googlenet": _googlenet, "bn": _bn, "v3": _v3}
@@ -44,7 +44,7 @@ def get_symbol(num_classes, version="v3", dtype="float32"):
 
 
 def _googlenet(net):
-    """Convolutions have biases, and no norms."""
+    """GoogLeNet, whose convolutions have biases and no norms."""
     net = _layer(net, 64, 7, "conv1", 2, bias=True)
     net = pool(net, "max", 3, 2, "pool1", convention="full")
     net = _layer(net, 64, 1, "conv2_reduce", bias=True)
@@ -116,7 +116,7 @@ def _v3_to_17(net, name):
 
 
 def _v3_17(net, inside, name):
-    """A block on 17 x 17 positions, with convolutions of 7 in one direction."""
+    """A block on 17 x 17 positions, with 1x7 and 7x1 convolutions."""
     row, column = (1, 7), (7, 1)
     return _concat(name, [
         _chain(net, f"{name}_1x1", (192, 1)),
@@ -134,7 +134,7 @@ def _v3_to_8(net, name):
 
 
 def _v3_8(net, name):
-    """A block on 8 x 8 positions, whose chains split into a row and a column."""
+    """A block on 8 x 8 positions, whose chains end in parallel 1x3 and 3x1 convolutions."""
     branches = [_chain(net, f"{name}_1x1", (320, 1))]
     for end, convolutions in (("3x3", [(384, 1)]), ("double", [(448, 1), (384, 3)])):
         chain = _chain(net, f"{name}_{end}", *convolutions)
@@ -148,14 +148,14 @@ def _behind_pool(net, filters, name):
 
 
 def _chain(net, name, *convolutions, bias=False):
-    """One convolution after another; of each: filters, kernel, and stride and pad if unusual."""
+    """Returns a chain of convolutions, given filters, kernel, and optional stride and pad."""
     for i, (filters, kernel, *rest) in enumerate(convolutions, 1):
         net = _layer(net, filters, kernel, f"{name}_{i}", *rest, bias=bias)
     return net
 
 
 def _layer(net, filters, kernel, name, stride=1, pad=None, bias=False):
-    """A convolution, its norm unless it has a bias, and its ReLU."""
+    """Returns a convolution with its norm, unless it has a bias, and a ReLU."""
     net = conv(net, filters, kernel, f"{name}_conv", stride, pad, bias=bias)
     if not bias:
         net = norm(net, f"{name}_bn", eps=1e-3)

@@ -1,11 +1,11 @@
-"""What the networks have in common: the two casts by hand, and the usual layers.
+"""Common code of the networks: the two explicit casts, and layers.
 
-In float16 a network has a cast before its first layer and another before its softmax. All that
-lies between runs in float16, with float16 parameters; a batch norm's are float32 by themselves.
+A float16 network has a cast before its first layer and another before its softmax. Layers between
+them run in float16, with float16 parameters, except those of batch norms, which are float32.
 """
 import mxnet as mx
 
-HIDDEN = 4096  # units of each fully connected layer of an AlexNet or a VGG
+HIDDEN = 4096  # units of the fully connected layers of AlexNet and VGG
 
 
 def check_dtype(dtype):
@@ -14,20 +14,20 @@ def check_dtype(dtype):
 
 
 def narrow(net, dtype):
-    """The data as the network takes it: cast to float16, if that is its type."""
+    """Returns the data, cast to float16 for a float16 network."""
     check_dtype(dtype)
     return mx.sym.Cast(net, dtype="float16") if dtype == "float16" else net
 
 
 def softmax(net, dtype, **label):
-    """The network's output and loss: of a float16 network, too, in float32."""
+    """Returns the output and loss of a network, always in float32."""
     if dtype == "float16":
         net = mx.sym.Cast(net, dtype="float32")
     return mx.sym.SoftmaxOutput(net, name="softmax", **label)
 
 
 def conv(net, filters, kernel, name, stride=1, pad=None, groups=1, bias=False):
-    """A convolution, at stride 1 with as large an output as its input, unless `pad` is given."""
+    """Returns a convolution; by default its padding keeps the size at stride 1."""
     kernel = kernel if isinstance(kernel, tuple) else (kernel, kernel)
     pad = tuple(size // 2 for size in kernel) if pad is None else (pad, pad)
     return mx.sym.Convolution(net, num_filter=filters, kernel=kernel, stride=(stride, stride),
@@ -43,19 +43,19 @@ def relu(net, name):
 
 
 def pool(net, kind, kernel, stride, name, pad=0, convention="valid"):
-    """The largest ("max") or the mean ("avg") of each window."""
+    """Returns a "max" or "avg" pooling."""
     return mx.sym.Pooling(net, pool_type=kind, kernel=(kernel, kernel), stride=(stride, stride),
                           pad=(pad, pad), pooling_convention=convention, name=name)
 
 
 def pool_all(net, name):
-    """The mean over each channel, as a vector for each image."""
+    """Returns a flattened global average pooling."""
     net = mx.sym.Pooling(net, kernel=(1, 1), global_pool=True, pool_type="avg", name=name)
     return mx.sym.Flatten(net, name="flatten")
 
 
 def hidden_layers(net):
-    """The two large fully connected layers of an AlexNet or a VGG."""
+    """Returns the two large fully connected layers of AlexNet and VGG."""
     net = mx.sym.Flatten(net, name="flatten")
     for i in (6, 7):
         net = mx.sym.FullyConnected(net, num_hidden=HIDDEN, name=f"fc{i}")

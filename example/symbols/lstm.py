@@ -1,9 +1,9 @@
 """A word-level language model as a symbol, in float32 or, by hand, in float16.
 
 Stacked LSTMs as in Zaremba, Sutskever, Vinyals: "Recurrent Neural Network Regularization"
-(2014), without their dropout. Data and labels are word ids of shape (batch, seq_len); a label
-is the word that follows. Ids are not cast: float16 counts to 2048 only. So float16 begins
-with the weight of the Embedding. The LSTM starts from zeros, which have a type, too.
+(2014), without dropout. Data and labels are word ids of shape (batch, seq_len); a label is the
+next word. Ids are not cast, because float16 represents integers up to 2048 only, so float16 starts
+with the weight of the Embedding. The zeros of the LSTM's initial states have the same type.
 """
 import mxnet as mx
 
@@ -11,18 +11,18 @@ from .layers import check_dtype, softmax
 
 
 def get_symbol(num_classes, vocab=None, hidden=200, layers=2, seq_len=35, dtype="float32"):
-    """The network, up to its SoftmaxOutput, of shape (batch * seq_len, num_classes).
+    """Returns the network with its SoftmaxOutput, of shape (batch * seq_len, num_classes).
 
     Args:
-        num_classes: how many words can come out.
-        vocab: how many words can go in; as many if None.
+        num_classes: the number of output words.
+        vocab: the number of input words; None: `num_classes`.
         hidden: the size of the Embedding and of each LSTM.
-        layers: how many LSTMs.
-        seq_len: how many words are in a sequence.
+        layers: the number of LSTMs.
+        seq_len: the length of a sequence.
         dtype: "float32" or "float16".
     """
     check_dtype(dtype)
-    net = mx.sym.Variable("data", shape=(0, seq_len))  # 0: a batch of any size
+    net = mx.sym.Variable("data", shape=(0, seq_len))  # 0: any batch size
     net = mx.sym.Embedding(net, input_dim=vocab or num_classes, output_dim=hidden, dtype=dtype,
                            name="embedding")
 

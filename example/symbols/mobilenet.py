@@ -1,8 +1,8 @@
 """MobileNet as a symbol, in float32 or, by hand, in float16.
 
 Howard et al.: "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision
-Applications" (2017). A unit is a 3x3 convolution of each channel by itself (depthwise), then
-a 1x1 convolution over the channels (pointwise).
+Applications" (2017). A unit is a depthwise 3x3 convolution, then a pointwise 1x1
+convolution.
 """
 import mxnet as mx
 
@@ -14,14 +14,14 @@ UNITS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] 
 
 
 def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
-    """The network, up to its SoftmaxOutput.
+    """Returns the network with its SoftmaxOutput.
 
     Args:
-        multiplier: of all numbers of filters, such as 1.0, 0.75, 0.5 or 0.25.
+        multiplier: multiplier of all numbers of filters, such as 1.0, 0.75, 0.5 or 0.25.
         dtype: "float32" or "float16".
     """
     if not multiplier > 0:
-        raise ValueError(f"impossible multiplier. Valid: numbers above 0. Received: {multiplier!r}")
+        raise ValueError(f"invalid multiplier. Valid: numbers above 0. Received: {multiplier!r}")
 
     channels = _scaled(32, multiplier)
     net = narrow(mx.sym.Variable("data"), dtype)
@@ -39,6 +39,6 @@ def _scaled(filters, multiplier):
 
 
 def _conv_relu(net, filters, kernel, stride, name, groups=1):
-    """A convolution, its norm and its ReLU."""
+    """Returns a convolution with its norm and ReLU."""
     net = conv(net, filters, kernel, f"{name}_conv", stride, groups=groups)
     return relu(norm(net, f"{name}_bn"), f"{name}_relu")

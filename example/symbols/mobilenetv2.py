@@ -1,28 +1,28 @@
 """MobileNet version 2 as a symbol, in float32 or, by hand, in float16.
 
 Sandler et al.: "MobileNetV2: Inverted Residuals and Linear Bottlenecks" (2018). A unit expands
-its channels with a 1x1 convolution, works on each by itself (depthwise), and comes back to few
-with another 1x1 convolution, which no ReLU follows.
+its channels with a 1x1 convolution, applies a depthwise convolution, and projects to few channels
+with another 1x1 convolution without ReLU.
 """
 import mxnet as mx
 
 from .layers import conv, narrow, norm, pool_all, softmax
 
-# Of each stage: how far a unit expands its channels, filters, units, stride of the first one.
+# Expansion factor, filters, units, and stride of the first unit of each stage.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1),
           (6, 160, 3, 2), (6, 320, 1, 1))
 
 
 def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
-    """The network, up to its SoftmaxOutput.
+    """Returns the network with its SoftmaxOutput.
 
     Args:
-        multiplier: of all numbers of filters, such as 1.4, 1.0, 0.75, 0.5 or 0.35; the last
-            convolution has 1280 at least.
+        multiplier: multiplier of all numbers of filters, such as 1.4, 1.0, 0.75, 0.5 or 0.35; the
+            last convolution has at least 1280.
         dtype: "float32" or "float16".
     """
     if not multiplier > 0:
-        raise ValueError(f"impossible multiplier. Valid: numbers above 0. Received: {multiplier!r}")
+        raise ValueError(f"invalid multiplier. Valid: numbers above 0. Received: {multiplier!r}")
 
     before = _scaled(32, multiplier)
     net = narrow(mx.sym.Variable("data"), dtype)
@@ -39,7 +39,7 @@ def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
 
 
 def _scaled(filters, multiplier):
-    """The multiple of 8 that is nearest, but no less than 90 % of what it should be."""
+    """Returns the nearest multiple of 8 that is at least 90 % of a number."""
     wanted = filters * multiplier
     rounded = max(8, int(wanted + 4) // 8 * 8)
     return rounded if rounded >= 0.9 * wanted else rounded + 8
@@ -57,6 +57,6 @@ def _unit(net, before, expand, filters, stride, name):
 
 
 def _conv_relu6(net, filters, kernel, name, stride=1, groups=1):
-    """A convolution, its norm and a ReLU that ends at 6."""
+    """Returns a convolution with its norm and ReLU6."""
     net = norm(conv(net, filters, kernel, f"{name}_conv", stride, groups=groups), f"{name}_bn")
     return mx.sym.clip(net, a_min=0, a_max=6, name=f"{name}_relu6")

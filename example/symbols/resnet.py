@@ -1,9 +1,9 @@
 """ResNet as a symbol, in float32 or, by hand, in float16.
 
 Version 1 is He, Zhang, Ren, Sun: "Deep Residual Learning for Image Recognition" (2015);
-version 2, whose norms stand before the convolutions, "Identity Mappings in Deep Residual
-Networks" (2016) by the same. Units of three convolutions stride in the 3x3 one. Images of
-at most 32 pixels get the small form, for CIFAR, with convolutions where sizes change.
+version 2, with norms before the convolutions, "Identity Mappings in Deep Residual Networks" (2016)
+by the same authors. Bottleneck units have their stride in the 3x3 convolution. Images of at most 32
+pixels get the small variant for CIFAR, with projection shortcuts.
 """
 import mxnet as mx
 
@@ -15,7 +15,7 @@ SMALL_UNITS = {6 * n + 2: (n, n, n) for n in (3, 5, 7, 9, 18)}
 
 
 def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, dtype="float32"):
-    """The network, up to its SoftmaxOutput.
+    """Returns the network with its SoftmaxOutput.
 
     Args:
         num_layers: 18, 34, 50, 101 or 152; for images of at most 32 pixels 20, 32, 44, 56 or 110.
@@ -35,7 +35,7 @@ def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, d
     width = 16 if small else 64
 
     net = mx.sym.Variable("data")
-    if version == 2:  # before the cast: pixels of any scale fit into float16 behind it
+    if version == 2:  # before the cast, so that pixels of any scale fit into float16
         net = norm(net, "data_bn", fix_gamma=True)
     net = narrow(net, dtype)
     net = conv(net, width, 3 if small else 7, "conv0", 1 if small else 2)
@@ -58,19 +58,19 @@ def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, d
 
 
 def _convolutions(filters, stride, bottleneck):
-    """Filters, kernel and stride of each of a unit's convolutions."""
+    """Returns filters, kernel and stride of each convolution of a unit."""
     if bottleneck:
         return (filters // 4, 1, 1), (filters // 4, 3, stride), (filters, 1, 1)
     return (filters, 3, stride), (filters, 3, 1)
 
 
 def unit_v1(net, convolutions, project, name, groups=1):
-    """Each convolution with its norm behind it; the last ReLU is behind the sum.
+    """Returns a unit with norms after convolutions, and the last ReLU after the sum.
 
     Args:
         convolutions: filters, kernel and stride of each.
         project: whether the shortcut needs a convolution.
-        groups: of channels, in 3x3 convolutions.
+        groups: the number of groups of 3x3 convolutions.
     """
     shortcut = net
     if project:
@@ -87,7 +87,7 @@ def unit_v1(net, convolutions, project, name, groups=1):
 
 
 def unit_v2(net, convolutions, project, name):
-    """Norm and ReLU before each convolution; nothing is behind the sum."""
+    """Returns a unit with a norm and ReLU before each convolution."""
     shortcut = net
     for i, (filters, kernel, stride) in enumerate(convolutions, 1):
         net = relu(norm(net, f"{name}_bn{i}"), f"{name}_relu{i}")

@@ -1,7 +1,7 @@
 """ResNeXt as a symbol, in float32 or, by hand, in float16.
 
 Xie, Girshick, Dollar, Tu, He: "Aggregated Residual Transformations for Deep Neural Networks"
-(2016). It is a ResNet, version 1, whose 3x3 convolutions have many groups of channels.
+(2016). It is a ResNet, version 1, with grouped 3x3 convolutions.
 """
 import mxnet as mx
 
@@ -12,13 +12,13 @@ UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 def get_symbol(num_classes, num_layers=50, num_group=32, group_width=4, dtype="float32"):
-    """The network, up to its SoftmaxOutput.
+    """Returns the network with its SoftmaxOutput.
 
     Args:
         num_layers: 50, 101 or 152.
         num_group: groups of each 3x3 convolution.
-        group_width: channels of a group in the first stage; twice as many in each next one. The
-            paper's 32x4d is `num_group=32, group_width=4`.
+        group_width: channels of a group in the first stage; each next stage doubles it. The paper's
+            32x4d is `num_group=32, group_width=4`.
         dtype: "float32" or "float16".
     """
     if num_layers not in UNITS:

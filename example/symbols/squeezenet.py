@@ -2,20 +2,20 @@
 
 Iandola et al.: "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
 size" (2016). A fire unit squeezes the channels with a 1x1 convolution and expands them with a
-1x1 and a 3x3 one. Version 1.1, by the same authors, needs less than half of the arithmetic. There
-is no fully connected layer: a convolution finds the classes everywhere, and their mean counts.
+1x1 and a 3x3 one. Version 1.1, by the same authors, needs less than half of the arithmetic. The
+classifier is a convolution with global average pooling, without a fully connected layer.
 """
 import mxnet as mx
 
 from .layers import conv, narrow, pool, pool_all, relu, softmax
 
-# Filters and kernel of the first convolution; behind which fire units a pooling stands.
+# Filters and kernel of the first convolution; the fire units with pooling after them.
 VERSIONS = {"1.0": (96, 7, (3, 7)), "1.1": (64, 3, (2, 4))}
-SQUEEZED = (16, 16, 32, 32, 48, 48, 64, 64)  # and four times as many each way are expanded
+SQUEEZED = (16, 16, 32, 32, 48, 48, 64, 64)  # each expansion has four times as many
 
 
 def get_symbol(num_classes, version="1.1", dtype="float32"):
-    """The network, up to its SoftmaxOutput, for images of 32 pixels or more, such as 224.
+    """Returns the network with its SoftmaxOutput, for images of 32 pixels or more, such as 224.
 
     Args:
         version: "1.0" or "1.1".

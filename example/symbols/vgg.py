@@ -1,23 +1,23 @@
 """VGG as a symbol, in float32 or, by hand, in float16.
 
 Simonyan, Zisserman: "Very Deep Convolutional Networks for Large-Scale Image Recognition" (2014),
-with batch norms (which came later) or without.
+with or without batch norms, which are a later addition.
 """
 import mxnet as mx
 
 from .layers import conv, hidden_layers, narrow, norm, pool, relu, softmax
 
-FILTERS = (64, 128, 256, 512, 512)  # of each stage; a pooling is behind it
+FILTERS = (64, 128, 256, 512, 512)  # convolutions of each stage, before a pooling
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3),
                 19: (2, 2, 4, 4, 4)}
 
 
 def get_symbol(num_classes, num_layers=16, batch_norm=False, dtype="float32"):
-    """The network, up to its SoftmaxOutput, for images of 32 pixels or more, such as 224.
+    """Returns the network with its SoftmaxOutput, for images of 32 pixels or more, such as 224.
 
     Args:
         num_layers: 11, 13, 16 or 19.
-        batch_norm: a batch norm behind each convolution.
+        batch_norm: whether a batch norm follows each convolution.
         dtype: "float32" or "float16".
     """
     if num_layers not in CONVOLUTIONS:
