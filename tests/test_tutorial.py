@@ -3,6 +3,8 @@ import contextlib
 import io
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -51,6 +53,9 @@ def test_fine_tune_learns_new_digits_from_few_images(run):
     names, _ = run("fine_tune")
     assert len(names["few"]._dataset) == 24
     assert names["tuned"] > 0.8  # chance level is 1/3
+    old = mx.nd.load("module-0001.params")["arg:conv_weight"].astype("float32")
+    change = names["body"].collect_params()["conv_weight"].data().astype("float32") - old
+    assert 0 < change.abs().max() < 0.1  # trained from the checkpoint's weights
 
 
 def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
@@ -60,6 +65,12 @@ def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
     assert (half[whole < 2.0 ** -25] == 0).all()
     assert np.median(names["old"] / names["alone"]) == pytest.approx(64, rel=0.01)
     assert np.median(names["ours"] / names["alone"]) == pytest.approx(1, rel=0.01)
+    assert names["scores"]["accuracy"] > 0.9
+    assert names["scores"]["mse"] < 0.5 * names["ink_label"].var()
+    subprocess.run([Path(sys.executable).with_name("gluon-amp"), "xray", "--model",
+                    "digits32-symbol.json", "--params", "digits-0003.params", "--data",
+                    "batch.npz", "--output", "xray"], check=True, stdout=subprocess.DEVNULL)
+    assert Path("xray", "xray.html").exists()
 
 
 def test_when_it_goes_wrong_finds_and_fixes_the_network(run):
