@@ -1,9 +1,9 @@
 """Compares the float16 steps of two commits or work trees: `compare.py OLD NEW`.
 
 It builds each into a temporary folder, with the installed MXNet. Processes of both alternate; each
-times some steps of one network with its own harness.py. A row has the median ratio of the pairs
-(below 1: NEW is faster), its 95 % confidence interval, and the ratio of the peak memory of ten
-steps.
+times some steps of one network with its own harness.py. A row has the median ratio of the pairs,
+which is below 1 if NEW is faster, and its 95 % confidence interval. It also has the ratio of the
+peak memory of ten steps.
 """
 import argparse
 import json

@@ -186,7 +186,7 @@ def contrib_ratio(name, steps):
                             **variables)[2:])
 
     try:
-        # AMX ends a process that has not requested it
+        # AMX instructions end a process that has not requested them
         return took(CONTRIB, GLUON_AMP_ENGINE="off", DNNL_MAX_CPU_ISA="") / took("float32")
     except subprocess.CalledProcessError as failed:
         return f"fails: {failed.stderr.splitlines()[-1]}"

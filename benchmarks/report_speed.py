@@ -1,7 +1,7 @@
 """Measures the speed and memory of reading logs; with --runs N, the time of a report of N runs.
 
-It reads a log of 1 GB in a temporary folder, in GluonCV's formats: lines with and without a
-logger's prefix, with accuracies or errors, with a loss scale, and output of other libraries.
+It reads a log of 1 GB in a temporary folder, in GluonCV's formats. Lines have a logger's prefix or
+not, accuracies or errors, and a loss scale; output of other libraries is between them.
 """
 import argparse
 import tempfile

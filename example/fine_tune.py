@@ -77,7 +77,7 @@ def set_momentum(features, momentum):
 
 
 def freeze(features, layers):
-    """Freezes the first `count` layers with parameters."""
+    """Freezes the first `layers` layers that have parameters."""
     names = list(dict.fromkeys(n.rsplit("_", 1)[0] for n in features.collect_params()))
     for name, parameter in features.collect_params().items():
         if name.rsplit("_", 1)[0] in names[:layers]:

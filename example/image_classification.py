@@ -226,7 +226,7 @@ def scale_text(trainer):
 
 
 def peak_megabytes(devices):
-    """Returns the memory of the GPUs, which MXNet does not free, or the peak of the process."""
+    """Returns the used memory of the GPUs, or the peak memory of the process."""
     if devices[0].device_type == "gpu":
         free_and_total = [mx.context.gpu_memory_info(d.device_id) for d in devices]
         return sum(total - free for free, total in free_and_total) / 2 ** 20

@@ -26,7 +26,7 @@ def main(arguments=None):
     args = parser.parse_args(arguments)
     for name in ("teacher", "resume", "resume_params", "resume_states", "resume_epoch"):
         if getattr(args, name):
-            parser.error(f"--{name.replace('_', '-')}: the sweep begins with a new network, or "
+            parser.error(f"--{name.replace('_', '-')}: the sweep starts with a new network, or "
                          "--use-pretrained, and trains on labels alone")
     if len(args.gpus) > 1 and args.kvstore != "horovod":
         parser.error("--gpus: one is enough")

@@ -256,7 +256,7 @@ def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_
 
 
 def run(main):
-    """Runs a script's `main`; prints errors of the user's in one line, without a traceback."""
+    """Runs a script's `main`; prints user errors in one line, without a traceback."""
     try:
         main()
     except (ValueError, AssertionError, OSError, mx.MXNetError) as error:
@@ -480,7 +480,7 @@ def add_image_flags(parser):
     add("--dataset", "--rec-train", default="digits", help=_TAKEN)
     add("--val", "--rec-val", help="validation data, if the dataset is a folder or a .rec")
     add("--use-rec", action="store_true", help="require that the dataset is a .rec")
-    add("--rec-train-idx", metavar="FILE", help="its index, which must be next to it")
+    add("--rec-train-idx", metavar="FILE", help="index of a .rec dataset, which must be next to it")
     add("--rec-val-idx", metavar="FILE", help="index of the validation data")
     add("--data-dir", help="folder of the dataset (default: MXNet's)")
     add("--examples", type=positive, help="number of training images to use (default: all)")
@@ -489,9 +489,9 @@ def add_image_flags(parser):
     add("--image-size", "--input-size", type=positive,
         help="height and width in pixels (default: the dataset's, or 224)")
     add("--crop-ratio", type=_share, default=1.0,
-        help="share of an image's center that validation crops, such as 0.875 for ImageNet")
-    add("--random-crop", action="store_true", help="crop that share at a random place in training "
-        "(default: 40 to 100 %% of the image's area, resized)")
+        help="center crop in validation as a share of the image's sides, such as 0.875")
+    add("--random-crop", action="store_true", help="crop that share at a random position in "
+        "training (default: 40 to 100 %% of the image's area, resized)")
     add("--num-workers", "--num-data-workers", "-j", type=whole, default=0,
         help="number of processes that load images")
     add("--mean", type=decimals, default=[0.45],

@@ -27,7 +27,7 @@ def add_arguments(parser):
     recipes.add_gpus(training)
     add = training.add_argument
     add("--gc-type", default="none", choices=("none", "2bit"),
-        help="gradient compression: none, as MXNet cannot compress float16")
+        help="gradient compression; only none: MXNet cannot compress float16")
     add("--gc-threshold", type=float, default=0.5, help="threshold of --gc-type 2bit")
     add("--batch-size", type=positive, default=128, help="batch size over all GPUs")
     add("--macrobatch-size", type=positive, help="images of an update over all ranks, for gradient "

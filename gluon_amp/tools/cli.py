@@ -1,9 +1,9 @@
 """The command `gluon-amp`.
 
 A subcommand is an entry of `COMMANDS`. Its `run` imports the module that implements it, and
-returns the exit code, or None for 0. Errors of the user's (a wrong value, a missing file or
-package, kernels that do not load) print one line to stderr, with exit code 1. All other errors
-show a traceback; with `--debug` all errors do.
+returns the exit code, or None for 0. User errors (a wrong value, a missing file or package, kernels
+that do not load) print one line to stderr, with exit code 1. All other errors show a traceback;
+with `--debug` all errors do.
 """
 import argparse
 import json

@@ -1,8 +1,8 @@
 """Measures the effect of Tensor Cores' sums on training: `python results/tensor_cores/run.py`.
 
 It trains the same networks with float32 sums and with the sums of V100 and A100, in one chain and
-in pieces, and compares the weight gradients of one batch. runs.jsonl and gradients.jsonl in this
-folder have the completed runs; another call continues. At the end it prints the tables of
+in pieces. It also compares the weight gradients of one batch. runs.jsonl and gradients.jsonl in
+this folder have the completed runs; another call continues. At the end it prints the tables of
 README.md; with --tables it only prints them.
 """
 import argparse
@@ -110,8 +110,9 @@ def train(study, sums, seed):
 
 
 def weight_gradients(study, seed):
-    """Returns for each layer the length of its weight gradient's sums; and for each kind of sums
-    the excess length along the float32 gradient, <g - f, f> / <f, f>, and the relative error."""
+    """Returns for each layer the length of its weight gradient's sums, and errors of each kind of
+    sums: the excess length along the float32 gradient, <g - f, f> / <f, f>, and the relative
+    error."""
     batch = 100
     (x, y), _ = globals()[study]()
     grown = {}
