@@ -83,9 +83,16 @@ def headed(metric: str) -> str:
 class Run:
     """One training: its arguments, as far as the log has them, and its epochs.
 
-    `trace` has the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
-    skipped). `steps` has what was logged between epochs (loss, gradient_norm, lr), each as
-    (epoch, batch, value). `notes` are remarks on the log: where it was resumed, what its source is.
+    Attributes:
+        name: the name of the run.
+        arguments: its flags by name.
+        epochs: an `Epoch` for each number, from 0 on, with `top1` (an error), `loss`, `lr` and
+            others.
+        trace: the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
+            skipped).
+        steps: what was logged between epochs (loss, gradient_norm, lr), each as (epoch, batch,
+            value).
+        notes: remarks on the log: where it was resumed, what its source is.
     """
     name: str
     arguments: Dict[str, Any] = field(default_factory=dict)
@@ -240,6 +247,7 @@ class Run:
 
     @property
     def dtype(self) -> str:
+        """The policy or type of its arguments or else of its name, or "unknown"."""
         given, amp = self.get("policy", "dtype"), self.arguments.get("amp")
         if isinstance(amp, bool) and given in (None, FLOAT32):  # MXNet's own AMP, by GluonCV's flag
             return "float16" if amp else FLOAT32
@@ -250,6 +258,7 @@ class Run:
 
     @property
     def model(self) -> str:
+        """The network's name, or an empty string."""
         given = map(self.arguments.get, (
             "pretrained", "pretrained_symbol", "pretrained_model", "network", "model"))
         name = next((v for v in given if v and isinstance(v, str)), "")  # pretrained can be True
@@ -297,6 +306,7 @@ class Run:
 
     @property
     def dataset(self) -> str:
+        """The name of its dataset, or an empty string."""
         return plain("/".join(self.dataset_path[-1 - self.folders:]))
 
     @property

@@ -423,9 +423,10 @@ class _Module:
     def load_optimizer_states(self, fname: str) -> None:
         """Loads the states that this class or MXNet's `Module` saved, on any number of devices.
 
-        It restores momenta, master weights, counters and the loss scale. Learning rates stay those
-        of this module's optimizer. A file may contain MXNet's optimizers, schedulers and arrays,
-        and this module's optimizer and scheduler; other classes are refused before they run.
+        Parameters and states must have the same types. It restores momenta, master weights,
+        counters and the loss scale. Learning rates stay those of this module's optimizer. A file
+        may contain MXNet's optimizers, schedulers and arrays, and this module's optimizer and
+        scheduler; other classes are refused before they run.
 
         Raises:
             ValueError: the file is damaged, does not fit, or has other classes. Nothing changes.

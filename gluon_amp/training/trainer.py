@@ -513,8 +513,9 @@ class Trainer(mx.gluon.Trainer):
     def load_states(self, fname: str) -> None:
         """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
 
-        The file may hold MXNet's optimizers, schedulers and arrays, and the classes of this
-        Trainer's optimizer and scheduler. No other code runs.
+        Parameters and states must have the same types. The file may hold MXNet's optimizers,
+        schedulers and arrays, and the classes of this Trainer's optimizer and scheduler. No other
+        code runs.
 
         Args:
             fname: the file's path.
