@@ -34,7 +34,8 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_own_code.py tests/test_engine_norms.py tests/test_engine_types.py \
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py tests/test_xray_counts.py tests/test_dispatch.py \
-             tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py
+             tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
+             tests/test_bfloat16_blocks.py
 
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects

@@ -136,6 +136,7 @@ bool by_onednn(const Call& call, bool backward) {
 }
 
 bool run_any(const Call& call, bool backward) {
+  if (call.blocked.any()) return by_onednn(call, backward);
   return by_onednn(call, backward) ||
          with_rounded_weight(call, backward ? 2 : 1,
                              [=](const Call& rounded) { return run_by_images(rounded, backward); });
@@ -145,6 +146,7 @@ bool backward(const Call& call) { return run_any(call, true); }
 
 bool deconvolution(const Call& call) {
   if (has_channels_first(call) && onednn_deconvolution(call, false)) return true;
+  if (call.blocked.any()) return false;
   return run_by_channels(call, false) || run_by_images(call, false);
 }
 
@@ -152,6 +154,7 @@ bool deconvolution(const Call& call) {
 // fails in float32 ("could not create a primitive descriptor"). MXNet's other code supports it.
 bool deconvolution_backward(const Call& call) {
   if (has_channels_first(call) && onednn_deconvolution(call, true)) return true;
+  if (call.blocked.any()) return false;
   const TBlob &x = call.in[1], &y = call.in[0];
   const bool to_one = fits(call, x, true) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
   if (!to_one) return run_by_channels(call, true) || run_by_images(call, true);
@@ -162,9 +165,9 @@ bool deconvolution_backward(const Call& call) {
 }  // namespace
 
 void add_convolution(Rows& rows) {
-  rows.insert({{"Convolution", {forward, 1}}, {"_backward_Convolution", {backward, 2}},
-               {"Deconvolution", {deconvolution, 1}},
-               {"_backward_Deconvolution", {deconvolution_backward, 2}}});
+  rows.insert({{"Convolution", {forward, 1, kBlocks}}, {"_backward_Convolution", {backward, 2, kBlocks}},
+               {"Deconvolution", {deconvolution, 1, kBlocks}},
+               {"_backward_Deconvolution", {deconvolution_backward, 2, kBlocks}}});
 }
 
 }  // namespace gluon_amp

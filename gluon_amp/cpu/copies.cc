@@ -349,8 +349,8 @@ void add_copies(Rows& rows) {
       {"reset_arrays", {as_it_is, 0}},
       {"SwapAxis", {swap_axes, 0, kGrids}}, {"_backward_SwapAxis", {swap_axes, 0, kGrids}},
       {"SliceChannel", {split, 0, kGrids}}, {"_backward_SliceChannel", {split_gradient, 0, kGrids}},
-      {"Concat", {concat, 0}}, {"_rnn_param_concat", {concat, 0}},
-      {"_backward_Concat", {concat_gradient, 0}}});
+      {"Concat", {concat, 0, kAnyOrder}}, {"_rnn_param_concat", {concat, 0}},
+      {"_backward_Concat", {concat_gradient, 0, kAnyOrder}}});
 }
 
 }  // namespace gluon_amp

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "attributes.h"
+#include "blocks.h"
 #include "gradients.h"
 #include "plan.h"
 #include "watch.h"
@@ -101,15 +102,32 @@ void run_engine(const Call& call, const Watch& watch, F generic) {
   if (!usable || !own->run(call)) generic();
 }
 
+void run_plain(const Call& call) {
+  const Watch watch(call);
+  run_engine(call, watch, [&] { run(call); });
+}
+
+// Runs an operator's hand-written kernel on blocked arrays. False if there is none for this case.
+bool run_in_blocks(const Call& call) {
+  const OwnCode* const own = call.of.own;
+  const bool usable = own && (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all()));
+  return usable && !call.rounding.any && !watching() && !(generic_only && call.of.has_generic()) &&
+         !overlaps(call, *own) && own->run(call);
+}
+
 void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
                    const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
                    const std::vector<TBlob>& out) {
   const int half = half_of(in, out);
   const auto substitute = half != kNoHalf ? in_halves(of, attrs, half) : nullptr;
-  Call call{of, substitute ? substitute->get() : attrs, context, in, req, out, Rounding(attrs)};
+  Call call{of, substitute ? substitute->get() : attrs, context, in, req, out, Rounding(attrs), nullptr,
+            Blocked(attrs, in, out)};
   call.rounding.draw(context);
-  const Watch watch(call);
-  run_engine(call, watch, [&] { run(call); });
+  if (call.blocked.any()) {
+    if (!run_in_blocks(call)) in_plain(call, [](const Call& plain) { run_plain(plain); });
+    return;
+  }
+  run_plain(call);
 }
 
 void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& context,

@@ -136,26 +136,26 @@ void add_elementwise(Rows& rows) {
            "_backward_maximum", "_minimum", "_backward_minimum", "_backward_sub", "_backward_div",
            "where", "_backward_where"})
     rows.insert({name, {some_at_a_time, kAnyPlace}});
+  constexpr int kEach = kNumbers | kAnyOrder;
   rows.insert({
-      {"relu", {relu, 1}}, {"_backward_relu", {relu_gradient, 2}}, {"sigmoid", {sigmoid, 1, kNumbers}},
-      {"_backward_sigmoid", {sigmoid_gradient, 2, kNumbers}}, {"tanh", {tanh, 1, kNumbers}},
-      {"_backward_tanh", {tanh_gradient, 2, kNumbers}}, {"Activation", {activation, 1, kNumbers}},
-      {"_backward_Activation", {activation_gradient, 2, kNumbers}},
-      {"LeakyReLU", {leaky, 1, kNumbers}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kNumbers}},
-      {"clip", {clip, 1}}, {"_backward_clip", {clip_gradient, 2}},
-      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kNumbers}},
-      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kNumbers}},
-      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kNumbers}},
-      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kNumbers}},
-      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kNumbers}},
-      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kNumbers}},
-      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kNumbers}},
-      {"elemwise_add", {binary<kSum>, 2, kNumbers}}, {"_grad_add", {binary<kSum>, 2, kNumbers}},
-      {"add_n", {sum, kAnyPlace}},
-      {"elemwise_sub", {binary<kDifference>, 2, kNumbers}},
-      {"elemwise_mul", {binary<kProduct>, 2, kNumbers}},
-      {"_backward_mul", {product_gradient, kAnyPlace, kNumbers}},
-      {"elemwise_div", {binary<kQuotient>, 2, kNumbers}}});
+      {"relu", {relu, 1, kAnyOrder}}, {"_backward_relu", {relu_gradient, 2, kAnyOrder}},
+      {"sigmoid", {sigmoid, 1, kEach}}, {"_backward_sigmoid", {sigmoid_gradient, 2, kEach}},
+      {"tanh", {tanh, 1, kEach}}, {"_backward_tanh", {tanh_gradient, 2, kEach}},
+      {"Activation", {activation, 1, kEach}}, {"_backward_Activation", {activation_gradient, 2, kEach}},
+      {"LeakyReLU", {leaky, 1, kEach}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kEach}},
+      {"clip", {clip, 1, kAnyOrder}}, {"_backward_clip", {clip_gradient, 2, kAnyOrder}},
+      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kEach}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kEach}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kEach}},
+      {"elemwise_add", {binary<kSum>, 2, kEach}}, {"_grad_add", {binary<kSum>, 2, kEach}},
+      {"add_n", {sum, kAnyPlace, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
+      {"elemwise_mul", {binary<kProduct>, 2, kEach}},
+      {"_backward_mul", {product_gradient, kAnyPlace, kEach}},
+      {"elemwise_div", {binary<kQuotient>, 2, kEach}}});
 }
 
 }  // namespace gluon_amp

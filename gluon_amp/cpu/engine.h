@@ -85,6 +85,9 @@ constexpr char kScaledKey[] = "__gluon_amp_scaled__";
 // A convolution or a dense layer of bfloat16 data with float32 parameters and gradients. It rounds the weight.
 constexpr char kParametersKey[] = "__gluon_amp_float32_parameters__";
 
+// Which inputs and outputs have their channels in blocks (blocks.h): "100,1", 1 for each that has.
+constexpr char kBlockedKey[] = "__gluon_amp_blocked__";
+
 // An RNN whose products have another format than its other tensors. It runs in RnnLoop.
 constexpr char kLoopKey[] = "__gluon_amp_loop__";
 
@@ -174,6 +177,18 @@ constexpr char kBackAccumulateKey[] = "__gluon_amp_back_accumulate__";
 
 // ---- one call ----------------------------------------------------------------------
 
+// Which arrays of a call have their channels in blocks.
+struct Blocked {
+  std::vector<bool> in, out;  // empty where the node has no such setting
+
+  Blocked() = default;
+  Blocked(const NodeAttrs& attrs, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs);
+  bool input(size_t i) const { return i < in.size() && in[i]; }
+  bool output(size_t i) const { return i < out.size() && out[i]; }
+  bool any() const;
+  bool all() const;
+};
+
 struct Call {
   const Operator& of;
   const NodeAttrs& attrs;
@@ -183,6 +198,7 @@ struct Call {
   const std::vector<TBlob>& out;
   Rounding rounding;
   const OpStatePtr* state = nullptr;  // MXNet's state of a stateful operator
+  Blocked blocked = {};
 
   Write write(size_t i) const {
     return req[i] == mxnet::kNullOp ? kNothing : req[i] == mxnet::kAddTo ? kAdd : kStore;
@@ -253,6 +269,8 @@ std::mutex& turn();
 // Writes an operator's float32 result, plain or in oneDNN's blocked layout, to an array of halves or floats.
 void narrow(const NDArray& made, const TBlob& to, Write write);
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
+// The block of channels of an array of this shape in oneDNN's blocked layout, else 0.
+int block_of(const NDArray& made, const mxnet::TShape& shape);
 int block_size();  // the block of channels of oneDNN's convolutions on this processor
 
 // ---- what runs -----------------------------------------------------------------------
@@ -271,9 +289,11 @@ constexpr uint32_t kAnyPlace = ~0u;  // any output may share memory with any inp
 struct OwnCode {
   bool (*run)(const Call& call);
   uint32_t places;  // output 0 may share memory with this many of the first inputs, or kAnyPlace
-  int supports = 0;  // kGrids: emulated formats; others: see show_own_code in watch.h
+  // kGrids: emulated formats. kBlocks: blocked arrays, else `run` returns false; kAnyOrder: calls with blocked
+  // arrays only. Others: see show_own_code in watch.h
+  int supports = 0;
 };
-constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats;
+constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats, kBlocks = 8, kAnyOrder = 16;
 const OwnCode* own_code(const std::string& name);
 std::string names_with_own_code();  // a line for each
 

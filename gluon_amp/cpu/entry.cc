@@ -9,6 +9,7 @@
 
 #include "attributes.h"
 #include "gpu.h"
+#include "onednn.h"
 #include "plan.h"
 #include "user_code.h"
 #include "watch.h"
@@ -252,6 +253,8 @@ const char* scales_of(int64_t id) {
   return made.c_str();
 }
 
+int blocks() { return keeps_blocks(); }
+
 struct Table {
   int64_t size;  // detects a library of another version
   int (*start)(const char*, int, const char**, int, const char**);
@@ -278,6 +281,7 @@ struct Table {
   void (*set_scales)(int64_t, const char*);
   void (*forget_scales)(int64_t);
   void (*end_user_code)();
+  int (*keeps_blocks)();
 };
 
 }  // namespace
@@ -289,6 +293,6 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
                               description_fits, dispatched, use_generic_code, own_names, on_one_cpu,
                               versions, marks, free_graphs, copy_all, watched, watched_rows,
                               watched_names, count, count_updates, random_state, scales_of,
-                              set_scales, forget_scales, end_user_code};
+                              set_scales, forget_scales, end_user_code, blocks};
   return &table;
 }

@@ -138,6 +138,19 @@ void put(const float* from, float* to, int64_t n, Write write) {
 
 }  // namespace
 
+int block_of(const NDArray& made, const mxnet::TShape& shape) {
+  if (!made.IsMKLDNNData()) return 0;
+  const auto& d = description(made.GetMKLDNNData());
+  const auto& b = d.format_desc.blocking;
+  const auto block = static_cast<int>(b.inner_blks[0]);
+  if (d.ndims < 3 || d.ndims != shape.ndim() || d.format_kind != dnnl_blocked || b.inner_nblks != 1 ||
+      b.inner_idxs[0] != 1 || d.offset0 != 0 || (block != 16 && block != 8))
+    return 0;
+  const mkldnn::memory::desc expected = in_blocks(shape, block);
+  const auto& strides = expected.data.format_desc.blocking.strides;
+  return std::equal(strides, strides + d.ndims, b.strides) ? block : 0;
+}
+
 void narrow(const NDArray& made, const TBlob& to, Write write) {
   if (write == kNothing || size(to) == 0) return;
   const mxnet::TShape& shape = to.shape_;
@@ -145,16 +158,8 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
   if (made.IsMKLDNNData()) {
     const auto& d = description(made.GetMKLDNNData());
     const auto& b = d.format_desc.blocking;
-    const auto block = static_cast<int>(b.inner_blks[0]);
-    bool blocks = d.ndims >= 3 && d.ndims == shape.ndim() && d.format_kind == dnnl_blocked &&
-                  b.inner_nblks == 1 && b.inner_idxs[0] == 1 && d.offset0 == 0 &&
-                  (block == 16 || block == 8);
-    if (blocks) {
-      const mkldnn::memory::desc expected = in_blocks(shape, block);
-      const auto& strides = expected.data.format_desc.blocking.strides;
-      blocks = std::equal(strides, strides + d.ndims, b.strides);
-    }
-    if (blocks) {
+    const int block = block_of(made, shape);
+    if (block) {
       const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
       const auto* from = static_cast<const float*>(made.storage_handle().dptr);
       if (!half) {

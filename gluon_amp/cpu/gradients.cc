@@ -38,6 +38,30 @@ std::string inputs_of_gradients(const nnvm::ObjectPtr& node, const Entries& made
   return list;
 }
 
+// The value of kBlockedKey for a gradient's node: a gradient has the layout of its tensor.
+std::string blocked_arrays(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
+                           const Entries& made, const std::string& blocked) {
+  const size_t comma = blocked.find(',');
+  const auto input = [&](size_t i) { return i < comma ? blocked[i] : '0'; };
+  const auto output = [&](size_t i) { return comma + 1 + i < blocked.size() ? blocked[comma + 1 + i] : '0'; };
+  const auto& of_forward = inputs_of(forward.get());
+  std::string in, out;
+  for (auto& entry : inputs_of(node.get())) {
+    char its = entry.node == forward ? output(entry.index) : '0';
+    for (size_t i = 0; i < above.size(); ++i)
+      if (same(entry, above[i])) its = output(i);
+    for (size_t i = 0; i < of_forward.size(); ++i)
+      if (same(entry, of_forward[i])) its = input(i);
+    in += its;
+  }
+  for (size_t i = 0; i < made.size(); ++i)
+    if (made[i].node == node) {
+      if (out.size() <= made[i].index) out.resize(made[i].index + 1, '0');
+      out[made[i].index] = input(i);
+    }
+  return in + "," + out;
+}
+
 // `high`: whether the node's products run in high precision, without settings of products.
 // `number`: the number of the gradient's nodes described before.
 void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
@@ -47,12 +71,13 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
     keys.push_back(key);
     values.push_back(value);
   };
-  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr;
+  const std::string *inputs = nullptr, *outputs = nullptr, *reads = nullptr, *blocked = nullptr;
   bool scales = false;
   for (auto& item : forward->attrs.dict) {
     const std::string& key = item.first;
     if (!is_setting(key) || item.second.empty() || key == kOutputGridKey || key == kHighKey) continue;
-    if (key == kInputsKey) inputs = &item.second;
+    if (key == kBlockedKey) blocked = &item.second;
+    else if (key == kInputsKey) inputs = &item.second;
     else if (key == kOutputsKey) outputs = &item.second;
     else if (key == kBackGridKey) {
       say(kOutputGridKey, item.second);
@@ -68,7 +93,8 @@ void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const
   }
   // An input that the forward product has not scaled has a history of the backward pass only.
   const char* const history = find(forward->attrs, kBackScalingKey) ? "gx" : "";
-  if (keys.empty() && !inputs && !outputs && !reads) return;
+  if (keys.empty() && !inputs && !outputs && !reads && !blocked) return;
+  if (blocked) say(kBlockedKey, blocked_arrays(node, forward, above, made, *blocked));
   if (find(forward->attrs, kWatchKey)) say(kWatchedInputsKey, inputs_of_gradients(node, made));
   if (inputs || outputs || reads) {
     std::string back_reads, back_writes, scaled;

@@ -118,6 +118,7 @@ class _Table(ctypes.Structure):
         ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
         ("forget_scales", ctypes.CFUNCTYPE(None, c_int64)),
         ("end_user_code", ctypes.CFUNCTYPE(None)),
+        ("keeps_blocks", ctypes.CFUNCTYPE(c_int)),
     ]
 
 
@@ -367,6 +368,11 @@ def dispatched() -> FrozenSet[str]:
     """Returns the names in graphs of MXNet's operators that dispatch on type."""
     load()
     return frozenset(table().dispatched().decode().split())
+
+
+def keeps_blocks() -> bool:
+    """Whether bfloat16 convolutions read and write blocks of 16 channels on this processor."""
+    return _table is not None and bool(_table.keeps_blocks())
 
 
 @functools.lru_cache(maxsize=None)

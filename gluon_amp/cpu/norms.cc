@@ -1,4 +1,5 @@
 // Norms that have code of their own: batch norm, layer norm, softmax.
+#include "onednn.h"
 #include "own.h"
 #include "watch.h"
 
@@ -16,8 +17,8 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
-           flag(call.attrs, "fix_gamma", true), is_half(x), relu};
-  return true;
+           flag(call.attrs, "fix_gamma", true), is_half(x), relu, call.blocked.any()};
+  return !made->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
 }
 
 // Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
@@ -76,6 +77,7 @@ template <bool relu>
 bool batch_norm(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[0], relu, &norm) || !is_float(call.in[1])) return false;
+  if (norm.blocked && !(call.blocked.input(0) && call.blocked.output(0))) return false;
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
@@ -92,6 +94,7 @@ template <bool relu>
 bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
+  if (norm.blocked && !(call.blocked.input(0) && call.blocked.input(3) && call.blocked.output(0))) return false;
   Lease lease;
   RoundedOutput dx(call);
   kernels_of(call.in[3])->batch_norm_gradient(norm, {
@@ -224,10 +227,10 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kGrids}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids}},  // its relu is of halves
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids}},
+      {"BatchNorm", {batch_norm<false>, 1, kGrids | kBlocks}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kBlocks}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kBlocks}},  // its relu is of halves
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kBlocks}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
       {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
       {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});

@@ -1,5 +1,6 @@
 // Products of bfloat16 arrays by oneDNN's primitives: bfloat16 instructions, sums in float32, each result
-// rounded once. Primitives choose their layouts; arrays are plain, and are reordered on both sides.
+// rounded once. Primitives choose their layouts. Arrays are plain, or in blocks of
+// channels (blocks.h), and are reordered where a primitive has another layout.
 #include "onednn.h"
 
 #include <cpuid.h>
@@ -10,6 +11,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "blocks.h"
 #include "watch.h"
 
 namespace gluon_amp {
@@ -110,6 +112,8 @@ int type_in_memory(const TBlob& array) { return is_float(array) ? dnnl_f32 : dnn
 
 constexpr dnnl_format_tag_t kPlain[] = {dnnl_format_tag_undef, dnnl_a, dnnl_ab, dnnl_abc, dnnl_abcd,
                                         dnnl_abcde, dnnl_abcdef};
+constexpr dnnl_format_tag_t kInBlocks[] = {dnnl_format_tag_undef, dnnl_format_tag_undef, dnnl_format_tag_undef,
+                                           dnnl_aBc16b, dnnl_aBcd16b, dnnl_aBcde16b};
 
 }  // namespace
 
@@ -163,8 +167,8 @@ namespace {
 int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
   const int axes = inside.ndims;
   const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
-  if (inside.data_type != dnnl_bf16 || plain.data_type != dnnl_bf16 || axes < 3 || inside.format_kind != dnnl_blocked || inside.offset0 ||
-      in.inner_nblks > 1)
+  if (inside.data_type != dnnl_bf16 || plain.data_type != dnnl_bf16 || axes < 3 ||
+      inside.format_kind != dnnl_blocked || inside.offset0 || in.inner_nblks > 1 || out.inner_nblks)
     return 0;
   const int64_t channels = inside.dims[1];
   const int64_t block = in.inner_nblks ? in.inner_blks[0] : channels;
@@ -197,7 +201,8 @@ void Product::Way::leave(const Operand& operand, void* from, void* to) const {
 }
 
 Product::Way& Product::way(const Operand& operand) {
-  const auto found = ways_.find(operand.argument);
+  const std::pair<int, bool> key(operand.argument, operand.plain.format_desc.blocking.inner_nblks > 0);
+  const auto found = ways_.find(key);
   if (found != ways_.end()) return found->second;
   Way way;
   way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
@@ -215,7 +220,7 @@ Product::Way& Product::way(const Operand& operand) {
     way.reorder = operand.write == kNothing ? reorder(operand.plain, way.inside)
                                             : reorder(way.inside, operand.plain);
   }
-  return ways_[operand.argument] = way;
+  return ways_[key] = way;
 }
 
 namespace {
@@ -425,6 +430,14 @@ Operand operand(int argument, const TBlob& array, const Sizes& dims, Write write
   return {argument, array, plain(dims, type_in_memory(array)), write, images};
 }
 
+// `blocked`: whether the array's channels are in blocks.
+Operand operand(int argument, const TBlob& array, const Sizes& dims, bool blocked, Write write,
+                int64_t images = 0) {
+  Operand made = operand(argument, array, dims, write, images);
+  if (blocked) made.plain = layout(dims, kInBlocks[dims.size()], type_in_memory(array));
+  return made;
+}
+
 // Runs a layer's passes: forward from x, weight and bias; backward from the gradient of y, x, weight and
 // bias to those of x, weight and bias. `rows`: null, or for the forward pass, or for the weight's gradient.
 template <class Layer>
@@ -434,9 +447,10 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
     const auto run = [&](const auto& of, const TBlob& x, int64_t images) {
       const auto product = of.product(kForward);
       if (!product) return false;
-      std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, kNothing, images),
-                               operand(DNNL_ARG_WEIGHTS, call.in[1], of.w),
-                               operand(DNNL_ARG_DST, call.out[0], of.y, call.write(0), images)};
+      std::vector<Operand> all{
+          operand(DNNL_ARG_SRC, x, of.x, call.blocked.input(0), kNothing, images),
+          operand(DNNL_ARG_WEIGHTS, call.in[1], of.w),
+          operand(DNNL_ARG_DST, call.out[0], of.y, call.blocked.output(0), call.write(0), images)};
       if (of.bias) all.push_back(operand(DNNL_ARG_BIAS, call.in[2], *of.bias));
       product->run(all);
       return true;
@@ -457,8 +471,8 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
     TBlob dw = call.out[1];
     const bool unread = call.write(1) == kNothing;
     if (unread) dw.dptr_ = lease.memory(size(dw));
-    std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, kNothing, images),
-                             operand(DNNL_ARG_DIFF_DST, dy, of.y, kNothing, images),
+    std::vector<Operand> all{operand(DNNL_ARG_SRC, x, of.x, call.blocked.input(1), kNothing, images),
+                             operand(DNNL_ARG_DIFF_DST, dy, of.y, call.blocked.input(0), kNothing, images),
                              operand(DNNL_ARG_DIFF_WEIGHTS, dw, of.w, unread ? kStore : call.write(1))};
     if (wants_bias) all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *of.bias, call.write(2)));
     product->run(all, &read);
@@ -469,8 +483,9 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
       !run_weight(layer, x, 0))
     return false;
   if (data)
-    data->run({operand(DNNL_ARG_WEIGHTS, w, layer.w), operand(DNNL_ARG_DIFF_DST, dy, layer.y),
-               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.write(0))}, &read);
+    data->run({operand(DNNL_ARG_WEIGHTS, w, layer.w),
+               operand(DNNL_ARG_DIFF_DST, dy, layer.y, call.blocked.input(0), kNothing),
+               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.blocked.output(0), call.write(0))}, &read);
   return true;
 }
 
@@ -521,6 +536,7 @@ bool onednn_convolution(const Call& call, bool backward) {
   const std::lock_guard<std::mutex> mine(turn());
   if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
     return run_layer(call, backward, layer, nullptr);
+  if (call.blocked.any()) return false;
   Lease lease;
   ByRows rows{rows_of(layer), x};
   if (!is_pointwise(layer)) {
@@ -548,16 +564,20 @@ bool onednn_deconvolution(const Call& call, bool backward) {
     if (!product) return false;
     const NDArray sums = has_bias ? lease.array(y.shape_) : NDArray();
     const TBlob& to = has_bias ? sums.data() : y;
-    product->run({operand(DNNL_ARG_DIFF_DST, x, layer.y), operand(DNNL_ARG_WEIGHTS, w, layer.w),
-                  operand(DNNL_ARG_DIFF_SRC, to, layer.x, has_bias ? kStore : call.write(0))});
+    const bool blocked = call.blocked.output(0);
+    product->run({operand(DNNL_ARG_DIFF_DST, x, layer.y, call.blocked.input(0), kNothing),
+                  operand(DNNL_ARG_WEIGHTS, w, layer.w),
+                  operand(DNNL_ARG_DIFF_SRC, to, layer.x, blocked, has_bias ? kStore : call.write(0))});
     if (!has_bias) return true;
     std::vector<float> bias(channels);
     kernels_of(w)->widen(halves(call.in[2]), bias.data(), channels);
-    for_all(images * channels, size(y), [&](int64_t i) {
-      float* const row = floats(to) + i * places;
-      std::transform(row, row + places, row, [&](float one) { return one + bias[i % channels]; });
+    const int64_t together = blocked ? kBlock : 1;  // adjacent channels
+    for_all(images * channels / together, size(y), [&](int64_t i) {
+      float* const row = floats(to) + i * places * together;
+      const float* const added = &bias[i * together % channels];
+      for (int64_t k = 0; k < places * together; ++k) row[k] += added[k % together];
     });
-    narrow(sums, y, call.write(0));
+    narrow(floats(to), y, call.write(0));
     return true;
   }
   const auto data = call.write(0) != kNothing ? layer.product(kForward) : nullptr;
@@ -565,11 +585,17 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   if ((call.write(0) != kNothing && !data) || (call.write(1) != kNothing && !weight)) return false;
   if (has_bias && call.write(2) != kNothing) {
     const NDArray sums = lease.array(call.out[2].shape_);
+    const Half* gradients = halves(y);
+    if (call.blocked.input(0)) {
+      Half* const plain = reinterpret_cast<Half*>(lease.memory((size(y) + 1) / 2));
+      unblock(y, plain);
+      gradients = plain;
+    }
     for_all(channels, size(y), [&](int64_t channel) {
       std::vector<float> row(places);
       double sum = 0;
       for (int64_t image = 0; image < images; ++image) {
-        kernels_of(y)->widen(halves(y) + (image * channels + channel) * places, row.data(), places);
+        kernels_of(y)->widen(gradients + (image * channels + channel) * places, row.data(), places);
         sum = std::accumulate(row.begin(), row.end(), sum);
       }
       floats(sums.data())[channel] = static_cast<float>(sum);
@@ -579,11 +605,13 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   Product::Inside read;
   // first the weight: the gradient of x may lie on that of y
   if (weight)
-    weight->run({operand(DNNL_ARG_SRC, y, layer.x), operand(DNNL_ARG_DIFF_DST, x, layer.y),
+    weight->run({operand(DNNL_ARG_SRC, y, layer.x, call.blocked.input(0), kNothing),
+                 operand(DNNL_ARG_DIFF_DST, x, layer.y, call.blocked.input(1), kNothing),
                  operand(DNNL_ARG_DIFF_WEIGHTS, call.out[1], layer.w, call.write(1))}, &read);
   if (data)
-    data->run({operand(DNNL_ARG_SRC, y, layer.x), operand(DNNL_ARG_WEIGHTS, w, layer.w),
-               operand(DNNL_ARG_DST, call.out[0], layer.y, call.write(0))}, &read);
+    data->run({operand(DNNL_ARG_SRC, y, layer.x, call.blocked.input(0), kNothing),
+               operand(DNNL_ARG_WEIGHTS, w, layer.w),
+               operand(DNNL_ARG_DST, call.out[0], layer.y, call.blocked.output(0), call.write(0))}, &read);
   return true;
 }
 
@@ -708,6 +736,8 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 }
 
 }  // namespace
+
+bool keeps_blocks() { return instructions() == Instructions::kBfloat16; }
 
 bool onednn_batch_dot(const Call& call) { return product_of(call, 3); }
 

@@ -64,11 +64,14 @@ class Product {
 
   onednn::Description description_;
   onednn::Primitive primitive_;
-  std::map<int, Way> ways_;
+  std::map<std::pair<int, bool>, Way> ways_;  // of each argument: from plain memory, and from blocks
 };
 
 dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type = dnnl_bf16);
 onednn::Description describe(const void* operation, const onednn::Description* hint = nullptr);
+
+// Whether arrays between convolutions are to lie in the blocks that those read and write.
+bool keeps_blocks();
 
 // By oneDNN; false where it has no primitive, or the processor no instructions.
 bool onednn_convolution(const Call& call, bool backward);

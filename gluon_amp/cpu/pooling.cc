@@ -2,6 +2,7 @@
 // because the backward pass reads the indices of maxima piece by piece.
 //
 // If oneDNN uses its blocked layout, plain halves are converted to it and back in one pass.
+#include "blocks.h"
 #include "pieces.h"
 
 namespace gluon_amp {
@@ -19,6 +20,15 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
   return std::max<int64_t>(1, std::min(batch, kPiece / (2 * (size(x) + size(y)) / batch)));
 }
 
+// Widens a piece to floats in blocks. `blocked`: the layout of the piece.
+NDArray widened(const NDArray& holder, const TBlob& piece, bool blocked) {
+  if (!blocked) return widened_images(1, holder, piece);
+  NDArray made = holder;
+  kernels_of(piece)->widen(halves(piece), floats(made.data()), size(piece));
+  made.CreateMKLDNNData(in_blocks(piece.shape_, kBlock));
+  return made;
+}
+
 // oneDNN is ten times slower on plain arrays. Backward, the arguments are the gradients of the outputs, x, and
 // the outputs. The last two are not read: x gives oneDNN the blocked layout, and MXNet's own code ("full"
 // averages with unequal padding) checks the type of the outputs.
@@ -34,7 +44,7 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
     const auto piece = [&](const TBlob& all) { return images(all, first, some); };
     Lease lease;
     const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
-    std::vector<NDArray> in{widened_images(1, lease.array(read.shape_), read)};
+    std::vector<NDArray> in{widened(lease.array(read.shape_), read, call.blocked.input(0))};
     for (size_t i = 1; i < call.in.size(); ++i) {
       TBlob other = piece(call.in[i]);
       if (is_half(other)) other = {other.dptr_, other.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0};
@@ -46,7 +56,8 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
     std::vector<OpReqType> req = call.req;
     req[0] = mxnet::kWriteTo;
     call.of.compute_ex(call.attrs, call.context, in, req, out);
-    narrow(out[0], result, call.write(0));
+    if (call.blocked.output(0)) narrow_to_blocks(out[0], result, call.write(0));
+    else narrow(out[0], result, call.write(0));
   }
   return true;
 }
@@ -57,12 +68,16 @@ bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
 }
 
 // Max pooling of halves in predictions; training also needs the indices of maxima.
+bool predicts_maximum(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  return fits(x, y) && is_half(y) && x.ndim() == 4 && !call.context.is_train && has_channels_first(call) &&
+         word(call.attrs, "pool_type", "max") == "max" && !flag(call.attrs, "global_pool", false) &&
+         x.shape_[3] >= 8;  // vectors would be half empty
+}
+
 bool run_maximum(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
-  if (!fits(x, y) || !is_half(y) || x.ndim() != 4 || call.context.is_train ||
-      !has_channels_first(call) || word(call.attrs, "pool_type", "max") != "max" ||
-      flag(call.attrs, "global_pool", false) || x.shape_[3] < 8)  // vectors would be half empty
-    return false;
+  if (!predicts_maximum(call)) return false;
   auto two = [&](const char* key, int64_t otherwise) {
     const std::vector<int64_t> said = numbers(call.attrs, key);
     return said.size() == 2 ? said : std::vector<int64_t>(2, otherwise);
@@ -77,18 +92,19 @@ bool run_maximum(const Call& call) {
 
 bool forward(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.blocked.any()) return !predicts_maximum(call) && run_in_blocks(call, x, y);
   return run_maximum(call) || run_in_blocks(call, x, y) || run_pooling(call, x, y);
 }
 
 bool backward(const Call& call) {
   const TBlob &x = call.out[0], &y = call.in[0];
-  return run_in_blocks(call, x, y) || run_pooling(call, x, y);
+  return run_in_blocks(call, x, y) || (!call.blocked.any() && run_pooling(call, x, y));
 }
 
 }  // namespace
 
 void add_pooling(Rows& rows) {
-  rows.insert({{"Pooling", {forward, 0}}, {"_backward_Pooling", {backward, 0}}});
+  rows.insert({{"Pooling", {forward, 0, kBlocks}}, {"_backward_Pooling", {backward, 0, kBlocks}}});
 }
 
 }  // namespace gluon_amp

@@ -246,11 +246,12 @@ class ConvertedHybridBlock(ConvertedBlock):
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, key, arrays)
-        if key not in trace.ops:
-            trace.ops[key], trace.untrainable[key] = self._make_op(trace.clean, *key)
-        if trace.untrainable[key] and autograd.is_training():
-            raise ValueError(trace.untrainable[key])
-        return trace.ops[key]
+        which = (*key, bool(self._callback))
+        if which not in trace.ops:
+            trace.ops[which], trace.untrainable[which] = self._make_op(trace.clean, *which)
+        if trace.untrainable[which] and autograd.is_training():
+            raise ValueError(trace.untrainable[which])
+        return trace.ops[which]
 
     def free_ops(self) -> None:
         """Frees the CachedOps and their memory; the next call creates them again."""
@@ -280,14 +281,17 @@ class ConvertedHybridBlock(ConvertedBlock):
                           _out_format=trace.out_format)
         return trace
 
-    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...]) -> Tuple[Op, str]:
-        """Returns a CachedOp, and the reason if it cannot train, else ""."""
+    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
+                 hooked: bool) -> Tuple[Op, str]:
+        """Returns a CachedOp, and the reason if it cannot train, else "". `hooked`: whether a hook
+        reads its tensors."""
         data, traced = self._cached_graph
         graph, types = self.mixed_graph(dtypes, clean)
         names = [d.name for d in data]
         policy = self._amp.policy
         check_device(graph, policy, on_gpu)
-        built = build(graph, types, policy, scales=self._amp.scales, place=self.place)
+        built = build(graph, types, policy, scales=self._amp.scales, place=self.place,
+                      blocks=not hooked)
         symbol = built.symbol()
         if isinstance(traced, mx.sym.numpy._Symbol):
             symbol = symbol.as_np_ndarray()

@@ -7,7 +7,19 @@ type that have a setting.
 Emulated formats (TF32, float8) run on CPUs only: MXNet has no arrays of them. Their tensors are
 float32 arrays. A node's attributes select the inputs and outputs that the engine rounds.
 """
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 from .._mxnet import mx, np
 from ..cpu import library
@@ -16,6 +28,7 @@ from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
 from .accumulate import ATTRIBUTE as ACCUMULATE
 from .accumulate import accumulate
+from .blocks import BLOCKED, blocked_entries, setting
 from .casts import PRODUCT
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from .high_precision import in_high_precision
@@ -48,7 +61,7 @@ LEFT_ALONE = frozenset("""
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
           watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
-          place: Callable[[str], str] = str) -> Graph:
+          place: Callable[[str], str] = str, blocks: bool = False) -> Graph:
     """Returns the graph that a device runs. Variables and outputs keep their types.
 
     Args:
@@ -60,11 +73,15 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
         scales: the histories of the network's float8 tensors. By default new ones, which the
             engine keeps until the process ends.
         place: maps a node's name to the name of its histories.
+        blocks: whether tensors within the graph may be blocked (blocks.py).
     """
     if not library.started():
         return _with_repeatable_dropout(graph)
     prefix = (_SAMPLES if samples else "") if watch else None
-    built = _Rewriting(graph, types, policy, prefix, scales or Scales(freed=False), place).run()
+    rewriting = _Rewriting(graph, types, policy, prefix, scales or Scales(freed=False), place)
+    if blocks and not watch and policy.one_format and policy.accumulate is None:
+        rewriting.blocked = blocked_entries(graph, rewriting.types)
+    built = rewriting.run()
     check_loops(built, policy.name)
     return built
 
@@ -106,6 +123,7 @@ class _Rewriting:
                               if self._adds_in_float32(node, users.get(Entry(node), []))}
         # the number of products with each name so far, bodies of loops included
         self.named: Dict[str, int] = {} if named is None else named
+        self.blocked: Set[Entry] = set()
 
     def run(self) -> Graph:
         def make(node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
@@ -180,6 +198,9 @@ class _Rewriting:
             in_high_precision(new, self.policy.high_precision, self.policy.name)
         if _is_better_in_the_engine(node) or node in self.without_casts:
             new.attrs[_ENGINE] = "1"
+        if self.blocked:
+            layouts = setting(node, self.count[node], self.blocked)
+            new.attrs.update({BLOCKED: layouts} if layouts else {})
         if self.watch is not None and _runs_engine(node) \
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
             new.attrs[WATCH] = f"{self.watch}{node.name}"

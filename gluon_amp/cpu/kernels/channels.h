@@ -13,7 +13,10 @@
 //
 // The pieces depend on the shape only, so that results do not depend on the number of threads.
 #pragma once
+#include <type_traits>
+
 #include "counts.h"
+#include "transpose.h"
 
 namespace gluon_amp {
 namespace ISA {
@@ -33,44 +36,117 @@ inline Wide splat(const Coefficients& c) {
 
 // ---- channels of wide planes -----------------------------------------------------
 
+// A first part of a piece, at least an eighth.
+template <typename Walk> Walk first_part(Walk piece) {
+  if (piece.images >= 8) piece.images = parts_of(piece.images, 8);
+  else piece.length = least(piece.length, parts_of(piece.length, 16 * W) * 2 * W);
+  return piece;
+}
+
 // A piece of a channel, some positions of some images; or of up to `most` adjacent channels, image by image, so
 // that contiguous reads are longer.
 template <int most> struct PlaneWalk {
-  static constexpr int kTurns = 2 * most;  // two for each channel
+  static constexpr int kMost = most, kTurns = 2 * most;  // two for each channel
   int64_t first, images, distance, length;  // `distance` elements from image to image
   int64_t channels, plane;
   const Wide* of;  // the coefficients of each channel
 
+  int64_t count() const { return most == 1 ? 1 : channels; }
   template <typename F> void operator()(F f) const {
     const Part part(length % W);
     for (int64_t n = 0; n < images; ++n)
-      for (int c = 0; c < (most == 1 ? 1 : channels); ++c)
+      for (int c = 0; c < count(); ++c)
         each_in_turn(first + n * distance + c * plane, length, part,
                      [&](int64_t at, auto lanes, int turn) { f(at, lanes, 2 * c + turn); });
   }
-  // a first part, at least an eighth
-  PlaneWalk some() const {
-    PlaneWalk part = *this;
-    if (images >= 8) part.images = parts_of(images, 8);
-    else part.length = least(length, parts_of(length, 16 * W) * 2 * W);
-    return part;
-  }
+  PlaneWalk some() const { return first_part(*this); }
   const Wide& wide(int turn) const { return of[turn / 2]; }
 
   struct Out {
     double count, center, sums[2];
   };
   void centers(const Sums<1, kTurns>& s, V (&center)[kTurns]) const {
-    for (int c = 0; c < channels; ++c)
+    for (int c = 0; c < count(); ++c)
       center[2 * c] = center[2 * c + 1] =
           splat(static_cast<float>(s.pair(c, 0) / static_cast<double>(images * length)));
   }
   void put(Out* out, const V (&center)[kTurns], const Sums<2, kTurns>& s) const {
-    for (int c = 0; c < channels; ++c)
+    for (int c = 0; c < count(); ++c)
       out[c] = {static_cast<double>(images * length), total(center[2 * c]) / W,
                 {s.pair(c, 0), s.pair(c, 1)}};
   }
+
+  using Wides = Wide[most];
+  static void spread(const Coefficients* from, int64_t count, Wides& to) {
+    for (int64_t c = 0; c < count; ++c) to[c] = splat(from[c]);
+  }
 };
+
+#if defined(__AVX512F__)
+// A piece of W channels in a block: a vector has a place of each. There is a turn for each lane of a PlaneWalk's
+// two turns, so that the sums have the same bits.
+struct BlockWalk {
+  static constexpr int kMost = W, kTurns = 2 * W;
+  int64_t first, images, distance, length, channels, plane;  // `first`, `distance`: in memory
+  const Wide* of;
+
+  template <typename F> void operator()(F f) const {
+    const int64_t whole = length / W * W;
+    for (int64_t n = 0; n < images; ++n) {
+      const int64_t at = first + n * distance;
+      int64_t s = 0;
+      for (; s + kTurns <= whole; s += kTurns)
+        for (int turn = 0; turn < kTurns; ++turn) f(at + (s + turn) * W, Whole(), turn);
+      for (int turn = 0; s < whole; ++s, ++turn) f(at + s * W, Whole(), turn);
+      for (int turn = W; s < length; ++s, ++turn) f(at + s * W, Whole(), turn);
+    }
+  }
+  BlockWalk some() const { return first_part(*this); }
+  const Wide& wide(int) const { return *of; }
+
+  // The totals of each channel.
+  template <int n> static void totals(const Sums<n, kTurns>& s, int i, double (&to)[W]) {
+    V rows[W];
+    for (int lane = 0; lane < W; ++lane) rows[lane] = s.part[lane][i] + s.part[W + lane][i];
+    transpose(rows);
+    for (int c = 0; c < W; ++c) to[c] = total(rows[c]);
+  }
+  using Out = PlaneWalk<1>::Out;
+  void centers(const Sums<1, kTurns>& s, V (&center)[kTurns]) const {
+    double sums[W];
+    float its[W];
+    totals(s, 0, sums);
+    const auto count = static_cast<double>(images * length);
+    for (int c = 0; c < W; ++c) its[c] = static_cast<float>(sums[c] / count);
+    for (V& each : center) each = load(its, Whole());
+  }
+  void put(Out* out, const V (&center)[kTurns], const Sums<2, kTurns>& s) const {
+    double first_sums[W], second_sums[W];
+    float its[W];
+    totals(s, 0, first_sums);
+    totals(s, 1, second_sums);
+    store(its, center[0], Whole());
+    for (int c = 0; c < W; ++c)
+      out[c] = {static_cast<double>(images * length), its[c], {first_sums[c], second_sums[c]}};
+  }
+
+  using Wides = Wide[1];
+  static void spread(const Coefficients* from, int64_t, Wides& to) {
+    float each[5][W];
+    for (int c = 0; c < W; ++c) {
+      const Coefficients& its = from[c];
+      each[0][c] = its.mean;
+      each[1][c] = its.scale;
+      each[2][c] = its.beta;
+      each[3][c] = its.mean_g;
+      each[4][c] = its.slope;
+    }
+    const Whole all;
+    to[0] = {load(each[0], all), load(each[1], all), load(each[2], all), load(each[3], all),
+             load(each[4], all)};
+  }
+};
+#endif
 
 // The pieces of each channel, of up to about kPiece elements, which fit in the L1 and L2 caches; and the groups
 // of channels that are processed together.
@@ -85,52 +161,53 @@ struct Planes {
     across = parts_of(p.plane, places);
     images = sums ? most(1, kPiece / p.plane) : 1;
     pieces = parts_of(p.batch, images) * across;
-    if (2 * p.plane <= kRun)
+    if (p.blocked) group = 16;
+    else if (2 * p.plane <= kRun)
       group = most(1, least(least(kMost, kRun / p.plane), p.channels / (4 * threads)));
     groups = parts_of(p.channels, group);
   }
   int64_t channels_of(int64_t k) const { return least(group, p.channels - k * group); }
-  template <int most> PlaneWalk<most> piece(int64_t k, int64_t i, const Wide* of) const {
+  template <typename Walk> Walk piece(int64_t k, int64_t i, const Wide* of) const {
     const int64_t n = i / across * images, s = i % across * places;
-    return {(n * p.channels + k * group) * p.plane + s, least(images, p.batch - n),
-            p.channels * p.plane, least(places, p.plane - s), channels_of(k), p.plane, of};
+    return {(n * p.channels + k * group) * p.plane + s * (p.blocked ? group : 1),
+            least(images, p.batch - n), p.channels * p.plane, least(places, p.plane - s),
+            channels_of(k), p.plane, of};
   }
 };
 
 // The job's calls for one group of channels.
-template <int most, typename J> struct Group {
+template <typename Walk, typename J> struct Group {
   const Planes& planes;
   const J& job;
   int64_t k, channels;
-  Wide wide[most];
+  typename Walk::Wides wide;
 
   Group(const Planes& all, const J& j, int64_t index, const Coefficients* of)
       : planes(all), job(j), k(index), channels(all.channels_of(index)) {
     spread(of);
   }
-  void spread(const Coefficients* of) {
-    for (int64_t c = 0; c < channels; ++c) wide[c] = splat(of[c]);
-  }
-  void sum(int64_t i, typename PlaneWalk<most>::Out* out) const {
-    job.sum_part(planes.piece<most>(k, i, wide), out);
+  void spread(const Coefficients* of) { Walk::spread(of, channels, wide); }
+  void sum(int64_t i, typename Walk::Out* out) const {
+    job.sum_part(planes.piece<Walk>(k, i, wide), out);
   }
   void map(int64_t i, typename J::Shows* shown) const {
-    const PlaneWalk<most> walk = planes.piece<most>(k, i, wide);
+    const Walk walk = planes.piece<Walk>(k, i, wide);
     const J own = job;  // a copy without aliasing
     walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn), shown); });
   }
 };
 
 // Each thread processes whole channels, so that the map reads from its cache what the sums have read.
-template <int most, typename J> void by_channels(const Planes& planes, const J& job, bool threads) {
+template <typename Walk, typename J>
+void by_channels(const Planes& planes, const J& job, bool threads) {
   auto work = [&](int64_t k) {
-    Coefficients of[most] = {};
-    typename J::Total totals[most];
+    Coefficients of[Walk::kMost] = {};
+    typename J::Total totals[Walk::kMost];
     const int64_t first = k * planes.group, channels = planes.channels_of(k);
     for (int64_t c = 0; J::kBegins && c < channels; ++c) job.begin(first + c, &of[c]);
-    Group<most, J> group(planes, job, k, of);
+    Group<Walk, J> group(planes, job, k, of);
     for (int64_t i = 0; job.sums() && i < planes.pieces; ++i) {
-      typename PlaneWalk<most>::Out out[most];
+      typename Walk::Out out[Walk::kMost];
       group.sum(i, out);
       for (int64_t c = 0; c < channels; ++c)
         totals[c].add(out[c].count, out[c].center, out[c].sums[0], out[c].sums[1]);
@@ -146,8 +223,8 @@ template <int most, typename J> void by_channels(const Planes& planes, const J& 
 }
 
 // For few channels: all threads sum pieces, then channels, then map pieces.
-template <int most, typename J> void by_pieces(const Planes& planes, const J& job) {
-  using Out = typename PlaneWalk<most>::Out;
+template <typename Walk, typename J> void by_pieces(const Planes& planes, const J& job) {
+  using Out = typename Walk::Out;
   const int64_t channels = planes.p.channels, tasks = planes.groups * planes.pieces;
   const int64_t across = planes.across, groups = planes.groups, group = planes.group;
   Scratch<Out> sums(channels * planes.pieces);  // a group's channels are adjacent
@@ -164,7 +241,7 @@ template <int most, typename J> void by_pieces(const Planes& planes, const J& jo
   auto task_piece = [=](int64_t task) { return task / across / groups * across + task % across; };
   auto sum = [&](int64_t task) {
     const int64_t k = task_group(task), i = task_piece(task);
-    Group<most, J>(planes, job, k, of.data + k * group).sum(i, out(k, i));
+    Group<Walk, J>(planes, job, k, of.data + k * group).sum(i, out(k, i));
   };
   auto finish = [&](int64_t c) {
     typename J::Total total;
@@ -177,7 +254,7 @@ template <int most, typename J> void by_pieces(const Planes& planes, const J& jo
   auto map = [&](int64_t task) {
     const int64_t k = task_group(task);
     typename J::Shows shown(job.counts());
-    Group<most, J>(planes, job, k, of.data + k * group).map(task_piece(task), &shown);
+    Group<Walk, J>(planes, job, k, of.data + k * group).map(task_piece(task), &shown);
   };
 #pragma omp parallel
   {
@@ -366,9 +443,16 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
   // other operators, so that each thread reads what it has written.
   const bool idle = 6 * planes.groups < 5 * parts_of(planes.groups, available) * available;
   const bool whole = available == 1 || (job.sums() && !idle);
-  constexpr int kMost = Planes::kMost;
-  if (planes.group == 1) whole ? by_channels<1>(planes, job, threads) : by_pieces<1>(planes, job);
-  else whole ? by_channels<kMost>(planes, job, threads) : by_pieces<kMost>(planes, job);
+  const auto run_with = [&](auto walk) {
+    using Walk = decltype(walk);
+    whole ? by_channels<Walk>(planes, job, threads) : by_pieces<Walk>(planes, job);
+  };
+#if defined(__AVX512F__)
+  if constexpr (std::is_same<typename J::Shows, NotShown>::value)
+    if (p.blocked) return run_with(BlockWalk());
+#endif
+  if (planes.group == 1) run_with(PlaneWalk<1>());
+  else run_with(PlaneWalk<Planes::kMost>());
 }
 
 }  // namespace

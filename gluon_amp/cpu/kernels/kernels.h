@@ -69,6 +69,7 @@ struct BatchNorm {
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma is 1, and its gradient is 0
   bool in_halves;                    // whether x, y and their gradients are halves or floats
   bool relu;
+  bool blocked;                      // halves in blocks of 16 channels: with AVX-512, from 16 places on
 };
 
 struct BatchNormForward {

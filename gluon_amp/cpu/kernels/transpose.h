@@ -1,4 +1,4 @@
-// Transposes tiles of kTile x kTile floats in registers. Only passes.cc includes it.
+// Transposes tiles of kTile x kTile floats in registers. Only passes.cc and channels.h include it.
 #pragma once
 #include "vector.h"
 

@@ -1,0 +1,92 @@
+"""Which tensors have their channels in blocks of 16 in memory, the layout of oneDNN's convolutions.
+
+A tensor's shape and size do not change. Layers that share a blocked tensor need no reorder between
+them. Variables, outputs of the graph, and all tensors of other operators are plain. A gradient has
+the layout of its tensor (cpu/gradients.cc).
+"""
+import os
+from typing import Dict, List, Mapping, Optional, Set
+
+from ..cpu import library
+from .graph import Entry, Graph, Node
+
+BLOCKED = "__gluon_amp_blocked__"  # of a node: "100,1", 1 for each blocked input and output
+_CHANNELS = 16
+
+# Layers that read and write either layout.
+_LAYERS = frozenset(["Convolution", "Deconvolution", "Pooling"])
+# Operators whose images have one layout, by the number of inputs that are images; None: all.
+_ONE_LAYOUT = {
+    **dict.fromkeys(["BatchNorm", "_contrib_BatchNormWithReLU", "Activation", "LeakyReLU", "relu",
+                     "sigmoid", "tanh", "clip", "_mul_scalar", "_div_scalar", "_plus_scalar"], 1),
+    **dict.fromkeys(["elemwise_add", "elemwise_sub", "elemwise_mul", "add_n", "Concat"])}
+_ACTIVATIONS = ("relu", "sigmoid", "tanh", "leaky", "gelu")
+
+
+def blocked_entries(graph: Graph, types: Mapping[Entry, Optional[str]]) -> Set[Entry]:
+    """The entries of a graph that are blocked; none where this processor's convolutions have
+    another layout."""
+    if os.environ.get("GLUON_AMP_BLOCKS") == "off" or not library.keeps_blocks():
+        return set()
+    nodes = [node for node in graph.nodes() if _is_supported(node)]
+    channels: Dict[Entry, Optional[int]] = {}
+    for node in nodes:
+        channels[Entry(node)] = _channels(node, channels)
+    users = graph.consumers()
+    blocked = {entry for entry, count in channels.items()
+               if count and count % _CHANNELS == 0 and types.get(entry) == "bfloat16"
+               and all(_reads_images(user, entry) for user in users.get(entry, []))}
+    return _with_one_layout(blocked, [node for node in nodes if node.op in _ONE_LAYOUT])
+
+
+def setting(node: Node, outputs: int, blocked: Set[Entry]) -> str:
+    """The value of BLOCKED for a node; empty where nothing is blocked."""
+    letters = ["".join(str(int(e in blocked)) for e in entries)
+               for entries in (node.inputs, [Entry(node, i) for i in range(outputs)])]
+    return ",".join(letters) if "1" in "".join(letters) else ""
+
+
+def _with_one_layout(blocked: Set[Entry], nodes: List[Node]) -> Set[Entry]:
+    """Without the images of nodes that have a plain one."""
+    count = -1
+    while count != len(blocked):
+        count = len(blocked)
+        for node in reversed(nodes):
+            images = {Entry(node), *node.inputs[:_images(node)]}
+            if not images <= blocked:
+                blocked = blocked - images
+    return blocked
+
+
+def _is_supported(node: Node) -> bool:
+    """Whether a node's images may be blocked."""
+    if node.op == "BatchNorm":
+        return node.attrs.get("axis", "1") == "1"
+    if node.op == "Concat":
+        return node.attrs.get("dim", "1") == "1"
+    if node.op in ("Activation", "LeakyReLU"):
+        return node.attrs.get("act_type", "leaky") in _ACTIVATIONS
+    if node.op in _LAYERS:
+        return node.attrs.get("layout", "None")[:2] in ("No", "NC")
+    return node.op in _ONE_LAYOUT
+
+
+def _images(node: Node) -> int:
+    """How many of the first inputs are images."""
+    count = _ONE_LAYOUT.get(node.op, 1)
+    return len(node.inputs) if count is None else count
+
+
+def _reads_images(node: Optional[Node], entry: Entry) -> bool:
+    """Whether a node reads an entry as images that may be blocked."""
+    return node is not None and _is_supported(node) and entry not in node.inputs[_images(node):]
+
+
+def _channels(node: Node, known: Mapping[Entry, Optional[int]]) -> Optional[int]:
+    """The channels of a supported node's first output; None where the graph does not tell."""
+    if node.op in ("Convolution", "Deconvolution"):
+        return int(node.attrs["num_filter"])
+    of_inputs = [known.get(e) for e in node.inputs[:_images(node)]]
+    if node.op == "Concat":
+        return None if None in of_inputs else sum(filter(None, of_inputs))
+    return next(filter(None, of_inputs), None)
