@@ -1,5 +1,5 @@
-"""Tensors between layers are in blocks of channels where this processor's bfloat16 convolutions
-read and write blocks. Results have the same bits as without."""
+"""Tensors between layers have a blocked layout if this processor's bfloat16 convolutions read and
+write blocks. Results are bitwise identical to those with the plain layout."""
 import os
 
 import gluon_amp as amp
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not library.keeps_blocks(), reason="needs AVX512
 
 
 def convolution(channels, kernel=3, stride=1, **kwargs):
-    """With a batch norm and a relu."""
+    """A convolution with a batch norm and a relu."""
     net = nn.HybridSequential()
     net.add(nn.Conv2D(channels, kernel, stride, kernel // 2, use_bias=False, **kwargs),
             nn.BatchNorm(), nn.Activation("relu"))
@@ -39,7 +39,7 @@ class Dense(nn.HybridSequential):
 
 
 class Heads(nn.HybridSequential):
-    """Each child's result is an output, too."""
+    """A network that also returns the result of each child."""
     def hybrid_forward(self, F, x):
         made = []
         for layer in self._children.values():
@@ -108,7 +108,7 @@ def as_list(made):
 
 
 def numbers(make, data, request="write", steps=2, policy="mixed_bfloat16", **flags):
-    """All that training and prediction make."""
+    """All results of training and prediction."""
     net = initialized(make, policy)
     net.hybridize(**flags)
     x = nd.array(data)
@@ -138,7 +138,7 @@ def assert_same(monkeypatch, *args, **kwargs):
 
 
 def blocked(net, *shape):
-    """The operators of a network's graph that have blocked tensors."""
+    """Operators with blocked tensors in the graph of a network."""
     net.hybridize()
     net(nd.zeros(shape))
     graph, types = net.mixed_graph(["float32"])
@@ -151,11 +151,11 @@ def blocked(net, *shape):
                          ids=["dynamic", "static memory", "static"])
 @pytest.mark.parametrize("request_", ["write", "add"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_computes_the_same_bits(name, request_, flags, rng, monkeypatch):
+def test_network_is_bitwise_identical(name, request_, flags, rng, monkeypatch):
     assert_same(monkeypatch, NETWORKS[name], rng.standard_normal((2, 3, 24, 20)), request_, **flags)
 
 
-def test_parameters_of_bfloat16(rng, monkeypatch):
+def test_bfloat16_parameters(rng, monkeypatch):
     assert_same(monkeypatch, residual, rng.standard_normal((2, 3, 24, 20)), policy="bfloat16")
 
 
@@ -170,7 +170,7 @@ def test_images_of_each_size(shape, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("axes", [1, 3])
-def test_other_numbers_of_axes(axes, rng, monkeypatch):
+def test_1d_and_3d_convolutions(axes, rng, monkeypatch):
     convolve, pool = {1: (nn.Conv1D, nn.MaxPool1D), 3: (nn.Conv3D, nn.AvgPool3D)}[axes]
     def make():
         return of(nn.HybridSequential, convolve(16, 3), nn.BatchNorm(), pool(2), convolve(32, 2),
@@ -179,14 +179,14 @@ def test_other_numbers_of_axes(axes, rng, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e-40])
-def test_numbers_that_are_not_normal(value, rng, monkeypatch):
+def test_nonfinite_and_subnormal_numbers(value, rng, monkeypatch):
     data = rng.standard_normal((2, 3, 24, 20))
     data[1, 2, 5, 6] = value
     assert_same(monkeypatch, residual, data)
 
 
-@pytest.mark.filterwarnings("ignore:register_op_hook is experimental")  # MXNet warns of any hook
-def test_a_hook_sees_plain_arrays(rng, monkeypatch):
+@pytest.mark.filterwarnings("ignore:register_op_hook is experimental")  # MXNet warns about any hook
+def test_hook_receives_plain_arrays(rng, monkeypatch):
     data, seen = nd.array(rng.standard_normal((2, 3, 24, 20))), {"off": [], "on": []}
 
     def hook(_, __, array):
@@ -214,7 +214,7 @@ def test_layers_between_convolutions_are_blocked():
     assert "Concat" in blocked(initialized(dense), 2, 3, 24, 20)
 
 
-def test_outputs_are_plain():
+def test_outputs_have_plain_layout():
     net = initialized(heads)
     blocked(net, 2, 3, 24, 20)
     graph, types = net.mixed_graph(["float32"])
@@ -225,10 +225,10 @@ def test_outputs_are_plain():
 
 
 @pytest.mark.parametrize(("threads", "workers"), [(2, 1), (1, 4), (2, 4)])
-def test_threads_and_workers(threads, workers):
+def test_numbers_of_threads_and_workers(threads, workers):
     if os.environ.get("MXNET_CPU_WORKER_NTHREADS"):
         pytest.skip("this is the inner run")
     done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-               "-k", "computes_the_same_bits or each_size", OMP_NUM_THREADS=str(threads),
+               "-k", "network_is_bitwise or each_size", OMP_NUM_THREADS=str(threads),
                MXNET_CPU_WORKER_NTHREADS=str(workers))
     assert done.returncode == 0, done.stdout
