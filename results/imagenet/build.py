@@ -24,7 +24,7 @@ of float32, except in GluonCV's logs, whose recipes differ. This project measure
 
 **Speed**: on eight V100, float16 trains 1.6 to 1.8 times as fast in MXNet's tutorial. In NVIDIA's
 tables, mixed precision is 3.4 to 3.6 times as fast as float32 on V100 (on DGX-1, at twice the
-batch size), and 3.2 times as fast as TF32 on A100.
+batch size). On A100, it is 3.2 times as fast as TF32.
 
 `make results` writes this folder from its CSV files.
 
