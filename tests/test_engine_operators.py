@@ -123,7 +123,7 @@ NOT_HERE = {
         "_npi_(normal|uniform)(_n)?|_npi_(choice|gumbel|logistic|rayleigh|weibull|pareto|"
         "exponential|gamma|bernoulli|multinomial)",
     "has states: in another file": "RNN|Dropout",
-    "updates weights: in another file": ".*_update.*|multi_.*",
+    "updates arrays in-place: in another file": ".*_update.*|multi_.*|reset_arrays",
     "is made by MXNet only": "_zeros_without_dtype|_sg_mkldnn_selfatt_.*",
     "takes no float16, as on a GPU":
         "BatchNorm_v1|IdentityAttachKLSparseReg|InstanceNorm|Crop|_contrib_MultiBox.*|"

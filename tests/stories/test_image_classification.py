@@ -47,7 +47,7 @@ def test_digits_are_learned_and_logged_in_gluoncv_format(dtype, tmp_path):
     log = run(tmp_path, "--dtype", dtype, "--epochs", "2", new_process=dtype == "float16")
     number = r"\d+\.\d{6}"
     scale = r"\tloss-scale=\d+\tskipped=\d+"
-    assert "Namespace(dataset='digits'" in log
+    assert re.search(r"Namespace\(.*dataset='digits'", log)
     assert re.search(rf"^Epoch\[1\] Batch \[4\]\tSpeed: {number} samples/sec\taccuracy={number}"
                      rf"\tlr={number}{scale}$", log, re.M)
     assert re.search(rf"^\[Epoch 1\] training: accuracy={number}$", log, re.M)
@@ -126,8 +126,8 @@ def test_run_of_another_script_is_not_resumed(tmp_path):
     log = (tmp_path / "log.jsonl").read_text().splitlines(True)
     (tmp_path / "log.jsonl").write_text(log[0].replace('"lr"', '"rate"') + log[1])
     error = run(tmp_path, "--epochs", "1", "--resume", fails=True).splitlines()[-1]
-    assert "rate was 0.1, is not there" in error
-    assert "lr was not there, is 0.1" in error
+    assert "rate was 0.1, is unset" in error
+    assert "lr was unset, is 0.1" in error
 
 
 def test_random_crops_depend_on_seed_only(tmp_path):
