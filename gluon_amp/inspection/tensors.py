@@ -307,8 +307,10 @@ def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[K
 def compare(tensors: Iterable[Tensor], found: Counted, right: Counted, factor: float) -> None:
     """Updates the tensors' SNR of a step against the same step in float32, whose gradients are
     multiplied by a factor."""
-    pairs = [(tensor, right.sample(tensor.key) * np.float32(factor if tensor.key.backward else 1),
-              found.sample(tensor.key)) for tensor in tensors if not tensor.begins]
+    with np.errstate(over="ignore"):  # rounds that a while_loop does not run leave undefined values
+        pairs = [(tensor, right.sample(tensor.key) * np.float32(
+                      factor if tensor.key.backward else 1), found.sample(tensor.key))
+                 for tensor in tensors if not tensor.begins]
     pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
     for (tensor, _, _), (largest, now) in zip(pairs, compared([one for _, one, _ in pairs],
                                                               [one for _, _, one in pairs])):
