@@ -56,7 +56,8 @@ def test_fine_tuning_from_parameter_files_and_exported_networks(kind, pretrained
 def test_pretrained_features_and_freezing_and_bn_momentum(pretrained):
     args = Namespace(
         pretrained_symbol=str(pretrained / "net-symbol.json"), pretrained="mobilenet0.25",
-        pretrained_params=str(pretrained / "net-0000.params"), bn_momentum=0.5)
+        pretrained_params=str(pretrained / "net-0000.params"), bn_momentum=0.5,
+        layer_before_fullc=None)
     features = fine_tune.pretrained_features(args, [mx.cpu()])
     args.pretrained_symbol, args.pretrained_params = None, str(pretrained / "float16.params")
     other = fine_tune.pretrained_features(args, [mx.cpu()])

@@ -113,7 +113,7 @@ def test_epoch_with_incomplete_save_is_trained_again(tmp_path):
         (tmp_path / f"net-{name}").write_bytes(b"")
     assert train_imagenet.last_whole_epoch(prefix) == 1
     (tmp_path / "net-0001.states").unlink()
-    with pytest.raises(SystemExit, match=r"net-0002\.states does not exist.*--load-epoch 2 goes"):
+    with pytest.raises(SystemExit, match=r"net-0002\.states does not exist.*-epoch 2 continues"):
         train_imagenet.last_whole_epoch(prefix)
 
 
