@@ -24,6 +24,7 @@ CONVOLUTIONS = {
     "few places": ((2, 32, 3, 3), (128, 32, 3, 3), {"pad": (1, 1)}),
     "few places, strides": ((1, 16, 9, 8), (64, 16, 3, 2),
                             {"stride": (2, 3), "dilate": (2, 1), "pad": (1, 0)}),
+    "padding only": ((4, 64, 1, 1), (128, 64, 3, 3), {"stride": (2, 2), "pad": (1, 1)}),
     "odd channels": ((2, 5, 8, 8), (7, 5, 3, 3), {}),
     "grouped": ((2, 32, 8, 8), (32, 16, 3, 3), {"num_group": 2, "pad": (1, 1)}),
     "depthwise": ((2, 32, 8, 8), (32, 1, 3, 3), {"num_group": 32, "pad": (1, 1)}),
@@ -96,6 +97,22 @@ def assert_alike(call, arrays, rng, request="write"):
         large = np.abs(other) > 0.01 * np.sqrt(np.mean(other ** 2))
         assert bfloat16_ulps(one, other)[large].max(initial=0) <= 1
         np.testing.assert_allclose(one, other, rtol=2 ** -7, atol=2e-4 * np.abs(other).max())
+
+
+def test_gradient_is_zero_for_weights_that_read_padding_only():
+    """oneDNN leaves these gradients uninitialized."""
+    x, w = nd.ones((4, 64, 1, 1), dtype="bfloat16"), nd.ones((128, 64, 3, 3), dtype="bfloat16")
+    w.attach_grad()
+    freed = [nd.full(300_000, 1e30) for _ in range(6)]  # memory that the backward pass reuses
+    nd.waitall()
+    del freed
+    with autograd.record():
+        out = nd.Convolution(x, w, kernel=(3, 3), stride=(2, 2), pad=(1, 1), num_filter=128,
+                             no_bias=True)
+    out.backward()
+    gradient = w.grad.asnumpy()
+    assert (gradient[:, :, 1, 1] == 4).all()
+    assert gradient.sum() == 4 * 128 * 64
 
 
 @pytest.mark.parametrize("bias", [False, True])

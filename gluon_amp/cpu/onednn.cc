@@ -326,7 +326,24 @@ struct Convolution {
     return made;
   }
 
+  // Whether an element of the weight reads padding alone. oneDNN leaves its gradient uninitialized, for example
+  // of a 3x3 weight on images of 1x1 with a stride of 2.
+  bool has_idle_weights() const {
+    const size_t spatial = x.size() - 2;
+    for (size_t i = 0; i < spatial; ++i)
+      for (int64_t k = 0; k < w[w.size() - spatial + i]; ++k) {
+        bool reads = false;
+        for (int64_t to = 0; to < y[2 + i] && !reads; ++to) {
+          const int64_t at = to * stride[i] - pad[i] + k * dilate[i];
+          reads = at >= 0 && at < x[2 + i];
+        }
+        if (!reads) return true;
+      }
+    return false;
+  }
+
   std::shared_ptr<Product> product(int pass) const {
+    if (pass == kBackwardWeights && has_idle_weights()) return nullptr;
     const Sizes none, types{parameters, data};
     return Product::find(
         key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none, &types}), [&] {
