@@ -90,14 +90,19 @@ bool overlaps(const Call& call, const OwnCode& own) {
   return false;
 }
 
+// Whether an operator has a hand-written kernel that may run now.
+bool may_run_own(const Call& call) {
+  const Operator& of = call.of;
+  return of.own && !(generic_only && of.has_generic()) && !overlaps(call, *of.own);
+}
+
 // Runs an operator's hand-written kernel if it supports this case, else `generic`.
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& of = call.of;
   if (of.product && setting(call.attrs, kAccumulateKey)) return of.product(call);
   const OwnCode* own = of.own;
-  const bool usable = own && !(generic_only && of.has_generic()) &&
-                      !(call.rounding.any && !(own->supports & kGrids)) && !overlaps(call, *own);
+  const bool usable = may_run_own(call) && !(call.rounding.any && !(own->supports & kGrids));
   if (usable && watch && own->supports & kFloats && show_own_code(call, *own)) return;
   if (!usable || !own->run(call)) generic();
 }
@@ -110,9 +115,8 @@ void run_plain(const Call& call) {
 // Runs an operator's hand-written kernel on blocked arrays. False if there is none for this case.
 bool run_in_blocks(const Call& call) {
   const OwnCode* const own = call.of.own;
-  const bool usable = own && (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all()));
-  return usable && !call.rounding.any && !watching() && !(generic_only && call.of.has_generic()) &&
-         !overlaps(call, *own) && own->run(call);
+  return may_run_own(call) && !call.rounding.any && !watching() &&
+         (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all())) && own->run(call);
 }
 
 void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
