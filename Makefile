@@ -116,9 +116,9 @@ test-isa: .venv/test
 	@$(BIN)/python -W ignore tests/isa.py
 
 test-gpu: .venv/test $(CUDA_WHEEL)
-	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
+	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
 		$(BIN)/pytest -q tests/gpu
-	$(BIN)/python -W ignore -m gluon_amp.gpu --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
+	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
 		$(BIN)/pytest -q tests/gpu_computing
 
 results-gpu: .venv/test $(CUDA_WHEEL)

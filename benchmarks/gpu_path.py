@@ -10,8 +10,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gluon_amp.gpu import environment, steps
-from gluon_amp.gpu.trace import Step, trace_symbol
+from gluon_amp.cuda import environment, steps
+from gluon_amp.cuda.trace import Step, trace_symbol
 from gluon_amp.policy import get_policy
 from gluon_amp.tools.footprint import load
 

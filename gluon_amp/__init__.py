@@ -9,7 +9,7 @@ from .cpu import library
 from .cpu.library import KernelError
 from .formats import Format
 from .gluon.convert import convert, restore
-from .gpu.trace import gpu_trace
+from .cuda.trace import gpu_trace
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.view import explain, xray

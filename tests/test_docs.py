@@ -19,7 +19,7 @@ import mxnet as mx
 import numpy as np
 import processes
 import pytest
-from gluon_amp.gpu.__main__ import main as gpu_command
+from gluon_amp.cuda.__main__ import main as gpu_command
 from gluon_amp.tools.cli import main as gluon_amp_command
 from markdown_it import MarkdownIt
 from sybil.document import Document
@@ -209,7 +209,7 @@ def check_command(line, monkeypatch):
         assert script.exists()
         monkeypatch.syspath_prepend(str(script.parent))
         parse(importlib.import_module(script.stem).main, arguments[1:], monkeypatch)
-    elif arguments[:2] == ["-m", "gluon_amp.gpu"]:
+    elif arguments[:2] == ["-m", "gluon_amp.cuda"]:
         parse(gpu_command, arguments[2:], monkeypatch)
         check_command(shlex.join(arguments[arguments.index("python"):]), monkeypatch)
     elif program in ("python", "bash"):

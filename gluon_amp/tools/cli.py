@@ -126,7 +126,7 @@ def _types(options: argparse.Namespace) -> int:
 
 
 def _gpu_trace(options: argparse.Namespace) -> int:
-    from ..gpu.trace import trace_symbol
+    from ..cuda.trace import trace_symbol
     from .footprint import load
     trace = trace_symbol(load(options.gpu_trace), ["data"],
                          [((options.batch_size, *options.image_shape), "float32")])

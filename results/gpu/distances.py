@@ -1,6 +1,6 @@
 """Prints the relative errors of the test networks on a GPU, compared with the CPU, as CSV.
 
-    python -m gluon_amp.gpu --compute python results/gpu/distances.py [NETWORK ...]
+    python -m gluon_amp.cuda --compute python results/gpu/distances.py [NETWORK ...]
 """
 import csv
 import sys

@@ -5,7 +5,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import pytest
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import sys
 
 import gluon_amp as amp
 import mxnet as mx
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 from mxnet import gluon
 from mxnet.contrib import amp as contrib
 

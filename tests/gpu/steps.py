@@ -6,7 +6,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from arrays import flat
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 from mxnet import gluon
 from mxnet.gluon import nn
 

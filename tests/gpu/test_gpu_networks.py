@@ -2,7 +2,7 @@
 import networks
 import numpy as np
 import pytest
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 from steps import GPU, Training, calls_of, counted, multiset, put, settled
 
 TABLE = {**networks.ZOO, **networks.OTHERS}

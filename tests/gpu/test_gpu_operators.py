@@ -1,7 +1,7 @@
 """Each operator of the table runs forward and backward on a GPU in the type of the table."""
 import mxnet as mx
 import pytest
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 from operator_cases import CALLED, NOT_CALLED, Alone, cases
 from steps import GPU, calls_of
 

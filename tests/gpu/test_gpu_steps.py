@@ -4,7 +4,7 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 from mxnet import gluon
 from recipes import zoo_network
 from steps import GPU, Training, calls_of, counted, layers, numbers, own_log, settled

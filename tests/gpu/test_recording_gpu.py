@@ -6,7 +6,7 @@ import sys
 
 import mxnet as mx
 import pytest
-from gluon_amp.gpu import environment, recording
+from gluon_amp.cuda import environment, recording
 from steps import GPU, calls_of, own_log
 
 FLOAT, HALF = 0, 2
@@ -143,7 +143,7 @@ ctypes.string_at(p, 4)""")
 @pytest.mark.parametrize("capability", [70, 75, 80, 86])
 def test_wheel_has_kernels_for_gpus_from_7_0_to_8_6(capability):
     done = process("""import mxnet as mx
-from gluon_amp.gpu import recording
+from gluon_amp.cuda import recording
 (mx.nd.ones((3, 4), ctx=mx.gpu(0)) * 2).wait_to_read()
 library = recording._library()
 assert library.recording_gpu_kernels() == library.recording_gpu_kernels_with_code() == 31566

@@ -2,7 +2,7 @@
 listed in unknown_kernels.txt.
 
     FILE=tests/gpu_computing/test_computed_operators.py
-    python -m gluon_amp.gpu --compute --log build/log.jsonl python $FILE
+    python -m gluon_amp.cuda --compute --log build/log.jsonl python $FILE
 
 writes that file anew.
 """
@@ -18,7 +18,7 @@ import gluon_amp  # noqa: E402, F401  (before mxnet)
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from gluon_amp.gpu import recording  # noqa: E402
+from gluon_amp.cuda import recording  # noqa: E402
 from gluon_amp.graph.build import cached_op  # noqa: E402
 from operator_cases import CALLED, Alone, cases  # noqa: E402
 from test_gpu_operators import NO_CASE, NOT_ON_GPUS  # noqa: E402

@@ -65,8 +65,8 @@ def test_one_wheel_serves_every_python_3_with_glibc_2_27(built):
 
 
 def test_wheel_contains_every_module_and_type_marker(built, source):
-    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/gpu/recording/record.cc",
-                              "gluon_amp/gpu/recording/record.h"} <= built.in_wheel
+    assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cuda/record/record.cc",
+                              "gluon_amp/cuda/record/record.h"} <= built.in_wheel
 
 
 def test_wheel_contains_one_library_and_no_openmp_runtime(built):

@@ -1,6 +1,6 @@
 """Runs a command with MXNet's CUDA build on a recording GPU.
 
-    python -m gluon_amp.gpu [--devices N] [--capability SM] [--log FILE] [--compute] COMMAND ...
+    python -m gluon_amp.cuda [--devices N] [--capability SM] [--log FILE] [--compute] COMMAND ...
 """
 import argparse
 import os
@@ -11,7 +11,7 @@ from .environment import environment
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m gluon_amp.gpu")
+    parser = argparse.ArgumentParser(prog="python -m gluon_amp.cuda")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--capability", type=int, default=70)
     parser.add_argument("--log", type=Path)

@@ -1,5 +1,5 @@
 // cuDNN: batch norms, activations, poolings, softmax, dropout, samplers.
-#include "../computing/libraries.h"
+#include "../compute/libraries.h"
 
 API int cudnnDeriveBNTensorDescriptor(D d, D x, int mode) {
   d->type = x->type == 2 ? 0 : x->type;

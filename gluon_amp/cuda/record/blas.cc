@@ -1,5 +1,5 @@
 // cuBLAS: products of matrices; sizes of cuSOLVER's workspaces.
-#include "../computing/libraries.h"
+#include "../compute/libraries.h"
 
 const char* type_name(int t) {
   static const char* names[] = {"float", "double", "half", "int8"};

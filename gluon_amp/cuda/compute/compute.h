@@ -11,7 +11,7 @@
 #include <functional>
 #include <map>
 
-#include "../recording/record.h"
+#include "../record/record.h"
 
 bool computes();
 

@@ -1,5 +1,5 @@
 // cuDNN: recurrent layers.
-#include "../computing/libraries.h"
+#include "../compute/libraries.h"
 
 static const size_t kSpace = 1 << 20;  // bytes of workspaces and reserve spaces
 

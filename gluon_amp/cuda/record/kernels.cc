@@ -1,5 +1,5 @@
 // Kernels, the GPUs that they support, and their launches.
-#include "../computing/nvrtc.h"
+#include "../compute/nvrtc.h"
 
 #include <string.h>
 

@@ -1,5 +1,5 @@
 // cuDNN: convolutions.
-#include "../computing/libraries.h"
+#include "../compute/libraries.h"
 
 API int cudnnSetConvolution2dDescriptor(D d, int ph, int pw, int u, int v, int dh, int dw, int mode, int compute) {
   d->pad = {ph, pw}; d->stride = {u, v}; d->dilate = {dh, dw}; d->mode = mode; d->compute = compute;

@@ -1,6 +1,6 @@
 """Builds the software GPU as the CUDA libraries that MXNet's CUDA build loads.
 
-`recording/` checks and records calls; `computing/` executes them. All libraries are links to one
+`record/` checks and records calls; `compute/` executes them. All libraries are links to one
 file. It has each function under the symbol version that libmxnet.so requires. Functions without an
 implementation record their names and return 0.
 """
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Dict, List
 
-SOURCES = [Path(__file__).with_name(name) for name in ("recording", "computing")]
+SOURCES = [Path(__file__).with_name(name) for name in ("record", "compute")]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.so.8",
              "libcufft.so.10", "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2",
              "libnvToolsExt.so.1", "libnccl.so.2")

@@ -1,6 +1,6 @@
 // The computations of cuBLAS, cuDNN and NCCL. Scalars alpha and beta are float32, or double for double arrays.
 #pragma once
-#include "../recording/dnn.h"
+#include "../record/dnn.h"
 #include "compute.h"
 
 Type of_cuda(int type);   // cudaDataType and cudnnDataType_t agree on float, double, half, int8

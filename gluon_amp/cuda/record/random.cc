@@ -1,5 +1,5 @@
 // cuRAND, with numbers from the host; NCCL.
-#include "../computing/libraries.h"
+#include "../compute/libraries.h"
 
 #include <string.h>
 

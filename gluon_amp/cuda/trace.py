@@ -197,7 +197,7 @@ def _run(said: Mapping[str, Any], capability: int) -> Step:
         log, file = Path(folder, "log.jsonl"), Path(folder, "step.pickle")
         file.write_bytes(pickle.dumps(said))
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "gluon_amp.gpu.steps", str(file)],
+            [sys.executable, "-W", "ignore", "-m", "gluon_amp.cuda.steps", str(file)],
             capture_output=True, text=True, env=environment(log, capability=capability))
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

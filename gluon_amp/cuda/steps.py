@@ -1,7 +1,7 @@
 """Runs one training step on this process's recording GPU, after warm-up steps.
 
 The first steps allocate memory, select cuDNN's algorithms and search the loss scale.
-`python -m gluon_amp.gpu.steps FILE` runs the step that a file of `trace.py` describes.
+`python -m gluon_amp.cuda.steps FILE` runs the step that a file of `trace.py` describes.
 """
 import json
 import pickle

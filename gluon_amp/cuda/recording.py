@@ -114,7 +114,8 @@ def active() -> bool:
 
 def _library() -> ctypes.CDLL:
     if not active():
-        raise RuntimeError("this process has no recording GPU: start it by python -m gluon_amp.gpu")
+        raise RuntimeError("this process has no recording GPU: start it by "
+                           "python -m gluon_amp.cuda")
     library = ctypes.CDLL("libcudart.so.11.0")
     for name in ("violations", "peak", "used", "kernels", "kernels_with_code"):
         getattr(library, f"recording_gpu_{name}").restype = ctypes.c_longlong
