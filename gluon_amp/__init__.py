@@ -7,9 +7,9 @@ from . import (
 )
 from .cpu import library
 from .cpu.library import KernelError
+from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
-from .cuda.trace import gpu_trace
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.view import explain, xray
