@@ -1,49 +1,71 @@
-"""Atomic replacement of files."""
+"""Atomic creation and replacement of files and folders."""
 import contextlib
 import errno
-import fcntl
 import os
+import secrets
+import shutil
+import stat
 from typing import Callable, Iterator
 
 
 def replace_file(path: str, write: Callable[[str], None]) -> None:
     """Replaces a file atomically: calls `write` with a temporary path, then renames.
 
-    Processes that write the same file, such as ranks that all save, do so in turn.
+    A symbolic link stays one: its target is replaced. An existing file keeps its permissions and
+    its owner, if the system allows it. A device or a pipe is written to.
     """
-    if not os.path.isdir(os.path.dirname(path) or "."):
+    target = os.path.realpath(path)
+    if not os.path.isdir(os.path.dirname(target)):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    beside = f"{path}.writing"
-    with _one_at_a_time(beside):
-        try:
-            write(beside)
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(beside)
-            raise
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    before = os.stat(target) if os.path.exists(target) else None
+    if before is not None and not stat.S_ISREG(before.st_mode):
+        write(target)
+        return
+    beside = _unused(target)
+    # `write` opens the file for writing, so its owner may write until the end.
+    mode = 0o666 if before is None else before.st_mode & 0o777 | stat.S_IWUSR
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+    try:
+        write(beside)
+        with open(beside, "rb") as file:
+            os.fsync(file.fileno())
+        if before is not None:
+            with contextlib.suppress(OSError):  # only root may give a file to another user
+                os.chown(beside, before.st_uid, before.st_gid)
+            os.chmod(beside, stat.S_IMODE(before.st_mode))
+        os.replace(beside, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(beside)
+        raise
 
 
 @contextlib.contextmanager
-def _one_at_a_time(path: str) -> Iterator[None]:
-    """Creates a file and holds its lock. If the previous owner of the lock has renamed or removed
-    the file, creates it again."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), os.stat(path)):
-                break
-        os.close(file)
+def new_folder(path: str) -> Iterator[str]:
+    """Creates a folder atomically: yields a temporary folder, and renames it at the end.
+
+    Raises:
+        FileExistsError: `path` exists by then. It does not change.
+    """
+    beside = _unused(path.rstrip(os.sep))
+    os.makedirs(beside)
     try:
-        yield
+        yield beside
+        try:
+            os.rename(beside, path)
+        except OSError:
+            if not os.path.lexists(path):
+                raise
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
     finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)  # forked processes would hold the lock otherwise
-        os.close(file)
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _unused(path: str) -> str:
+    """Returns the path of a temporary file or folder beside another."""
+    return f"{path}.{secrets.token_hex(4)}.writing"
 
 
 def replace_text(path: str, text: str) -> None:

@@ -2,6 +2,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import gluon_amp as amp
 import mxnet as mx
@@ -228,6 +229,26 @@ def test_save_writes_page_table_and_one_line_per_tensor_and_step(tmp_path):
     assert {line["step"] for line in lines[1:] if line["kind"] != "weight"} == {0, 1}
     with pytest.raises(FileExistsError, match="new folder"):
         view.save(str(tmp_path / "out"))
+
+
+def test_save_leaves_other_folders(tmp_path):
+    (tmp_path / "out.writing").mkdir()
+    (tmp_path / "out.writing" / "mine").write_text("")
+    amp.xray(converted(), batches(1), LOSS).save(tmp_path / "out")
+    assert (tmp_path / "out.writing" / "mine").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "out.writing"}
+
+
+@pytest.mark.parametrize("name", ["<!--<script>", "</script>", "<!--"])
+def test_page_is_whole_with_any_name_of_a_node(tmp_path, name):
+    net = nn.HybridSequential(prefix=name)
+    with net.name_scope():
+        net.add(nn.Dense(4, in_units=6))
+    page = amp.xray(prepared(net), rows(1), LOSS).save(tmp_path / "out")
+    text = Path(page).read_text(encoding="utf-8")
+    assert (text.count("<script"), text.count("</script"), text.count("<!--")) == (1, 1, 0)
+    data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
+    assert any(name in row["tensor"] for row in data["rows"])
 
 
 def test_command_analyzes_saved_run_in_another_format(tmp_path, capsys):

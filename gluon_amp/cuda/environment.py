@@ -1,9 +1,11 @@
 """The environment of a process with MXNet's CUDA build on a recording GPU."""
 import os
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Dict, Optional
 
+from ..files import new_folder
 from .stubs import build
 
 WHEEL = "mxnet_cu112-1.9.1-*.whl"
@@ -26,10 +28,10 @@ def cuda_mxnet() -> Path:
                 "recording GPU calls needs the host code of MXNet's CUDA wheel (499 MB; no GPU, no "
                 "driver, nothing is installed): pip download --no-deps --only-binary :all: "
                 f"--dest {cache()} mxnet-cu112==1.9.1")
-        made = folder.with_name(f"{folder.name}.{os.getpid()}")
-        with zipfile.ZipFile(wheel) as file:  # without .dist-info: the wheel is not installed
+        # Another process may unpack it, too. The first one's folder stays.
+        with suppress(FileExistsError), new_folder(str(folder)) as made, \
+                zipfile.ZipFile(wheel) as file:  # without .dist-info: the wheel is not installed
             file.extractall(made, [n for n in file.namelist() if n.startswith("mxnet/")])
-        made.rename(folder)
     return folder
 
 

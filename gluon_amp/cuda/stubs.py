@@ -11,8 +11,11 @@ import shutil
 import subprocess
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Dict, List
+
+from ..files import new_folder
 
 SOURCES = [Path(__file__).with_name(name) for name in ("record", "compute")]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.so.8",
@@ -40,16 +43,9 @@ def build(libmxnet: Path, cache: Path) -> Path:
         digest.update(path.read_bytes())
     folder = cache / f"recording-gpu-{digest.hexdigest()[:16]}"
     if not folder.exists():
-        made = folder.with_name(f"{folder.name}.{os.getpid()}")
-        made.mkdir(parents=True)
-        try:
-            _build(compiler, sources, wanted, made)
-            made.rename(folder)
-        except OSError:
-            if not folder.exists():  # another process may have built it
-                raise
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        # Another process may build it, too. The first one's folder stays.
+        with suppress(FileExistsError), new_folder(str(folder)) as made:
+            _build(compiler, sources, wanted, Path(made))
     return folder
 
 

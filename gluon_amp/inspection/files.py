@@ -7,14 +7,13 @@ import csv
 import json
 import math
 import os
-import shutil
 from contextlib import suppress
 from html import escape
 from string import Template
 from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from .._mxnet import np
-from ..files import replace_text
+from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, Format
 from ..report.colors import COLORS, GREY, INK
 from ..report.style import SORTING, STYLE
@@ -33,10 +32,7 @@ def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
     folder = os.fspath(folder)
     if os.path.exists(folder):
         raise FileExistsError(f"{folder} exists: xray writes into a new folder")
-    beside = f"{folder.rstrip(os.sep)}.writing"
-    shutil.rmtree(beside, ignore_errors=True)
-    os.makedirs(beside)
-    try:
+    with new_folder(folder) as beside:
         replace_text(os.path.join(beside, "xray.html"), page(view))
         replace_text(os.path.join(beside, "xray.jsonl"), "".join(
             json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
@@ -47,9 +43,6 @@ def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
                              for row in rows(view))
         with suppress(ImportError):  # matplotlib is in the extra `results`
             _draw(view, beside)
-        os.rename(beside, folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return os.path.join(folder, "xray.html")
 
 
@@ -182,7 +175,7 @@ def page(view: Any) -> str:
         "scales": [math.log2(scale) for scale, _ in view.steps]}
     return _PAGE.substitute(
         title=escape(f"X-ray of {view.name}"), advice=_advice(view),
-        data=json.dumps(data).replace("</", "<\\/"), style=STYLE, sorting=SORTING)
+        data=json.dumps(data).replace("<", "\\u003c"), style=STYLE, sorting=SORTING)
 
 
 _ORDER = ("verdict", "keep", "error", "warning", "good", "note")
