@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import harness
-from gluon_amp.report import read, report
+from gluon_amp.reports import read_logs, report
 
 NOISE = "[20:35:14] src/io/iter_image_recordio_2.cc:170: ImageRecordIOParser2: use 31 threads\n"
 
@@ -65,7 +65,7 @@ def main():
                 number += 1
         before = harness.high_water()
         start = time.perf_counter()
-        run, = read([path])
+        run, = read_logs([path])
         seconds = time.perf_counter() - start
         peak = harness.high_water()
         assert list(run.epochs) == list(range(number))

@@ -13,7 +13,7 @@ import matplotlib.patches
 import mxnet as mx
 import numpy as np
 import packages
-from gluon_amp.report.colors import color
+from gluon_amp.reports.colors import color
 from gluon_amp.tools.demo import digits, network
 from matplotlib.figure import Figure
 from mxnet import autograd, gluon

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "gluon_amp"
 INK, LINE, FILL = "#1f2329", "#8a919c", "#e8f1fa"
 # From left to right; the imports decide the height.
 ACROSS = {"cpu": 0.5, "graph": 0.3, "parallel": 0.75, "gluon": 0.2, "training": 0.6, "cuda": 0.27,
-          "symbolic": 0.68, "report": 0.89, "onnx": 0.12, "inspection": 0.78, "tools": 0.55}
+          "symbolic": 0.68, "reports": 0.89, "onnx": 0.12, "inspection": 0.78, "tools": 0.55}
 
 
 def files():

@@ -16,8 +16,7 @@ from .inspection.view import explain, xray
 from .onnx.export import export_onnx
 from .parallel.horovod import Horovod
 from .policy import Policy
-from .report import read as read_logs
-from .report import report
+from .reports import read_logs, report
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tensor_core_math import tensor_core_dot

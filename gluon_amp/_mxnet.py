@@ -7,6 +7,7 @@ them. MXNet gets the names that numpy has removed (`_numpy.py`); numpy itself do
 Modules of this package import `mx` and `np` from here.
 """
 import ctypes
+import functools
 import os
 import re
 import sys
@@ -99,6 +100,7 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
     which crashes."""
     call = function.__call__
 
+    @functools.wraps(call)
     def checked(self: Any, *inputs: Any) -> Any:
         if any(isinstance(each, symbol) for each in inputs):
             raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import study
-from gluon_amp.report.colors import color
-from gluon_amp.report.verdict import outcome, p_text, paired
+from gluon_amp.reports.colors import color
+from gluon_amp.reports.verdict import outcome, p_text, paired
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent

@@ -4,9 +4,9 @@ import io
 from html.parser import HTMLParser
 
 import gluon_amp as amp
-from gluon_amp.report import Run
-from gluon_amp.report.compare import compare, groups
-from gluon_amp.report.runs import Epoch
+from gluon_amp.reports import Run
+from gluon_amp.reports.compare import compare, groups
+from gluon_amp.reports.runs import Epoch
 from hypothesis import settings
 
 RECIPE = {"model": "resnet50_v1b", "batch_size": 128, "num_gpus": 8, "num_epochs": 2, "wd": 0.0001}

@@ -280,7 +280,7 @@ def test_states_with_histories_are_refused_without_float8_networks(tmp_path):
     train(net, trainer, 1)
     trainer.save_states(str(tmp_path / "states"))
     other = trainer_of(network("mixed_bfloat16"))
-    with pytest.raises(ValueError, match="float8 histories of 1 networks; here are 0"):
+    with pytest.raises(ValueError, match="float8 histories of 1 network; here: 0"):
         other.load_states(str(tmp_path / "states"))
 
 

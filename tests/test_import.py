@@ -1,4 +1,5 @@
 """`import gluon_amp`: error messages of incomplete installations, and no side effects."""
+import inspect
 import os
 import re
 import shutil
@@ -210,6 +211,38 @@ print(metric.sum_metric - 2 ** 24, metric.get_global()[1] * 4 - 2 ** 24)
 metric.reset()
 print(metric.get())
 """) == "3.0 3.0\n('loss', nan)"
+
+
+def test_replaced_functions_of_mxnet_keep_names_and_docstrings():
+    import mxnet as mx
+    expected = {mx.nd.NDArray: ["asnumpy", "astype", "copyto", "_sync_copyfrom"],
+                mx.gluon.SymbolBlock: ["cast"], mx.gluon.Parameter: ["_load_init"],
+                mx.autograd.Function: ["__call__"]}
+    for owner, names in expected.items():
+        for name in names:
+            function = getattr(owner, name)
+            assert (function.__name__, function.__qualname__) == (
+                name, f"{owner.__name__}.{name}")
+            assert function.__module__.startswith("mxnet.")
+    assert mx.nd.NDArray.asnumpy.__doc__.startswith("Returns a ``numpy.ndarray`` object")
+    assert "copy" in inspect.signature(mx.nd.NDArray.astype).parameters
+    assert mx.nd.save.__doc__.startswith("Saves a list")
+
+
+def test_no_function_hides_a_module():
+    hidden = output("""
+import importlib, pkgutil, sys
+import gluon_amp
+for info in pkgutil.walk_packages(gluon_amp.__path__, "gluon_amp."):
+    if not info.name.endswith(("._engine", "__main__")):
+        importlib.import_module(info.name)
+for name, module in sorted(sys.modules.items()):
+    package, _, last = name.rpartition(".")
+    if package.startswith("gluon_amp") and getattr(sys.modules[package], last) is not module:
+        print(name)
+""")
+    assert hidden == ""
+    assert gluon_amp.read_logs.__name__ == "read_logs"
 
 
 def test_functions_removed_from_numpy_name_their_package():

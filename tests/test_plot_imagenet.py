@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import training_logs as logs
-from gluon_amp.report.colors import COLORS
+from gluon_amp.reports.colors import COLORS
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "example" / "plot_imagenet.py"))
 

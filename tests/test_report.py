@@ -9,12 +9,12 @@ import matplotlib
 import numpy as np
 import pytest
 import training_logs as logs
-from gluon_amp.report import Run
-from gluon_amp.report.compare import groups
-from gluon_amp.report.plots import CHARTS, plots
-from gluon_amp.report.runs import Epoch, plain
-from gluon_amp.report.summary import remarks, run_rows
-from gluon_amp.report.write import Section, html_page, markdown, table_csv
+from gluon_amp.reports import Run
+from gluon_amp.reports.compare import groups
+from gluon_amp.reports.plots import CHARTS, plots
+from gluon_amp.reports.runs import Epoch, plain
+from gluon_amp.reports.summary import remarks, run_rows
+from gluon_amp.reports.write import Section, html_page, markdown, table_csv
 from hypothesis import example, given
 from hypothesis import strategies as st
 from report_runs import NO_DEADLINE, RECIPE, Page, made, report, seeds

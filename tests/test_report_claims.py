@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import training_logs as logs
-from gluon_amp.report import read
-from gluon_amp.report.compare import compare, groups, sections
-from gluon_amp.report.plots import plots
-from gluon_amp.report.summary import group_rows, headline, remarks, run_rows, verdict_rows
-from gluon_amp.report.verdict import Difference, Sample, outcome, paired, sentence, unpaired
+from gluon_amp.reports import read_logs
+from gluon_amp.reports.compare import compare, groups, sections
+from gluon_amp.reports.plots import plots
+from gluon_amp.reports.summary import group_rows, headline, remarks, run_rows, verdict_rows
+from gluon_amp.reports.verdict import Difference, Sample, outcome, paired, sentence, unpaired
 from hypothesis import given
 from hypothesis import strategies as st
 from report_runs import NO_DEADLINE, Page, comparisons, made, report, seeds
@@ -58,7 +58,8 @@ def test_datasets_with_same_file_name_are_named_with_folder(tmp_path):
     def datasets(*paths):
         for i, path in enumerate(paths):
             (tmp_path / f"{i}.log").write_text(logs.jsonl([0.5], dtype="float16", data_train=path))
-        return [run.dataset for run in read([tmp_path / f"{i}.log" for i in range(len(paths))])]
+        return [run.dataset for run in
+                read_logs([tmp_path / f"{i}.log" for i in range(len(paths))])]
 
     assert datasets("/data/cifar10/train.rec", "../cifar100/train.rec", "/data/digits/") == [
         "cifar10/train.rec", "cifar100/train.rec", "digits"]
@@ -205,7 +206,7 @@ def test_run_in_two_files_counts_once(tmp_path):
             arguments = {"model": "net", "dtype": dtype, "seed": seed}
             (tmp_path / f"{dtype}{seed}.log").write_text(logs.gluoncv([0.9, error], **arguments))
             (tmp_path / f"{dtype}{seed}.jsonl").write_text(logs.jsonl([0.9, error], **arguments))
-    found = groups(read(sorted(tmp_path.iterdir())))
+    found = groups(read_logs(sorted(tmp_path.iterdir())))
     comparison, = compare(found)
     assert [len(group.runs) for group in found] == [3, 3]
     assert (comparison.difference.paired, comparison.difference.seeds) == (True, 3)
@@ -337,7 +338,7 @@ def test_nonfinite_losses_are_noted(tmp_path):
         [2.0, float("nan"), float("inf")])]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         {"version": 2, "arguments": {"epochs": 3}}, *ends]))
-    run, = read([tmp_path / "log.jsonl"])
+    run, = read_logs([tmp_path / "log.jsonl"])
     assert remarks(groups([run]), []) == [
         f"{run.name}: the loss is not finite in 2 of 3 epochs, first in epoch 2."]
 
@@ -450,7 +451,7 @@ def test_nvidia_seeds_differ_at_90_epochs_and_are_equivalent_within_margin():
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.jsonl")), ids=lambda path: path.stem)
 def test_study_on_different_machines_has_no_speed_columns(path):
-    found = groups(read([path]))
+    found = groups(read_logs([path]))
     columns = {column for row in group_rows(found, 0.5) for column in row}
     assert not columns & {"images/s", "samples/s", "slowest", "fastest", "seconds", "minutes",
                           "hours"}
@@ -482,7 +483,7 @@ def language_runs(folder, values, **options):
 def test_finished_perplexity_runs_are_compared(tmp_path):
     paths = language_runs(tmp_path, {"float32": [[300, 100], [310, 102], [290, 101]],
                                      "float16": [[300, 100.1], [310, 101.9], [290, 101.1]]})
-    runs = read(paths)
+    runs = read_logs(paths)
     found = groups(runs)
     compared = compare(found)
     assert not any("end" in said for said in remarks(found, compared))
@@ -507,7 +508,7 @@ def test_finished_perplexity_runs_are_compared(tmp_path):
 def test_any_metric_is_reported_with_its_direction(metric, heading, best, tmp_path):
     path = tmp_path / "a.log"
     path.write_text(language_log([120, 90, 100], metric, dtype="float32"))
-    row, = run_rows(groups(read([path])), None)
+    row, = run_rows(groups(read_logs([path])), None)
     assert row[heading] == "100"
     assert row.get(f"best {metric}") == best
 
@@ -515,7 +516,7 @@ def test_any_metric_is_reported_with_its_direction(metric, heading, best, tmp_pa
 def test_metrics_beside_accuracy_are_reported(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(logs.module([0.5, 0.25], dtype="float32") + "Epoch[1] Validation-mcc=0.5\n")
-    row, = run_rows(groups(read([path])), None)
+    row, = run_rows(groups(read_logs([path])), None)
     assert (row["top-1 %"], row["mcc (higher is better)"]) == ("75.00", "0.5")
 
 
@@ -528,7 +529,7 @@ def test_metrics_of_csv_and_json_lines_are_reported(text, tmp_path):
         json.dumps({"epoch": n, "loss": 5.0, "validation_perplexity": 200.0 - 100 * n,
                     "seconds": 1.0}) + "\n" for n in range(2))
     path.write_text(text + rows)
-    found = run_rows(groups(read([path])), None)
+    found = run_rows(groups(read_logs([path])), None)
     assert [row["perplexity (lower is better)"] for row in found] in (["100"], ["100", "100.5"])
 
 
@@ -536,7 +537,7 @@ def test_run_validated_only_by_loss_is_finished(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"arguments": {"dtype": "float32"}}\n' + "".join(
         json.dumps({"epoch": n, "loss": 5.0, "validation_loss": 3.0 - n}) + "\n" for n in range(2)))
-    found = groups(read([path]))
+    found = groups(read_logs([path]))
     assert not remarks(found, [])
     assert group_rows(found, None)[0]["validation loss (lower is better)"] == "2"
 
@@ -544,5 +545,5 @@ def test_run_validated_only_by_loss_is_finished(tmp_path):
 def test_run_without_validation_is_not_reported_as_stopped(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
-    assert remarks(groups(read([path])), []) == [
+    assert remarks(groups(read_logs([path])), []) == [
         "a: 1 of 1 runs was never validated, and is excluded from verdicts."]

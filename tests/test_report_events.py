@@ -2,7 +2,7 @@
 import io
 
 import pytest
-from gluon_amp.report import read
+from gluon_amp.reports import read_logs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -46,7 +46,7 @@ def read_bytes(folder, content, name="events.out.tfevents.1.host"):
     path = folder / "run-fp16" / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    return read([path])[0]
+    return read_logs([path])[0]
 
 
 def test_file_written_by_tensorboard_is_read(tmp_path):
@@ -107,16 +107,16 @@ def test_file_in_training_folder_is_refused(tmp_path):
     path.parent.mkdir()
     path.write_bytes(events(epoch_accuracy={0: 0.5}))
     with pytest.raises(ValueError, match="epoch_accuracy is of training, as the folder's name"):
-        read([path])
+        read_logs([path])
     path.write_bytes(events(epoch__err_top1={0: 0.5}))
-    assert read([path])[0].epochs[0].top1 == 0.5
+    assert read_logs([path])[0].epochs[0].top1 == 0.5
 
 
 def test_folder_name_identifies_curve(tmp_path):
     path = tmp_path / "valid_acc" / "events.out.tfevents.1.host"
     path.parent.mkdir()
     path.write_bytes(events(accuracy_curves={0: 0.5, 1: 0.75}))
-    assert [epoch.top1 for epoch in read([path])[0].epochs.values()] == [0.5, 0.25]
+    assert [epoch.top1 for epoch in read_logs([path])[0].epochs.values()] == [0.5, 0.25]
 
 
 def test_arguments_are_read_from_text_summary(tmp_path):
@@ -132,7 +132,7 @@ def test_files_of_resumed_run_are_one_run(tmp_path):
     parts = [{0: 0.5, 1: 0.4, 2: 0.9}, {2: 0.3, 3: 0.2}, {0: 0.6, 1: 0.5}]
     for i, part in enumerate(parts):
         (folder / f"events.out.tfevents.{i}.host").write_bytes(events(epoch__err_top1=part))
-    run, other = read(sorted(folder.iterdir()))
+    run, other = read_logs(sorted(folder.iterdir()))
     assert [epoch.top1 for epoch in run.epochs.values()] == pytest.approx([0.5, 0.4, 0.3, 0.2])
     assert (run.name, run.notes) == ("float16-a", ["resumed after 2 epochs"])
     assert list(other.epochs) == [0, 1]

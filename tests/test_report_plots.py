@@ -6,10 +6,10 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 import training_logs as logs
-from gluon_amp.report import read
-from gluon_amp.report.colors import COLORS, DARK, INK, number_type
-from gluon_amp.report.compare import groups
-from gluon_amp.report.plots import CHARTS, forest, plots, shortened
+from gluon_amp.reports import read_logs
+from gluon_amp.reports.colors import COLORS, DARK, INK, number_type
+from gluon_amp.reports.compare import groups
+from gluon_amp.reports.plots import CHARTS, forest, plots, shortened
 from PIL import Image
 from report_runs import comparisons, made, seeds
 
@@ -125,7 +125,7 @@ def test_times_increase_in_every_chart_and_first_epoch_ends_at_1(tmp_path):
     (tmp_path / "a.log").write_text(
         logs.gluoncv([0.6, 0.5], tail=tail.format(1024)) + "".join(killed) + "Traceback:\n")
     (tmp_path / "b.jsonl").write_text(logs.steps([0.5, 0.4]))
-    for run in read([tmp_path / "a.log", tmp_path / "b.jsonl"]):
+    for run in read_logs([tmp_path / "a.log", tmp_path / "b.jsonl"]):
         for chart in CHARTS:
             times = [point.x for point in chart.points(run)]
             assert times == sorted(times)
@@ -137,7 +137,7 @@ def test_one_outlier_scale_gives_no_chart_of_constant_scale(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.jsonl").write_text(logs.jsonl(
             [0.5, 0.4], scales=[1024 if i else 2048] * 2, dtype="float16", lr=i))
-    names = {plot.name for plot in plots(groups(read(tmp_path.glob("*.jsonl"))))}
+    names = {plot.name for plot in plots(groups(read_logs(tmp_path.glob("*.jsonl"))))}
     assert names == {"validation_error", "validation_error_by_hours", "skipped_steps"}
 
 
@@ -149,7 +149,7 @@ def test_charts_exist_only_for_values_that_change(tmp_path):
                         (logs.jsonl([0.5, 0.4], scales=[1, 1]),
                          {"validation_error", "validation_error_by_hours"})):
         (tmp_path / "a").write_text(text)
-        assert {plot.name for plot in plots(groups(read([tmp_path / "a"])))} == names
+        assert {plot.name for plot in plots(groups(read_logs([tmp_path / "a"])))} == names
         amp.report(tmp_path / "a", tmp_path / "out")
 
 

@@ -1,4 +1,4 @@
-"""gluon_amp.report.read: values from logs of each format."""
+"""gluon_amp.reports.read: values from logs of each format."""
 import json
 import os
 import sys
@@ -8,8 +8,8 @@ from statistics import harmonic_mean
 
 import pytest
 import training_logs as logs
-from gluon_amp.report import read
-from gluon_amp.report.compare import compare, groups
+from gluon_amp.reports import read_logs
+from gluon_amp.reports.compare import compare, groups
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from training_logs import ERRORS, RECIPE, SAME_FOLDER, numbered, read_text, top1
@@ -149,7 +149,7 @@ def test_event_files_without_tensorboard_are_refused_in_one_line(tmp_path, monke
     path = tmp_path / "events.out.tfevents.1.host"
     path.write_bytes(bytes(21) + b"brain.Event:2")
     with pytest.raises(ValueError, match=r"host is TensorBoard's, .*: pip install tensorboard \("):
-        read([path])
+        read_logs([path])
 
 
 @pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])
@@ -207,7 +207,7 @@ def test_runs_are_named_by_shortest_distinct_paths(files, names, tmp_path):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(logs.gluoncv([0.5]))
-    assert [run.name for run in read([tmp_path / name for name in files])] == names
+    assert [run.name for run in read_logs([tmp_path / name for name in files])] == names
 
 
 # ---- files that are no logs
@@ -233,12 +233,12 @@ def test_folders_pipes_and_missing_files_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for folder in (".", tmp_path):
         with pytest.raises(ValueError, match=r"is a folder\. Give its logs"):
-            read([folder])
+            read_logs([folder])
     os.mkfifo("pipe")
     with pytest.raises(ValueError, match="pipe is a pipe or device"):
-        read(["pipe"])
+        read_logs(["pipe"])
     with pytest.raises(FileNotFoundError, match=r"none\.log"):
-        read(["none.log"])
+        read_logs(["none.log"])
 
 
 @given(content=st.binary(max_size=300) | st.text(
@@ -340,7 +340,7 @@ def test_memory_does_not_grow_with_length_of_log(tmp_path):
             file.write(logs.gluoncv([0.5], prefix="INFO:root:", batches=20000) + "noise\n" * 10000)
     tracemalloc.start()
     try:
-        run, = read([tmp_path / "a.log"])
+        run, = read_logs([tmp_path / "a.log"])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -351,7 +351,7 @@ def test_memory_does_not_grow_with_length_of_log(tmp_path):
 @pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),
                     reason="needs the logs of ImageNet in ../shared or $GLUON_AMP_DATA")
 def test_real_imagenet_logs_have_known_results():
-    low, high = read(sorted((SHARED / "imagenet" / "logs").glob("*.log")))
+    low, high = read_logs(sorted((SHARED / "imagenet" / "logs").glob("*.log")))
     assert (low.dtype, high.dtype) == ("float16", "float32")
     for run, end, speed in ((low, 0.2234, 5000), (high, 0.2290, 2800)):
         assert list(run.epochs) == list(range(120))
@@ -360,7 +360,7 @@ def test_real_imagenet_logs_have_known_results():
         assert run.speed == pytest.approx(speed, rel=0.05)
         assert all(None not in (e.top1, e.top5, e.speed, e.seconds, e.lr)
                    for e in run.epochs.values())
-    csv, = (run for run in read([SHARED / "imagenet" /
+    csv, = (run for run in read_logs([SHARED / "imagenet" /
                                  "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
             if run.model == "resnet50_v1b" and run.dtype == "float16")
     assert csv.epochs.keys() == low.epochs.keys()

@@ -325,9 +325,22 @@ def test_doctor_prints_types_of_network(capsys):
     assert main(["doctor", "--model", "squeezenet1.1", "--types"]) == 0
     out = capsys.readouterr().out
     assert "Convolution" in out
-    assert "nodes return less than float32" in out
+    assert "nodes below float32; " in out
     assert main(["doctor", "--types"]) == 1
     assert "--model" in capsys.readouterr().err
+
+
+def test_types_counts_inputs_and_nodes_in_grammatical_numbers():
+    one = nn.Dense(3, in_units=4, use_bias=False)
+    one.initialize()
+    amp.convert(one, "pure_float16")
+    one(mx.nd.ones((2, 4)))
+    assert str(amp.types(one)).endswith("1 of 1 node below float32; 1 input cast.")
+    two = nn.Dense(3, in_units=4)
+    two.initialize()
+    amp.convert(two, "mixed_float16")
+    two(mx.nd.ones((2, 4)))
+    assert str(amp.types(two)).endswith("1 of 1 node below float32; 3 inputs cast.")
 
 
 def test_verdict_is_first_and_gradients_have_parameter_names(tmp_path):

@@ -2,7 +2,7 @@
 recipes, and the values read from them."""
 import json
 
-from gluon_amp.report import read
+from gluon_amp.reports import read_logs
 from hypothesis import HealthCheck, settings
 
 ASCTIME = "2026-01-02 03:04:05,678 Node[0] "
@@ -76,7 +76,7 @@ def steps(errors, dtype="float16", **arguments):
 def read_text(folder, text, name="a.log"):
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read([path])
+    return read_logs([path])
 
 
 def top1(run):

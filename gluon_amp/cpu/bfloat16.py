@@ -45,9 +45,11 @@ def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[.
     """Replaces a function of MXNet by one that gets the original as its first argument."""
     def replace(function: Callable[..., Any]) -> Callable[..., Any]:
         theirs = getattr(owner, name)
-        replaced = functools.wraps(theirs)(functools.partial(function, theirs))
-        setattr(owner, name, (lambda self, *args, **kwargs: replaced(self, *args, **kwargs))
-                if isinstance(owner, type) else replaced)
+
+        @functools.wraps(theirs)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(theirs, *args, **kwargs)
+        setattr(owner, name, replaced)
         return function
     return replace
 

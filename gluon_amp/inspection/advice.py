@@ -16,6 +16,7 @@ from typing import (
     Tuple,
 )
 
+from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, numbers
@@ -153,7 +154,7 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
     if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
-    return [f"after keep=, {left or 'none'} of {count} tensors of the forward pass are below "
+    return [f"keep= leaves {left} of {counted(count, 'tensor')} of the forward pass below "
             f"float32: norms between the layers would keep numbers small{other}"]
 
 

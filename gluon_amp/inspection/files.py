@@ -15,8 +15,8 @@ from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 from .._mxnet import np
 from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, Format
-from ..report.colors import COLORS, GREY, INK
-from ..report.style import SORTING, STYLE
+from ..reports.colors import COLORS, GREY, INK
+from ..reports.style import SORTING, STYLE
 from .statistics import Counts
 from .tensors import Tensor
 

@@ -86,7 +86,7 @@ class Search:
         best = self.best
         said = "trains as in float32" if self.verified else "has not been trained with"
         lines = [f"{counted(len(best.nodes), 'node')} in float32: gradients at {best.snr:.1f} dB, "
-                 f"{best.casts} casts, {best.share:.1%} of the arithmetic low; {said}",
+                 f"{counted(best.casts, 'cast')}, {best.share:.1%} of the arithmetic low; {said}",
                  f"keep={self.keep!r}", *self.notes, "",
                  "gradients dB   casts   arithmetic low   nodes in float32"]
         lines += [f"{c.snr:12.1f}{c.casts:8}{c.share:17.1%}{len(c.nodes):19}" for c in self.front]

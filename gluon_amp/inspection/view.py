@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Uni
 
 from .._mxnet import np
 from ..annotations import Batch, LossFunction, Network, Trainer
-from ..checks import positive_number, whole_number
+from ..checks import counted, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..files import replace_text
 from ..formats import FLOAT32, Format
@@ -470,8 +470,8 @@ def read(folder: str, format_: Format) -> View:
                for w in view.weights]
     view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
     if len(finite) < len(view.tensors):
-        view.notes.append(f"{len(view.tensors) - len(finite)} tensors are left out, because they "
-                          "read infinities of the run")
+        view.notes.append(f"left out: {counted(len(view.tensors) - len(finite), 'tensor')} with "
+                          "infinite inputs in the run")
     return view
 
 

@@ -11,6 +11,7 @@ from mxnet.base import _LIB, check_call
 from mxnet.kvstore import KVStoreBase
 
 from .._mxnet import message, mx, np
+from ..checks import counted
 from ..cpu.arrays import narrow, to_float32
 from ..cpu.bfloat16 import BFLOAT16
 from .rendezvous import HOROVOD_MEETS_AT
@@ -101,7 +102,7 @@ class Workers:
             return {}
         if self._native:
             gradients = self._without_bfloat16(gradients)
-        what = f"the sum of {len(gradients)} gradients of {self.owner}"
+        what = f"the sum of {counted(len(gradients), 'gradient')} of {self.owner}"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if self.sums_at_once:
             summed = self._kvstore.sum_all(gradients, self.owner)
@@ -195,7 +196,7 @@ class Workers:
                     self._kvstore.broadcast(key, on_devices[0], on_devices)
             # Otherwise a faster rank would sum gradients into keys that another has not read.
             mx.nd.waitall()
-        self.wait(exchange, f"{len(arrays)} arrays of rank 0")
+        self.wait(exchange, f"{counted(len(arrays), 'array')} of rank 0")
 
     def wait(self, function: Callable[[], Any], what: str) -> Any:
         """Runs a function that waits for other workers.

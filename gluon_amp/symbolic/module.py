@@ -21,7 +21,7 @@ from mxnet.model import _update_params
 
 from .._mxnet import mx, np
 from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
-from ..checks import in_names
+from ..checks import counted, in_names
 from ..cpu.arrays import dtype_name, is_half, to_float32
 from ..cpu.finite import squares
 from ..files import must_exist, replace_file
@@ -307,7 +307,7 @@ class _Module:
         self._workers.lay_out(g for _, grads in trained for g in grads)
         super().update()
         self._workers.wait(lambda: [w.wait_to_read() for weights, _ in trained for w in weights],
-                           f"the servers' update of {len(trained)} weights")
+                           f"the servers' update of {counted(len(trained), 'weight')}")
 
     def _gradients(self) -> List[Gradient]:
         group = self._module()._exec_group

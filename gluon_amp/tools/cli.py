@@ -160,7 +160,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from ..report import report
+    from ..reports import report
     print(report(options.logs, options.output, options.title, options.accuracy, options.margin,
                  options.claim_speed))
 

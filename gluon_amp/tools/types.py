@@ -5,6 +5,7 @@ from typing import Collection, List, Mapping, Optional, Tuple
 
 from .._mxnet import mx
 from ..annotations import Network
+from ..checks import counted
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
@@ -47,8 +48,8 @@ class Types(List[Row]):
                  for row in cells]
         low = sum(r.output not in ("float32", "float64") for r in self)
         casts = sum(r.casts for r in self)
-        return "\n".join([*table, f"{low} of {len(self)} nodes return less than float32; "
-                                  f"{casts} inputs are cast."])
+        return "\n".join([*table, f"{low} of {counted(len(self), 'node')} below float32; "
+                                  f"{counted(casts, 'input')} cast."])
 
 
 def types(net: Network) -> Types:

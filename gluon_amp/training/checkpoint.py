@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Seque
 from .._mxnet import mx, np
 from .._numpy import CORE
 from ..annotations import Optimizer, Updater
-from ..checks import order_of
+from ..checks import counted, order_of
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
 from .step import Step
@@ -167,7 +167,7 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Opt
     for i, state in states.items():
         if i not in weights:
             raise ValueError(f"{fname} holds a state of parameter number {i}; here are "
-                             f"{len(weights)} parameters")
+                             f"{counted(len(weights), 'parameter')}")
         name, weight = weights[i]
         if weight is None:
             continue
@@ -236,8 +236,9 @@ def histories_in(maker: Optimizer, networks: int) -> List[str]:
     """Returns the float8 histories of each network in a file, or empty ones if it has none."""
     found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks
     if len(found) != networks:
-        raise ValueError(f"it holds float8 histories of {len(found)} networks; here are {networks} "
-                         "(scaling='delayed'). Convert the networks before, as when it was saved")
+        raise ValueError(f"it holds float8 histories of {counted(len(found), 'network')}; here: "
+                         f"{networks} (scaling='delayed'). Convert the networks before, as when it "
+                         "was saved")
     return list(found)
 
 

@@ -130,8 +130,8 @@ class Gradients:
         weights = [((i, device), weight) for i, p in enumerate(self.parameters)
                    if p.grad_req != "null" for device, weight in enumerate(p.list_data())]
         if not weights:
-            raise RuntimeError(f"nothing to train: all {len(self.parameters)} parameters of this "
-                               "Trainer have grad_req='null'")
+            raise RuntimeError("nothing to train: all parameters of this Trainer have "
+                               "grad_req='null'")
         return weights
 
 

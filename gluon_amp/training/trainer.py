@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tupl
 
 from .._mxnet import mx
 from ..annotations import Optimizer
-from ..checks import positive_number
+from ..checks import counted, positive_number
 from ..cpu.arrays import to_float32
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
@@ -454,7 +454,7 @@ class Trainer(mx.gluon.Trainer):
         super()._allreduce_grads()
         if self._workers.count > 1:
             self._workers.wait(lambda: [w.wait_to_read() for p in trained for w in p._data],
-                               f"the servers' update of {len(trained)} weights")
+                               f"the servers' update of {counted(len(trained), 'weight')}")
 
     def _check_summed(self) -> None:
         """Refuses to update with this rank's own gradients, or with another rank's batch size."""

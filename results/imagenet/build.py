@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import matplotlib
-from gluon_amp.report import read, report
-from gluon_amp.report.colors import GREY, color
-from gluon_amp.report.plots import STYLE, image
-from gluon_amp.report.verdict import Sample, conclusion, outcome, unpaired
+from gluon_amp.reports import read_logs, report
+from gluon_amp.reports.colors import GREY, color
+from gluon_amp.reports.plots import STYLE, image
+from gluon_amp.reports.verdict import Sample, conclusion, outcome, unpaired
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
@@ -215,7 +215,7 @@ def build(folder):
     nvidia, nvidia_source = read_table("nvidia.csv")
     seeds, seeds_source = read_table("nvidia_seeds.csv")
     found = differences(seeds)
-    published = read([HERE / "published.csv"])
+    published = read_logs([HERE / "published.csv"])
     for name, (png, svg) in (("published", draw_published(published)),
                              ("published_narrow", draw_published(published, narrow=True)),
                              ("nvidia", draw_nvidia(nvidia)), ("nvidia_seeds", draw_seeds(found))):

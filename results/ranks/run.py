@@ -12,7 +12,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import study
-from gluon_amp.report.verdict import conclusion, paired
+from gluon_amp.reports.verdict import conclusion, paired
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 RANKS = (1, 2, 4)

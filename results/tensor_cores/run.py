@@ -16,7 +16,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import study as shared
-from gluon_amp.report.verdict import conclusion, paired
+from gluon_amp.reports.verdict import conclusion, paired
 from mxnet import autograd, gluon, nd
 from recipes import small_network, zoo_network
 

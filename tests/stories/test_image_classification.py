@@ -10,7 +10,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import scripts
-from gluon_amp.report import read
+from gluon_amp.reports import read_logs
 from PIL import Image
 from scripts import EXAMPLES
 
@@ -64,7 +64,7 @@ def test_digits_are_learned_and_logged_in_gluoncv_format(dtype, tmp_path):
 
 def test_log_jsonl_has_steps_and_none_is_skipped_at_start(tmp_path):
     output = run(tmp_path, "--dtype", "float16", "--epochs", "2")
-    run_read, = read([tmp_path / "log.jsonl"])
+    run_read, = read_logs([tmp_path / "log.jsonl"])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert lines[0]["version"] == 2
     steps = [line for line in lines if "batch" in line]
@@ -83,8 +83,8 @@ def test_tensorboard_files_match_log_jsonl(tmp_path):
     for epochs in "2", "3":  # the resumed run writes a second file
         run(tmp_path / "run", "--dtype", "float16", "--epochs", epochs, "--resume",
             "--tensorboard", str(tmp_path / "events"))
-    theirs, = read(sorted((tmp_path / "events").iterdir()))
-    ours, = read([tmp_path / "run" / "log.jsonl"])
+    theirs, = read_logs(sorted((tmp_path / "events").iterdir()))
+    ours, = read_logs([tmp_path / "run" / "log.jsonl"])
     assert (theirs.dtype, theirs.seed, theirs.model) == (ours.dtype, ours.seed, ours.model)
     assert theirs.trace == ours.trace
     assert [e.top1 for e in theirs.epochs.values()] == pytest.approx(
@@ -217,7 +217,8 @@ def test_gluoncv_flags_have_their_effects(tmp_path):
         "epoch-1.params", "epoch-2.params", "best.params"}  # the second, the last, the best
     assert (tmp_path / "train.log").read_text().splitlines() == [
         line for line in log.splitlines() if not line.startswith("\r")]
-    losses = [epoch.loss for epoch in read([tmp_path / "run" / "log.jsonl"])[0].epochs.values()]
+    log, = read_logs([tmp_path / "run" / "log.jsonl"])
+    losses = [epoch.loss for epoch in log.epochs.values()]
     assert losses[1] > 2 * losses[2]  # with mixed labels, and with those of the last epoch
     again = run(tmp_path / "again", "--epochs", "4", "--optimizer", "adam", "--resume-epoch", "3",
                 "--dtype", "float16", "--resume-params", str(tmp_path / "run" / "epoch-2.params"),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gluon_amp.report import read, report
-from gluon_amp.report.colors import COLORS, DARK
+from gluon_amp.reports import read_logs, report
+from gluon_amp.reports.colors import COLORS, DARK
 from PIL import Image
 
 RESULTS = Path(__file__).parents[2] / "results" / "imagenet"
@@ -70,7 +70,7 @@ def test_make_results_reproduces_committed_files(tmp_path):
 
 
 def test_published_curves_have_results_of_tutorial():
-    runs = read([RESULTS / "published.csv"])
+    runs = read_logs([RESULTS / "published.csv"])
     ends = {(row["dtype"], int(row["batch_size"])): row
             for row in table(RESULTS / "published_ends.csv")}
     assert [float(row["top1_percent"]) for row in ends.values()] == [76.18, 76.34, 76.29]
@@ -112,14 +112,14 @@ def test_every_table_names_its_source():
 @NO_SOURCES
 def test_tables_match_their_sources():
     sources = SHARED / "imagenet"
-    ours = read([RESULTS / "gluoncv.csv"])
-    theirs = read([sources / "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
+    ours = read_logs([RESULTS / "gluoncv.csv"])
+    theirs = read_logs([sources / "resnet50_gluoncv_fp32_vs_fp16_per_epoch.csv"])
     assert len(ours) == len(theirs) == 4
     for run in theirs:
         same, = (r for r in ours if (r.model, r.dtype) == (run.model, run.dtype))
         assert same.epochs == run.epochs
-    ours = read([RESULTS / "published.csv"])
-    theirs = read([sources / "resnet50v1b_imagenet_fp16_fp32_digitised.csv"])
+    ours = read_logs([RESULTS / "published.csv"])
+    theirs = read_logs([sources / "resnet50v1b_imagenet_fp16_fp32_digitised.csv"])
     assert len(ours) == len(theirs) == 3
     for run in theirs:
         same, = (r for r in ours if (r.dtype, r.batch_size) == (run.dtype, run.batch_size))
@@ -134,8 +134,8 @@ def test_tables_match_their_sources():
 
 @NO_SOURCES
 def test_gluoncv_table_matches_its_logs():
-    rows = read([RESULTS / "gluoncv.csv"])
-    for log in read(sorted((SHARED / "imagenet" / "logs").glob("*.log"))):
+    rows = read_logs([RESULTS / "gluoncv.csv"])
+    for log in read_logs(sorted((SHARED / "imagenet" / "logs").glob("*.log"))):
         row, = (r for r in rows if (r.model, r.dtype) == (log.model, log.dtype))
         assert errors(row) == errors(log)
         assert [e.speed for e in row.epochs.values()] == [e.speed for e in log.epochs.values()]

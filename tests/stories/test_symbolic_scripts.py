@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import recipes
 import scripts
-from gluon_amp.report import read
+from gluon_amp.reports import read_logs
 from PIL import Image
 from scripts import EXAMPLES
 
@@ -61,7 +61,7 @@ def train(images, *arguments, **kwargs):
 def test_train_imagenet_logs_in_format_of_mxnet_example(dtype, images, tmp_path):
     log = train(images, "--dtype", dtype, "--num-epochs", "2", "--top-k", "2", "--save-dir",
                 str(tmp_path), new_process=dtype == "float16")
-    ours, = read([tmp_path / "log.jsonl"])  # for machines, with steps and losses
+    ours, = read_logs([tmp_path / "log.jsonl"])  # for machines, with steps and losses
     assert ours.dtype == dtype
     assert list(ours.epochs) == [0, 1]
     assert all(0 < epoch.loss < 10 and epoch.validation_loss > 0 for epoch in ours.epochs.values())
@@ -102,7 +102,7 @@ def test_finished_training_continues_to_more_epochs(images, tmp_path):
     assert "--resume: completed epochs: 1" in log
     assert "Epoch[1] Train-accuracy=" in log
     assert "Epoch[0] Train-accuracy=" not in log
-    ours, = read([tmp_path / "log.jsonl"])
+    ours, = read_logs([tmp_path / "log.jsonl"])
     assert list(ours.epochs) == [0, 1]
 
 

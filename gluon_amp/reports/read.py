@@ -68,7 +68,7 @@ NO_METRICS = {*sum(TOP1 + TOP5, ()), *LOSS, *SECONDS, "speed", "lr", "loss-scale
 READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
 
-def read(paths: Iterable[Any]) -> List[Run]:
+def read_logs(paths: Iterable[Any]) -> List[Run]:
     """Returns the runs of these logs.
 
     Args:

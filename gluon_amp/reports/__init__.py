@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
 from ..files import replace_file
-from .read import read
+from .read import read_logs
 from .runs import Run
 
 MARGIN = 0.5  # points
@@ -46,7 +46,7 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     logs = [logs] if isinstance(logs, (str, Path)) else list(logs)
     if not logs:
         raise ValueError("report needs one log or more. Received: none")
-    runs = read(logs)
+    runs = read_logs(logs)
     for run in runs if claim_speed else []:
         run.arguments["claim_speed"] = True
 
@@ -127,4 +127,4 @@ def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
     return (math.floor(100 * (1 - error) + 1e-9) / 100 if error < 1 else 0) or None
 
 
-__all__ = ["Run", "read", "report"]
+__all__ = ["Run", "read_logs", "report"]
