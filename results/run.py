@@ -1,77 +1,93 @@
 """Runs the trainings of this folder: python results/run.py [STUDY ...]
 
-It writes results/STUDY.jsonl: the concatenated log.jsonl of runs named KIND-seedN. Completed runs
-are skipped, so another call continues; remove a study's file to repeat it. It trains one run per
-CPU in parallel, each with one thread. The data is in ../shared or $GLUON_AMP_DATA.
+It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.jsonl, or to
+results/tasks/STUDY.jsonl. Completed runs are skipped, so another call continues; remove a study's
+file to repeat it. It trains one run per CPU in parallel, each with one thread, and starts none
+after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
+were fixed before the runs.
 """
 import argparse
 import json
 import os
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Dict, NamedTuple
+from typing import Dict, NamedTuple, Sequence
 
 import study
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-TYPES = {"float32": "--dtype float32", "float16": "--dtype float16"}
+# `control` is float32 with one weight changed by one unit in the last place: control.py.
+TYPES = {"float32": "--dtype float32", "control": "--dtype float32", "float16": "--dtype float16"}
 BFLOAT16 = {"bfloat16": "--dtype bfloat16 --loss-scale none"}
 PHOTOS = "SHARED/data/caltech10_128"
 EFFICIENTNET = "SHARED/models/efficientnet_lite0"
 
 
 class Study(NamedTuple):
-    script: str
+    script: str  # from the checkout
     flags: str
-    seeds: int
+    seeds: Sequence[int]
     kinds: Dict[str, str] = TYPES
 
 
+def task(name, *more):
+    """Returns the study of a script in tasks/."""
+    return Study(f"results/tasks/{name}.py", "", range(10), {
+        arm: f"--arm {arm}" for arm in ("float32", "control", "float16", "bfloat16", *more)})
+
+
+CIFAR10 = Study(
+    "example/image_classification.py",
+    "--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec --classes 10 "
+    "--model cifar_resnet20_v1 --image-size 32 --examples 5000 --batch-size 100 --epochs 6 "
+    "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", range(10),
+    {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128", **BFLOAT16})
+
+
 STUDIES = {
-    "digits": Study("image_classification.py", "", 30, {**TYPES, **BFLOAT16}),
-    "cifar10": Study(
-        "image_classification.py",
-        "--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec --classes 10 "
-        "--model cifar_resnet20_v1 --image-size 32 --examples 5000 --batch-size 100 --epochs 6 "
-        "--lr 0.1 --warmup-epochs 0.5 --log-interval 25", 10,
-        {**TYPES, "float16-static128": "--dtype float16 --loss-scale 128", **BFLOAT16}),
+    "digits": Study("example/image_classification.py", "", range(30), {**TYPES, **BFLOAT16}),
+    "cifar10": CIFAR10,
+    # the question of cifar10, with new seeds
+    "cifar10_replication": CIFAR10._replace(seeds=range(10, 30)),
     "fine_tune_resnet20": Study(
-        "fine_tune.py",
+        "example/fine_tune.py",
         f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
         "--pretrained cifar_resnet20_v1 "
         "--pretrained-params SHARED/models/cifar_resnet20_v1-0000.params --image-size 32 "
-        "--bn-momentum 0.8 --epochs 6 --log-interval 9", 30),
+        "--bn-momentum 0.8 --epochs 6 --log-interval 9", range(30)),
     # One recipe with Gluon and with the Symbolic API: random, mirrored crops of 112 pixels of
     # photos whose shorter side is 128; validation on center crops.
     "fine_tune_efficientnet": Study(
-        "fine_tune.py",
+        "example/fine_tune.py",
         f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
         f"--pretrained-symbol {EFFICIENTNET}-symbol.json "
         f"--pretrained-params {EFFICIENTNET}-0000.params "
         "--image-size 112 --crop-ratio 0.875 --random-crop --rgb-mean 127 --rgb-std 128 "
         "--bn-momentum 0.8 --batch-size 32 --epochs 3 --lr 0.01 --lr-mode step "
-        "--lr-decay-epoch 2 --log-interval 9", 10),
+        "--lr-decay-epoch 2 --log-interval 9", range(10)),
     "fine_tune_symbolic": Study(
-        "symbolic_fine_tune.py",
+        "example/symbolic_fine_tune.py",
         f"--data-train {PHOTOS}_train.rec --data-val {PHOTOS}_test.rec --num-classes 10 "
         f"--pretrained-model {EFFICIENTNET} --image-shape 3,112,112 --rgb-mean 127,127,127 "
         "--rgb-std 128,128,128 --random-crop 1 --random-mirror 1 --bn-momentum 0.8 "
         "--initializer xavier --batch-size 32 --num-epochs 3 --lr 0.01 --lr-step-epochs 2 "
-        "--disp-batches 5", 10),
+        "--disp-batches 5", range(10)),
     "cifar10_symbolic": Study(
-        "train_imagenet.py",
+        "example/train_imagenet.py",
         "--data-train SHARED/data/cifar10_train.rec --data-val SHARED/data/cifar10_test.rec "
         "--num-classes 10 --network resnet --num-layers 20 --image-shape 3,32,32 "
         "--batch-size 100 --num-epochs 6 --lr 0.1 --lr-step-epochs 4 --warmup-epochs 0.5 "
         "--random-crop 1 --random-mirror 1 --pad-size 4 --top-k 5 --rgb-mean 125.3,123,113.9 "
-        "--rgb-std 63,62.1,66.7 --disp-batches 20", 10),
+        "--rgb-std 63,62.1,66.7 --disp-batches 20", range(10)),
 }
 
 
 def file_of(name):
-    return HERE / f"{name}.jsonl"
+    """Returns the file of a study's runs."""
+    return (HERE / "tasks" if "tasks" in STUDIES[name].script else HERE) / f"{name}.jsonl"
 
 
 def train(name, kind, seed):
@@ -79,7 +95,9 @@ def train(name, kind, seed):
     script, flags, _, kinds = STUDIES[name]
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
         saved = Path(scratch, "saved")
-        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved)
+        nudge = kind == "control" and "tasks" not in script  # a task has this arm itself
+        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved,
+                    before=[HERE / "control.py"] if nudge else [])
         text = (saved / "log.jsonl").read_text()
         for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
             text = text.replace(str(folder), word)
@@ -92,20 +110,29 @@ def main():
                         help=f"{', '.join(STUDIES)}; default: all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N",
                         help="number of parallel runs (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=150, metavar="N",
+                        help="start no run after this time (%(default)s)")
     args = parser.parse_args()
     unknown = set(args.studies) - set(STUDIES)
     if unknown:
         parser.error(f"no study {', '.join(sorted(unknown))}. Valid: {', '.join(STUDIES)}")
     runs = [(name, kind, seed) for name in args.studies or STUDIES
-            for seed in range(STUDIES[name].seeds) for kind in STUDIES[name].kinds]
+            for seed in STUDIES[name].seeds for kind in STUDIES[name].kinds]
     done = {name: study.runs(file_of(name)) for name in STUDIES}
     left = [(name, kind, seed) for name, kind, seed in runs
             if f"{kind}-seed{seed}" not in done[name]]
+    end = time.monotonic() + 60 * args.minutes
+
+    def train_in_time(*run):
+        return train(*run) if time.monotonic() < end else None
+
     with ThreadPoolExecutor(args.jobs) as pool, \
             tqdm(total=len(runs), initial=len(runs) - len(left), unit="run") as bar:
-        futures = {pool.submit(train, *run): run for run in left}
+        futures = {pool.submit(train_in_time, *run): run for run in left}
         try:
             for future in as_completed(futures):
+                if future.result() is None:
+                    continue
                 name, kind, seed = futures[future]
                 study.put_run(file_of(name), f"{kind}-seed{seed}", future.result())
                 bar.set_postfix_str(f"{name} {kind} {seed}")

@@ -17,16 +17,17 @@ TIMES = {"seconds", "samples_per_second"}
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
-def train(script, flags, folder, launcher=()):
-    """Runs a script of example/ with one thread, and saves to a folder.
+def train(script, flags, folder, launcher=(), before=()):
+    """Runs a script of the checkout with one thread, and saves to a folder.
 
     Args:
         flags: its flags; SHARED stands for the folder of data.
-        launcher: the command before the script.
+        launcher: the command before Python.
+        before: the Python script that runs it, if any.
     """
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
-    done = subprocess.run([*launcher, *PYTHON, str(CHECKOUT / "example" / script), "--save-dir",
-                           str(folder), *words], env={**os.environ, "OMP_NUM_THREADS": "1"},
+    command = [*launcher, *PYTHON, *before, CHECKOUT / script, "--save-dir", folder, *words]
+    done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"},
                           text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
     if done.returncode:
         raise SystemExit(f"{script} {flags} failed:\n{done.stderr[-2000:]}")

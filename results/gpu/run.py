@@ -104,8 +104,8 @@ def run_digits(path):
         if str(seed) in done:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            study.train("image_classification.py", f"--dtype float16 --gpus 0 --seed {seed} "
-                        "--num-workers 0", folder, COMPUTE)
+            study.train("example/image_classification.py",
+                        f"--dtype float16 --gpus 0 --seed {seed} --num-workers 0", folder, COMPUTE)
             lines = study.lines(Path(folder, "log.jsonl"))
         add(path, "seed,accuracy", [f"{seed},{accuracy(lines):.2f}"])
 
@@ -129,7 +129,8 @@ def run_recipes(path):
                 files = {part: Path(folder, f"{part}.rec") for part in ("train", "test")}
                 for part, file in files.items():
                     first_records(study.SHARED / "data" / f"{data}_{part}.rec", file)
-                study.train(script, flags.format(**files) + " --dtype float16 --seed 0" + more,
+                study.train(f"example/{script}",
+                            f"{flags.format(**files)} --dtype float16 --seed 0{more}",
                             Path(folder, "saved"), launcher)
                 lines = study.lines(Path(folder, "saved", "log.jsonl"))
             loss = [line["loss"] for line in lines if "loss" in line and "epoch" in line][-1]

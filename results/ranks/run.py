@@ -43,7 +43,7 @@ def train(name, ranks, seed):
         launcher = [*study.PYTHON, "-m", "gluon_amp.tools.cli", "launch", "-n", str(ranks)]
         flags += " --kvstore dist_sync"
     with tempfile.TemporaryDirectory() as folder:
-        study.train("image_classification.py", flags, folder, launcher)
+        study.train("example/image_classification.py", flags, folder, launcher)
         epochs = [line for line in study.lines(Path(folder, "log.jsonl")) if "err_top1" in line]
     return {"study": name, "ranks": ranks, "seed": seed,
             "accuracy": [round(100 - 100 * line["err_top1"], 4) for line in epochs],

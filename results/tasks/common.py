@@ -1,0 +1,94 @@
+"""What the tasks of this folder share: the arms of a study, and the log of a run.
+
+    python results/tasks/TASK.py --arm float16 --seed 0 --save-dir FOLDER
+
+writes FOLDER/log.jsonl: the arguments, the loss of each 20 steps, and the task's measure.
+"""
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "example")]
+from control import nudged  # noqa: E402
+
+ARMS = ("float32", "control", "float16", "bfloat16", "cast")
+STATIC = 128.0  # the loss scale of `cast`: net.cast("float16") with gluon.Trainer
+
+
+class Run:
+    """A training in one arm, and its log."""
+
+    def __init__(self, description):
+        parser = argparse.ArgumentParser(description=description.splitlines()[0])
+        parser.add_argument("--arm", choices=ARMS, default="float32")
+        parser.add_argument("--seed", type=int, default=0)
+        parser.add_argument("--save-dir", type=Path, required=True)
+        parser.add_argument("--steps", type=int, help="fewer steps than the task's, for a trial")
+        args = parser.parse_args()
+        self.arm, self.seed, self._steps = args.arm, args.seed, args.steps
+        args.save_dir.mkdir(parents=True)
+        self._log = args.save_dir / "log.jsonl"
+        self._write(arm=args.arm, seed=args.seed)
+        mx.random.seed(args.seed)
+        random.seed(args.seed)
+        self.rng = np.random.RandomState(args.seed)
+        self.validation_rng = np.random.RandomState(args.seed + 1000)
+        self._losses = []
+        self._updates = 0
+
+    def steps(self, count):
+        """Yields the numbers of the steps."""
+        yield from range(self._steps or count)
+
+    def convert(self, net):
+        """Converts an initialized network to the arm's types."""
+        if self.arm == "cast":
+            net.cast("float16")
+        else:
+            amp.convert(net, "float32" if self.arm == "control" else self.arm)
+        net.hybridize(static_alloc=True, static_shape=True)
+        return net
+
+    def trainer(self, net, optimizer, settings, clip_norm=None):
+        """Returns the arm's Trainer."""
+        if self.arm == "cast":
+            return gluon.Trainer(net.collect_params(), optimizer,
+                                 {**settings, "multi_precision": True})
+        return amp.Trainer(net.collect_params(), optimizer, settings, clip_norm=clip_norm,
+                           loss_scale="dynamic" if self.arm == "float16" else None)
+
+    def array(self, values):
+        """Returns data of the type that the network reads."""
+        return mx.nd.array(values, dtype="float16" if self.arm == "cast" else "float32")
+
+    def update(self, trainer, loss, batch_size):
+        """Runs the backward pass of a recorded loss, and an update."""
+        if self.arm == "cast":
+            autograd.backward(loss, mx.nd.full(loss.shape, STATIC, dtype=loss.dtype))
+            trainer.step(batch_size * STATIC)
+        else:
+            trainer.backward(loss)
+            trainer.step(batch_size)
+        self._updates += 1
+        if self.arm == "control" and self._updates == 1:
+            weight = next(iter(trainer._params))
+            weight.set_data(nudged(weight.data()))
+        self._losses.append(float(loss.mean().asscalar()))
+        if len(self._losses) == 20:
+            self._write(step=self._updates, loss=float(np.mean(self._losses)))
+            self._losses = []
+
+    def end(self, trainer, **measures):
+        """Writes the task's measures."""
+        self._write(step=self._updates, skipped=getattr(trainer, "skipped", 0), **measures)
+
+    def _write(self, **line):
+        with self._log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
