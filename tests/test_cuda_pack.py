@@ -148,5 +148,18 @@ def test_installed_packs_are_found_by_capability(tmp_path, monkeypatch):
     assert pack.installed(90).path == pack.find(90).path == pack.place(90)
     assert pack.find(100) is None
     pack.place(90).rename(pack.place(100))
-    with pytest.raises(pack.PackError, match=r"100\.pack has code for architecture 90, not 100"):
+    with pytest.raises(pack.PackError, match=r"100\.pack has code for architecture 90 \(cubin\), not 100"):
         pack.find(103)
+
+
+def test_machine_code_precedes_ptx(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
+    text = fatbin.fat_binary([fatbin.entry(b".version 7.8\n\0", 90, "ptx")])
+    pack.place(90).parent.mkdir()
+    pack.write(pack.place(90, "ptx"), 90, [pack.Code("src/a.cu", 0, text, ["a"])], kind="ptx",
+               **FACTS)
+    assert pack.installed(90) is None
+    assert pack.find(86) is None
+    assert [pack.find(each).kind for each in (90, 120)] == ["ptx", "ptx"]
+    pack.write(pack.place(90), 90, CODE, **FACTS)
+    assert [pack.find(each).kind for each in (90, 120)] == ["cubin", "ptx"]

@@ -20,6 +20,7 @@ from .environment import cache
 
 MAGIC, FORMAT = b"AMPCUDA\n", 1
 MXNET = "mxnet-cu112 1.9.1"
+LIBMXNET = "0698ea1e5a9c871c174b1106ce8415c92acc75b651ebf0fe1853948e3984aaed"  # its SHA-256
 _HEAD = struct.Struct("<8sII")
 _ALIGN = 16
 # What the manifest of this format has, and of each part.
@@ -219,12 +220,12 @@ def _part(path: Path, manifest: Mapping[str, Any], listed: Mapping[str, Any],
     return Part(listed["source"], listed["index"], listed["sha256"], code, names)
 
 
-def place(arch: int) -> Path:
+def place(arch: int, kind: str = "cubin") -> Path:
     """Returns the file of the installed pack for an architecture."""
-    return cache() / "kernels" / f"{arch}.pack"
+    return cache() / "kernels" / f"{arch}{'' if kind == 'cubin' else f'-{kind}'}.pack"
 
 
-def installed(arch: int) -> Optional[Pack]:
+def installed(arch: int, kind: str = "cubin") -> Optional[Pack]:
     """Returns the installed pack for an architecture; None if there is none.
 
     Raises:
@@ -232,20 +233,26 @@ def installed(arch: int) -> Optional[Pack]:
         OSError: it cannot be read.
     """
     try:
-        found = read(place(arch))
+        found = read(place(arch, kind))
     except FileNotFoundError:
         return None
-    if found.arch != arch:
-        raise PackError(f"{found.path} has code for architecture {found.arch}, not {arch}")
+    if (found.arch, found.kind) != (arch, kind):
+        raise PackError(f"{found.path} has code for architecture {found.arch} ({found.kind}), not "
+                        f"{arch} ({kind})")
     return found
 
 
 def find(capability: int) -> Optional[Pack]:
-    """Returns the installed pack that serves GPUs of a capability best; None if there is none."""
-    names = (path.stem for path in place(0).parent.glob("*.pack"))
-    for arch in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
-        if arch <= capability:
-            found = installed(arch)
-            if found is not None and found.serves(capability):
-                return found
+    """Returns the installed pack that serves GPUs of a capability best; None if there is none.
+
+    Machine code precedes PTX, which the driver compiles at the first use.
+    """
+    for kind in ("cubin", "ptx"):
+        suffix = place(0, kind).name[1:]
+        names = (path.name[:-len(suffix)] for path in place(0).parent.glob(f"*{suffix}"))
+        for arch in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
+            if arch <= capability:
+                found = installed(arch, kind)
+                if found is not None and found.serves(capability):
+                    return found
     return None
