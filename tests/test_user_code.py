@@ -141,6 +141,150 @@ def test_module_accepts_custom_operator_that_propagates_gradients(scale, request
         assert np.array_equal(found[1].asnumpy(), wanted[1].asnumpy()), found[0]
 
 
+class Totals(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        assert {a.dtype for a in [*in_data, *out_data, *aux]} == {np.float32}
+        if is_train:
+            aux[0][:] = aux[0] + in_data[0].mean(axis=0)
+        self.assign(out_data[0], req[0], in_data[0] + aux[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("totals")
+class TotalsProp(mx.operator.CustomOpProp):
+    """Mutates an auxiliary state, which is a parameter like others in Gluon."""
+
+    def list_auxiliary_states(self):
+        return ["total"]
+
+    def infer_shape(self, shapes):
+        return shapes, shapes, [shapes[0][1:]]
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Totals()
+
+
+class WithState(nn.HybridBlock):
+    def __init__(self, units=3):
+        super().__init__(prefix="state_")
+        with self.name_scope():
+            self.dense = nn.Dense(4, in_units=units)
+            self.total = self.params.get("total", shape=(4 if units else 0,), grad_req="null",
+                                         init=mx.init.Constant(1000.1), allow_deferred_init=True)
+
+    def hybrid_forward(self, F, x, total):
+        return F.Custom(self.dense(x), total, op_type="totals")
+
+
+class OwnNorm(WithState):
+    """A batch norm by MXNet's operator, whose moving averages are parameters like others."""
+
+    def __init__(self, units=3):
+        super().__init__(units)
+        with self.name_scope():
+            self.scale = self.params.get("scale", shape=(4,), init="ones")
+            self.variance = self.params.get("variance", shape=(4,), init=mx.init.Constant(0.3))
+
+    def hybrid_forward(self, F, x, total, scale, variance):
+        if mx.util.is_np_array():
+            return F.npx.batch_norm(self.dense(x), scale, scale, total, variance)
+        return F.BatchNorm(self.dense(x), scale, scale, total, variance)
+
+
+def after_training(net, x, policy=None):
+    """The states before and after three steps, as float32."""
+    if policy is not None:
+        amp.convert(net, policy)
+    states = [p for name, p in net.collect_params().items() if name.endswith(("total", "variance"))]
+    for p in states:
+        p.grad_req = "null"
+    before = [p.data().asnumpy() for p in states] if net.dense.weight.shape[1] else []
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    for _ in range(3):
+        with autograd.record():
+            loss = net(x).astype("float32").mean()
+        trainer.backward(loss)
+        assert trainer.step(1)
+    nd.waitall()
+    assert all(p.dtype in (np.float32, "float32") for p in states)
+    return before, [p.data().asnumpy() for p in states]
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "pure_float16", "mixed_float16", "tf32"])
+@pytest.mark.parametrize("cls", [WithState, OwnNorm])
+@pytest.mark.parametrize("traced", ["before", "after", "after, of unknown shape"])
+def test_inputs_that_operators_mutate_stay_float32(cls, policy, traced, rng):
+    x = nd.array(rng.random((5, 3)))
+    found = []
+    for each in (None, policy):
+        mx.random.seed(7)
+        net = cls(0 if "unknown" in traced else 3)
+        net.initialize(mx.init.Xavier())
+        if each is None or traced == "before":
+            net.hybridize()
+            with autograd.predict_mode():
+                net(x).wait_to_read()
+        found.append(after_training(net, x, each))
+    for exact, close in zip(*(before for before, _ in found)):
+        assert np.array_equal(exact, close)
+    for wanted, got in zip(*(after for _, after in found)):
+        assert np.allclose(got, wanted, rtol=1e-3 if policy != "bfloat16" else 1e-2)
+
+
+def test_state_of_a_block_that_convert_cannot_trace_is_float32_with_a_warning(rng, caplog):
+    class OfList(WithState):
+        def hybrid_forward(self, F, pair, total):
+            first, second = pair
+            return F.Custom(self.dense(first + second), total, op_type="totals")
+
+    net, x = OfList(), nd.array(rng.random((5, 3)))
+    net.initialize()
+    amp.convert(net)
+    with autograd.record():
+        net([x, x]).wait_to_read()
+    assert net.total.data().dtype == np.float32
+    assert "state_total is float32 from now on" in caplog.text
+
+
+@mx.util.use_np
+def test_moving_averages_of_a_numpy_block_stay_float32(rng):
+    net, x = OwnNorm(), mx.np.array(rng.random((5, 3)))
+    net.initialize(mx.init.Xavier())
+    (total, variance), _ = after_training(net, x, "float16")
+    assert np.array_equal(total, np.full(4, 1000.1, np.float32))
+    assert np.array_equal(variance, np.full(4, 0.3, np.float32))
+
+
+def test_states_of_a_symbol_stay_float32(rng):
+    x, first = nd.array(rng.random((5, 3))), mx.init.Constant(0.1)
+    own = mx.sym.Custom(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, no_bias=True),
+                        mx.sym.var("total", init=first), op_type="totals")
+    average = mx.sym.var("average", init=first)
+    sparse = mx.sym.IdentityAttachKLSparseReg(mx.sym.sigmoid(own), moving_avg=average)
+    block = gluon.SymbolBlock(sparse, mx.sym.var("data"))
+    block.initialize(first)
+    amp.convert(block, "float16")
+    with autograd.record():
+        out = block(x)
+    out.backward(out)
+    head = mx.sym.LinearRegressionOutput(sparse, mx.sym.var("label"))
+    mod = amp.Module(amp.convert_symbol(head), label_names=["label"])
+    mod.bind([("data", (5, 3))], [("label", (5, 4))])
+    mod.init_params(first)
+    mod.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    mod.forward_backward(mx.io.DataBatch([x], [nd.zeros((5, 4))]))
+    mod.update()
+    nd.waitall()  # MXNet's Custom mutates states without a dependency
+    parameters, states = block.collect_params(), mod.get_params()[1]
+    assert set(states) == {"total", "average"}
+    for name, value in states.items():
+        assert parameters[name].data().dtype == value.dtype == np.float32
+        assert np.array_equal(parameters[name].data().asnumpy(), value.asnumpy())
+        assert (value.asnumpy() != np.float32(0.1)).all()
+
+
 END = """
 import atexit, threading
 import gluon_amp as amp, mxnet as mx

@@ -265,15 +265,17 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(blocks: Iterable[Block], policy: Policy,
+def _parameter_types(blocks: List[Block], policy: Policy,
                      kept: _Kept) -> Dict[Parameter, str]:
     """Returns the type of each floating-point parameter that these hybrid blocks own.
 
-    A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable)
-    and sparse parameters stay float32 under every policy: MXNet supports no other type for them.
-    Constants stay float32, because they may be ids or beyond float16's range.
+    A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable),
+    other parameters that operators mutate, and sparse parameters stay float32 under every policy:
+    MXNet supports no other type for them. Constants stay float32, because they may be ids or beyond
+    float16's range.
     """
     float32: Set[Parameter] = set()
+    mutated = _mutated(blocks)
     for block in kept.blocks:
         float32.update(block.collect_params().values())
     owned: Dict[Parameter, None] = {}
@@ -289,13 +291,31 @@ def _parameter_types(blocks: Iterable[Block], policy: Policy,
         elif isinstance(block, mx.gluon.SymbolBlock):
             names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept.nodes)
             float32.update(p for p in parameters if p.name in names)
-        float32.update(p for p in parameters if not p._differentiable
+        float32.update(p for p in parameters if not p._differentiable or p.name in mutated
                        or isinstance(p, mx.gluon.Constant)
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
     types = {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
              if "float" in dtype_name(p.dtype)}
     return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
+
+
+def _mutated(blocks: List[Block]) -> Set[str]:
+    """Returns the parameters that operators of these blocks mutate.
+
+    Besides MXNet's batch norms, only blocks of the user's own classes with parameters of their own
+    may have such operators. Those that have not run are traced.
+    """
+    graphs = [graph for block in blocks for graph in _graphs(block)]
+    seen: Set[str] = set().union(*(graph.variables() for graph in graphs))
+    for block in blocks:
+        own = isinstance(block, HybridBlock) and type(block).__module__.split(".")[0] != "mxnet"
+        if own and not {p.name for p in block._reg_params.values()} <= seen:
+            with mx.name.NameManager():  # the outer one counts the names of later traces
+                graph = _trace(block)
+            graphs += [graph] if graph else []
+            seen.update(graph.variables() if graph else ())
+    return set().union(*(graph.mutated() for graph in graphs))
 
 
 def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:

@@ -21,13 +21,12 @@ from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import mx, np
-from ..annotations import Array, Block, Context
+from ..annotations import Array, Block, Context, Parameter
 from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..files import replace_file
 from ..graph.build import build, cached_op
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import Graph
-from ..graph.operators import BATCH_NORMS
 from ..graph.refusals import (
     check_device,
     check_trains_on_cpus,
@@ -182,20 +181,14 @@ class ConvertedHybridBlock(ConvertedBlock):
         """Traces the graph into `_cached_graph` and initializes the parameters."""
         parameters = dict(self.collect_params().items())
         self._get_symbols(*args)
+        clean = Graph.read(self._cached_graph[1])
+        for name in clean.mutated() & parameters.keys():
+            _keep_float32(parameters[name])
         if any(p._deferred_init for p in parameters.values()):
             self._deferred_infer_shape(*args)
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        clean = Graph.read(self._cached_graph[1])
-        # Statistics of a batch norm in the user's own block: MXNet supports float32 only.
-        # `convert` leaves parameters that are not differentiable in float32.
-        for node in clean.nodes():
-            for entry in node.inputs[3:] if node.op in BATCH_NORMS else ():
-                statistic = parameters.get(entry.node.name)
-                if statistic is not None and dtype_name(statistic.dtype) in HALVES:
-                    cast(statistic, "float32")
-                    statistic._differentiable = False
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      devices=devices_that_wait(clean))
 
@@ -379,6 +372,17 @@ _ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplem
 
 class _NoGraph(Exception):
     """A block in keep= cannot be traced."""
+
+
+def _keep_float32(state: Parameter) -> None:
+    """Makes a parameter that an operator mutates float32, as MXNet requires. `convert` has left it
+    float32, unless it could not trace the block."""
+    if dtype_name(state.dtype) in HALVES:
+        if state._data is not None:
+            log.warning("%s is float32 from now on, because an operator mutates it. Its values "
+                        "have been rounded to %s", state.name, dtype_name(state.dtype))
+        cast(state, "float32")
+        state._differentiable = False
 
 
 def _to_float32(value: object) -> Any:

@@ -22,7 +22,7 @@ from ..cpu.arrays import HALVES
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
-from .graph import CASTS, Entry, Graph, Node, infer, loop_states
+from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 PRODUCT = "__gluon_amp_product__"  # the attribute of products that round their inputs
@@ -200,7 +200,13 @@ class _Casting:
         return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", {"dtype": dtype}, [entry])
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
-        """Returns the node's inputs, cast to the types in which it runs."""
+        """Returns the node's inputs, cast to the types in which it runs. A variable that the node
+        mutates has no cast: the node would mutate the cast's result."""
+        mutated = [inputs[i] for i in mutated_inputs(node)]
+        return [before if before in mutated and before.node.is_variable else after
+                for before, after in zip(inputs, self._cast_inputs(node, inputs))]
+
+    def _cast_inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         runs = operators.runs_in(node)
         if runs == operators.BATCH_NORM:  # statistics are float32
             wide = self._kept(node) or node.op in operators.FLOAT32_ONLY

@@ -18,6 +18,7 @@ from typing import (
     NamedTuple,
     Optional,
     Sequence,
+    Set,
     Tuple,
     Union,
 )
@@ -165,6 +166,17 @@ class Graph:
     def variables(self) -> List[str]:
         return [node.name for node in self.nodes() if node.is_variable]
 
+    def mutated(self) -> Set[str]:
+        """Returns the variables that operators mutate, such as moving averages; those of loops
+        included."""
+        names: Set[str] = set()
+        for node in self.nodes():
+            entries = [node.inputs[i] for i in mutated_inputs(node)]
+            for body in node.bodies(dict.fromkeys(node.inputs)):
+                entries += [body.outside[name] for name in body.graph.mutated()]
+            names.update(e.node.name for e in entries if e.node.is_variable)
+        return names
+
     def consumers(self) -> Dict[Entry, List[Optional[Node]]]:
         """Returns the nodes that read each entry; None for an output of the graph."""
         users: Dict[Entry, List[Optional[Node]]] = {}
@@ -257,10 +269,22 @@ def infer(node: Node, inputs: Types) -> Types:
         if made_type(node) == name:
             known.attrs["dtype"] = "float16"
         return tuple(name if t == "float16" else t for t in infer(known, inputs))
-    attrs = tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
     if node.subgraphs:
-        return _infer(node.op, attrs, inputs, tuple(node.subgraphs))
-    return _cached_infer(node.op, attrs, inputs)
+        return _infer(node.op, _attributes(node), inputs, tuple(node.subgraphs))
+    return _cached_infer(node.op, _attributes(node), inputs)
+
+
+def mutated_inputs(node: Node) -> Tuple[int, ...]:
+    """Returns the indices of the inputs that an operator mutates: its auxiliary states. A loop
+    mutates none; the operators in its body may."""
+    if node.is_variable or node.subgraphs:
+        return ()
+    return _mutated_inputs(node.op, _attributes(node), len(node.inputs))
+
+
+def _attributes(node: Node) -> Tuple[Tuple[str, str], ...]:
+    """Returns the attributes that MXNet's operator reads."""
+    return tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
 
 
 def _makes_foreign(graph: Graph) -> bool:
@@ -293,3 +317,10 @@ def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,
 
 
 _cached_infer = functools.lru_cache(maxsize=4096)(_infer)
+
+
+@functools.lru_cache(maxsize=4096)
+def _mutated_inputs(op: str, attrs: Tuple[Tuple[str, str], ...], count: int) -> Tuple[int, ...]:
+    names = [f"in{i}" for i in range(count)]
+    node = Node(op, "op", dict(attrs), [Entry(Node(VARIABLE, name)) for name in names])
+    return tuple(map(names.index, Graph([Entry(node)]).symbol().list_auxiliary_states()))

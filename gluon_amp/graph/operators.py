@@ -1,7 +1,8 @@
 """The table of the format in which each of MXNet's operators runs.
 
 A line holds an operator and its names in numpy's namespaces (`_np_*`, `_npi_*`, `_npx_*`).
-Operators that are not in the table, such as a user's own, run in the type of their inputs (INPUTS).
+Operators that are not in the table, such as a user's own, run in the type of their inputs (INPUTS),
+or in float32 if they mutate an input.
 If MXNet does not accept a mixture of types, they run in the widest type among the activations, to
 which parameters are cast.
 """
@@ -12,7 +13,7 @@ from typing import Dict, FrozenSet, Iterable, List, Tuple
 from .._mxnet import np
 from ..cpu import library
 from ..formats import FORMATS, Format
-from .graph import Node
+from .graph import Node, mutated_inputs
 
 # The format in which an operator runs.
 PRODUCT = "product"        # the policy's format for products
@@ -320,7 +321,8 @@ def runs_in(node: Node) -> str:
     key, values, runs = _WHEN.get(node.op, ("", (), ""))
     if node.attrs.get(key) in values:
         return runs
-    return OPERATORS[node.op].runs if node.op in OPERATORS else INPUTS
+    runs = OPERATORS[node.op].runs if node.op in OPERATORS else INPUTS
+    return FLOAT32 if runs == INPUTS and mutated_inputs(node) else runs  # its states are float32
 
 
 def gives_back(node: Node) -> bool:

@@ -105,6 +105,8 @@ def _rule(node: Node, inputs: Collection[str], kept: Collection[str], between: F
         return "kept by keep="
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
     runs = operators.runs_in(node)
+    if runs == operators.FLOAT32 and (rule is None or rule.runs == operators.INPUTS):
+        return "float32: it mutates an input"
     if rule is None:
         return "the type of its inputs: it is not in the table"
     if runs == operators.INPUTS:
