@@ -92,6 +92,22 @@ def test_two_workers_train_and_all_processes_end(launcher, tmp_path):
     assert not left_behind(tmp_path)
 
 
+STRANGERS_FIRST = """
+import os, socket
+host, port = os.environ["GLUON_AMP_LAUNCHER"].split(":")[:2]
+kept = [socket.create_connection((host, int(port))) for _ in range(4)]
+for connection, data in zip(kept, (b"", b"\\xff\\xfe", b"0", b"1")):
+    connection.sendall(data)
+"""
+
+
+def test_strangers_at_the_launcher_are_ignored(launcher, tmp_path):
+    process = launcher(STRANGERS_FIRST + TRAINS, program_arguments=["ends", str(tmp_path)])
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 0, errors
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["trained"] * 2
+
+
 def test_killed_worker_ends_all_with_clear_error(launcher, tmp_path):
     process = launcher(TRAINS, program_arguments=["dies", str(tmp_path)])
     _, errors = process.communicate(timeout=90)

@@ -3,7 +3,7 @@
 A store waits for all workers. If one has exited, MXNet's servers wait forever, and Horovod aborts.
 
     MXNet's servers    the barrier of `gluon-amp launch`:
-      worker             `join` sends its index, and waits for a line
+      worker             `join` connects with the job's token, and waits for a line
       launcher           `Rendezvous.poll` sends a line to all: continue, or the worker that exited
                          or is missing
     Horovod            `join_horovod`: each rank writes its number to Horovod's HTTP store, and
@@ -18,6 +18,7 @@ import time
 from typing import Dict, Sequence
 
 from ..checks import listed
+from .listener import Listener, connect
 from .supervise import RankEndedError, seconds_of
 
 ADDRESS = "GLUON_AMP_LAUNCHER"  # in the environment of the workers
@@ -42,15 +43,15 @@ class Rendezvous:
 
     def __init__(self, host: str, workers: Sequence[str]) -> None:
         self._workers, self._patience = workers, patience()
-        self._listener = socket.create_server((host, 0), backlog=len(workers))
-        self._listener.setblocking(False)
-        self._waiting: Dict[str, socket.socket] = {}  # by the workers' indices
+        self._listener = Listener(host, len(workers))
+        self._waiting: Dict[int, socket.socket] = {}  # by the workers' indices
         self._until = math.inf  # when the barrier times out
         self._all_came = False
 
     def address_for(self, worker: int) -> str:
-        """Returns the launcher's address and a worker's index."""
-        return "{}:{}:{}".format(*self._listener.getsockname(), worker)
+        """Returns the launcher's address, a worker's index, and the job's token."""
+        host, port = self._listener.address
+        return f"{host}:{port}:{worker}:{self._listener.token.hex()}"
 
     def poll(self, ended: str = "") -> None:
         """Accepts workers, and replies to all when the barrier completes or fails.
@@ -58,23 +59,19 @@ class Rendezvous:
         Args:
             ended: which worker has exited, and how; "" while all run.
         """
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                self._take(self._listener.accept()[0])
-        self._all_came = self._all_came or len(self._waiting) >= len(self._workers)
+        for worker, connection in self._listener.poll():
+            if worker in self._waiting:  # it has started again
+                self._waiting[worker].close()
+            self._waiting[worker] = connection
+            self._until = min(self._until, time.monotonic() + self._patience)
+        self._all_came = self._all_came or len(self._waiting) == len(self._workers)
         if self._all_came:
             self._reply(_GO_ON)
         elif ended:
             self._reply(f"{ended} before it created its own\n".encode())
         elif time.monotonic() > self._until:
-            missing = [name for i, name in enumerate(self._workers) if str(i) not in self._waiting]
+            missing = [name for i, name in enumerate(self._workers) if i not in self._waiting]
             self._reply(f"{_have_not_come(missing, self._patience)}\n".encode())
-
-    def _take(self, worker: socket.socket) -> None:
-        worker.settimeout(1)  # a worker sends its index at once
-        with contextlib.suppress(OSError):
-            self._waiting[worker.recv(32).decode().strip()] = worker
-            self._until = min(self._until, time.monotonic() + self._patience)
 
     def _reply(self, line: bytes) -> None:
         for worker in self._waiting.values():
@@ -84,8 +81,9 @@ class Rendezvous:
 
     def close(self) -> None:
         """Closes the barrier: workers that wait raise an error."""
-        for one in [self._listener, *self._waiting.values()]:
-            one.close()
+        self._listener.close()
+        for worker in self._waiting.values():
+            worker.close()
 
 
 def join() -> None:
@@ -96,16 +94,15 @@ def join() -> None:
     """
     if ADDRESS not in os.environ:
         return
-    host, port, number = os.environ[ADDRESS].rsplit(":", 2)
+    host, port, number, token = os.environ[ADDRESS].rsplit(":", 3)
     try:
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(f"{number}\n".encode())
+        with connect(host, int(port), bytes.fromhex(token), int(number)) as connection:
             line = connection.makefile("rb").readline()
     except OSError as error:
         raise OSError(f"the launcher at {host}:{port} cannot be reached: {error}") from error
     if line != _GO_ON:
         raise RankEndedError("this worker cannot create its store: "
-                             + (line.decode().strip() or "the launcher has exited"))
+                             + (line.decode(errors="replace").strip() or "the launcher has exited"))
 
 
 def join_horovod() -> None:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import queue
-import secrets
 import socket
 import struct
 import sys
@@ -25,13 +24,15 @@ import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from ..checks import positive_number
+from .listener import Listener, connect
 
 # Seconds in which data of a rank that has exited may still arrive.
 GRACE = 3.0
 BEAT = 1.0  # seconds between two heartbeats
-_ADDRESS = struct.Struct("!4sH8s")
-_HELLO = struct.Struct("!8sI")
+_ADDRESS = struct.Struct("!4sH16s")
 _DIED, _ENDED = "has died", "has ended"
+_LONGEST = 1 << 20  # bytes of a line
+_POLL = 0.05  # seconds between two looks for new connections
 
 
 def patience() -> float:
@@ -76,16 +77,14 @@ class Supervisor:
         self._connections: List[socket.socket] = []
         self._work: Any = queue.SimpleQueue()
         if rank == 0:
-            listener = socket.create_server((_own_address(reach), 0), backlog=workers)
-            host, port = listener.getsockname()
-            token = secrets.token_bytes(8)
-            gather(_ADDRESS.pack(socket.inet_aton(host), port, token))
-            self._start(self._accept, listener, workers, token)
+            listener = Listener(_own_address(reach), workers)
+            host, port = listener.address
+            gather(_ADDRESS.pack(socket.inet_aton(host), port, listener.token))
+            self._start(self._accept, listener)
         else:
-            host, port, token = _ADDRESS.unpack(gather(bytes(_ADDRESS.size))[0])
-            connection = socket.create_connection((socket.inet_ntoa(host), port))
+            packed, port, token = _ADDRESS.unpack(gather(bytes(_ADDRESS.size))[0])
+            connection = connect(socket.inet_ntoa(packed), port, token, rank)
             _keep_alive(connection)
-            connection.sendall(_HELLO.pack(token, rank))
             self._connections.append(connection)
             self._start(self._listen, connection)
         self._start(self._run)
@@ -149,22 +148,20 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 connection.sendall(f"{line}\n".encode())
 
-    def _accept(self, listener: socket.socket, workers: int, token: bytes) -> None:
+    def _accept(self, listener: Listener) -> None:
         """Accepts the connections of the other ranks, on rank 0."""
-        with listener:
-            while len(self._connections) < workers - 1:
-                connection, _ = listener.accept()
-                connection.settimeout(self._patience)
-                said = b""
-                with contextlib.suppress(OSError):
-                    while len(said) < _HELLO.size:
-                        said += connection.recv(_HELLO.size - len(said)) or bytes(_HELLO.size)
-                if said[:len(token)] == token:
+        missing = set(range(1, self._workers))
+        with contextlib.closing(listener):
+            while missing:
+                for rank, connection in listener.poll():
+                    if rank not in missing:
+                        connection.close()
+                        continue
+                    missing.remove(rank)
                     _keep_alive(connection)
                     self._connections.append(connection)
-                    self._start(self._wait_for_end, connection, _HELLO.unpack(said)[1])
-                else:
-                    connection.close()
+                    self._start(self._wait_for_end, connection, rank)
+                time.sleep(_POLL)
 
     def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
         """Reads until a rank's connection closes, and informs the others, on rank 0."""
@@ -173,14 +170,17 @@ class Supervisor:
             self._send(f"{rank} {how}")
 
         how = _DIED
-        for line in self._lines(connection, lambda: note(self._silent)):
-            if how == _DIED and self.ended.get(rank) == self._silent:
-                note("")
-            if line.startswith("["):
-                self._compare(rank, dict(json.loads(line)))
-            elif line:
-                how = line
-                note(how)
+        try:
+            for line in self._lines(connection, lambda: note(self._silent)):
+                if how == _DIED and self.ended.get(rank) == self._silent:
+                    note("")
+                if line.startswith("["):
+                    self._compare(rank, _operations(line))
+                elif line:
+                    how = _end_in(line)
+                    note(how)
+        except ValueError as error:
+            how = f"has sent a malformed message: {error}"
         note(how)
 
     def _compare(self, rank: int, theirs: Dict[int, str]) -> None:
@@ -195,20 +195,29 @@ class Supervisor:
     def _listen(self, connection: socket.socket) -> None:
         """Reads rank 0's messages until its connection closes, on other ranks."""
         how = _DIED
-        for line in self._lines(connection, lambda: self._note(0, self._silent)):
-            if how == _DIED:
-                self._note(0, "")
-            if line:
-                rank, _, said = line.partition(" ")
-                if int(rank) == 0:
-                    how = said
-                    self._note(0, how)
-                elif int(rank) != self.rank:
-                    self._note(int(rank), said)
+        try:
+            for line in self._lines(connection, lambda: self._note(0, self._silent)):
+                if how == _DIED:
+                    self._note(0, "")
+                if line:
+                    rank, said = self._rank_and_end(line)
+                    if rank == 0:
+                        how = said
+                    if rank != self.rank:
+                        self._note(rank, said)
+        except ValueError as error:
+            how = f"has sent a malformed message: {error}"
         # after a success, rank 0 exits last
         everyone = range(self._workers) if how == _ENDED else [0]
         for other in set(everyone) - {self.rank}:
             self._note(other, how)
+
+    def _rank_and_end(self, line: str) -> Tuple[int, str]:
+        """Returns the rank and the status in a message of rank 0."""
+        rank, _, said = line.partition(" ")
+        if not (rank.isdecimal() and len(rank) < 10 and int(rank) < self._workers):
+            raise ValueError(repr(line[:80]))
+        return int(rank), said
 
     @property
     def _silent(self) -> str:
@@ -229,6 +238,8 @@ class Supervisor:
             if not received:
                 return
             *lines, rest = (rest + received).split(b"\n")
+            if len(rest) > _LONGEST:
+                raise ValueError(f"{rest[:80]!r}...")
             for line in lines:
                 yield line.decode().strip()
 
@@ -289,6 +300,24 @@ class Supervisor:
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
             os._exit(1)
+
+
+def _operations(line: str) -> Dict[int, str]:
+    """Returns the operations in a heartbeat, by number."""
+    try:
+        found = json.loads(line)
+        if all(type(number) is int and isinstance(what, str) for number, what in found):
+            return dict(found)
+    except (ValueError, TypeError, RecursionError):
+        pass
+    raise ValueError(repr(line[:80]))
+
+
+def _end_in(line: str) -> str:
+    """Returns the status in a rank's message."""
+    if not line.startswith(_ENDED):
+        raise ValueError(repr(line[:80]))
+    return line
 
 
 def _own_address(reach: Tuple[str, int]) -> str:
