@@ -38,6 +38,7 @@ import zoo
 STEPS = 12
 NOISE = {"float16": 2**-6, "bfloat16": 2**-4}
 SHARE = {"float16": 0.01, "bfloat16": 0.08}  # of the range of float32's losses
+MOST_TRACES = 8  # of a block: in training and prediction, for each nesting of its arguments
 WORKERS = 2
 
 # own: the arguments that enable float16; without them, this file converts the script's networks.
@@ -266,6 +267,9 @@ def add_noise(mx, dtype, record):
 def convert(mx, policy, record):
     """Replaces MXNet's Trainer and Module with gluon_amp's, and converts their networks."""
     import gluon_amp as amp
+    from traces import at_most_traces
+    record.traces = at_most_traces(MOST_TRACES)
+    record.traces.__enter__()
     trainers, converted, settings = [], [], {}
     if policy == "float16" and os.environ["GLUON_AMP_SCALE"] == "dynamic":
         settings["loss_scale"] = "dynamic"

@@ -10,6 +10,7 @@ import object_detection
 import pytest
 import symbolic_fine_tune
 import train_imagenet
+from traces import at_most_traces
 
 TYPES = ["float32", "float16", "bfloat16"]
 SMALL = ("--layers 1 --width 32 --length 32 --batch-size 16 --steps 60 --warmup 5 --lr 0.01 "
@@ -26,7 +27,8 @@ def test_language_model_learns_next_character(dtype, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     file = tmp_path / "net.params"
-    language_model.main(["--text", str(text), "--dtype", dtype, "--save", str(file), *SMALL])
+    with at_most_traces(2):  # of training and of prediction
+        language_model.main(["--text", str(text), "--dtype", dtype, "--save", str(file), *SMALL])
     out = capsys.readouterr().out
     first, *_, last = losses(out)
     assert last < first / 3
@@ -45,7 +47,8 @@ def test_language_model_defaults_to_text_of_python_help(capsys):
 @pytest.mark.parametrize("dtype", TYPES)
 def test_detector_learns_to_find_objects(dtype, tmp_path, capsys):
     file = tmp_path / "net.params"
-    object_detection.main(["--dtype", dtype, "--save", str(file), *QUICK])
+    with at_most_traces(2):  # of training and of prediction
+        object_detection.main(["--dtype", dtype, "--save", str(file), *QUICK])
     out = capsys.readouterr().out
     first, *_, last = losses(out)
     assert last < first / 1.5

@@ -21,6 +21,7 @@ import recipes
 from gluon_amp.policy import APEX, POLICIES
 from processes import printed
 from symbols import get_symbol
+from traces import at_most_traces
 
 EXAMPLES = Path(__file__).parents[1] / "example"
 REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
@@ -567,8 +568,9 @@ def test_nonfinite_predictions_are_logged(loss, caplog):
 def test_skipped_epochs_count_for_learning_rate(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
-    line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr", "0.8",
-                         "--resume-epoch", "3", "--lr-decay-epoch", "2"])
+    with at_most_traces(2):  # of training and of prediction
+        line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr",
+                             "0.8", "--resume-epoch", "3", "--lr-decay-epoch", "2"])
     assert line["epoch"] == 3
     assert line["lr"] == pytest.approx(0.08)
 

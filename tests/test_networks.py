@@ -12,6 +12,7 @@ from halves import NOT_ROUNDED
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from recipes import zoo_network
+from traces import at_most_traces
 
 ALL = {**networks.ZOO, **networks.OTHERS}
 
@@ -47,7 +48,8 @@ def both(make, inputs, policy="float16", **kwargs):
             assert amp.convert(net, name) is net
         else:
             net.hybridize()
-        results.append(train(net, inputs, **kwargs))
+        with at_most_traces(2):  # of training and of prediction
+            results.append(train(net, inputs, **kwargs))
     return results
 
 

@@ -8,9 +8,16 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from recipes import import_gluoncv
+from traces import at_most_traces
 
 pytestmark = pytest.mark.filterwarnings("default")  # warnings of the packages
 WORDS = 40
+
+
+@pytest.fixture(autouse=True)
+def few_traces():
+    with at_most_traces(4):  # of a block, with and without a state
+        yield
 
 
 def train(net, loss_fn, inputs, label, steps=12, rate=3e-3):

@@ -23,6 +23,7 @@ from .converted import (
     ConvertedBlock,
     check_backend,
     converted_class,
+    discard_traces,
     log,
     original_class,
     restore_blocks,
@@ -119,8 +120,8 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
                     partial(_convert_new_child, policy, kept.entries, block in kept.inside, scales),
                     scales, paths[block]) for block in blocks]
     _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
-    State.changes += 1
     for block, state in zip(blocks, states):
+        discard_traces(block)
         _swap(block, state)
     _cast(types)
 

@@ -15,6 +15,7 @@ import logging
 import threading
 from dataclasses import replace
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from weakref import WeakKeyDictionary, WeakSet
 
 from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
@@ -44,6 +45,17 @@ _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 # Held while a block is traced and its CachedOp selected: several threads may call one block.
 _CHOOSING = threading.RLock()
 
+# The converted networks whose traces contain a block.
+_TRACED_IN: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()
+
+
+def discard_traces(block: Block) -> None:
+    """Discards the traces that contain a block, because it changes."""
+    with _CHOOSING:
+        for net in list(_TRACED_IN.pop(block, ())):
+            net._clear_cached_op()
+
+
 class ConvertedBlock:
     """The base of all converted blocks; it precedes the user's class."""
 
@@ -60,7 +72,7 @@ class ConvertedBlock:
         super().register_child(block, name)
         key = next(key for key, child in self._children.items() if child is block)
         self._amp.convert_child(block, f"{self._amp.path}.{key}")
-        State.changes += 1
+        discard_traces(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Supports pickle and copy. Graphs are left out and traced again."""
@@ -256,8 +268,6 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _use_trace(self, structure: str, *args: Any) -> Trace:
         """Sets the block's graph to that of MXNet's current mode, and traces it if necessary."""
         state = self._amp
-        if state.traces and state.changes_when_traced != State.changes:
-            self._clear_cached_op()
         mode = autograd.is_recording(), autograd.is_training(), structure
         if mode not in state.traces:
             if state.traces:
@@ -266,7 +276,8 @@ class ConvertedHybridBlock(ConvertedBlock):
                 made = self._trace(*args)
             else:
                 made = self._first_trace(*args)
-                state.changes_when_traced = State.changes
+            for block in blocks_in(self):
+                _TRACED_IN.setdefault(block, WeakSet()).add(self)
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
         trace = state.traces[mode]
         # bypasses MXNet's __setattr__, which takes several microseconds
@@ -471,8 +482,8 @@ def _made_anew(cls: type, *args: Any) -> Any:
 
 def restore_blocks(blocks: Iterable[Any]) -> None:
     """Restores the original classes of converted blocks."""
-    State.changes += 1
     for block in [b for b in blocks if isinstance(b, ConvertedBlock)]:
+        discard_traces(block)
         if isinstance(block, mx.gluon.HybridBlock):
             block._clear_cached_op()
             block._active = block._amp.active

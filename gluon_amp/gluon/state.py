@@ -1,6 +1,6 @@
 """The state of a converted block, its traced graphs, and traversal of blocks."""
 from dataclasses import dataclass, field
-from typing import Any, Callable, ClassVar, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
 
 from ..annotations import Block, Network
 from ..cpu.scales import Scales
@@ -40,13 +40,8 @@ class State:
     # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
     # depend on each
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
-    changes_when_traced: int = 0
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
-
-    # Counts new children of converted blocks, conversions and restorations: each invalidates all
-    # traced graphs.
-    changes: ClassVar[int] = 0
 
 
 def blocks_in(net: Network) -> Iterator[Any]:

@@ -1,0 +1,136 @@
+"""A converted network is traced once for each mode, and again only if it changes."""
+import copy
+import gc
+import weakref
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from converting import Net, make
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from traces import at_most_traces
+
+
+class Sliced(nn.HybridBlock):
+    """Calls a slice of its layers, and each layer of another."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(*(nn.Dense(3, in_units=3) for _ in range(4)))
+
+    def hybrid_forward(self, F, x):
+        x = self.body[:2](self.body[0](x))
+        for layer in self.body[1:]:
+            x = layer(x)
+        return x
+
+
+class SlicedPlain(gluon.Block):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(*(nn.Dense(3, in_units=3) for _ in range(4)))
+
+    def forward(self, x):
+        for layer in self.body[1:]:
+            x = layer(x)
+        return self.body(x)
+
+
+def converted(cls, policy="float16"):
+    return amp.convert(make(cls), policy)
+
+
+def run(*nets, steps=1):
+    """Trains and predicts."""
+    for _ in range(steps):
+        for net in nets:
+            x = nd.ones((2, 3, 8, 8) if isinstance(net, Net) else (2, 3))
+            with autograd.record():
+                loss = net(x).sum()
+            loss.backward()
+            net(x).wait_to_read()
+
+
+@pytest.mark.parametrize("cls", [Sliced, SlicedPlain])
+def test_slice_of_layers_does_not_trace_again(cls):
+    nets = [converted(cls), converted(cls)]
+    with at_most_traces(2) as traces:  # of training and of prediction
+        run(*nets, steps=5)
+    assert len(traces) == (2 if cls is Sliced else 2 * 4)
+
+
+def test_another_network_does_not_trace_again(x, capsys):
+    net = converted(Net)
+    run(net)
+    with at_most_traces(0):
+        other = converted(Net, "bfloat16")
+        run(net)
+        net.summary(x)
+        copied = copy.deepcopy(net)
+        run(net)
+        copied.features.add(nn.Activation("relu"))
+        amp.restore(copied)
+        amp.restore(other)
+        other.add = nn.Dense(3)
+        run(net)
+
+
+@pytest.mark.parametrize("change", ["child", "convert", "restore", "again", "shared"])
+def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
+    shared = nn.HybridSequential()
+    shared.add(nn.Dense(3, in_units=3), nn.HybridSequential())
+    shared.initialize(mx.init.One())
+    nets = [nn.HybridSequential() for _ in range(2)]
+    for net in nets:
+        net.add(shared)
+        if change != "convert":
+            amp.convert(net)
+    alone = converted(Sliced)
+    run(*nets, shared, alone)
+    before = [net(nd.ones((2, 3))).asnumpy() for net in nets]
+    if change == "child":
+        shared[1].add(nn.HybridLambda(lambda F, x: x + 1))
+    elif change == "restore":
+        amp.restore(shared)
+        shared.add(nn.HybridLambda(lambda F, x: x + 1))
+    elif change == "shared":
+        amp.restore(shared)
+        run(*nets)
+        other = nn.HybridSequential()
+        other.add(shared)
+        amp.convert(other, "mixed_bfloat16")
+        shared.add(nn.HybridLambda(lambda F, x: x + 1))
+    elif change == "again":
+        amp.convert(shared, "bfloat16", keep=shared)
+        shared.add(nn.HybridLambda(lambda F, x: x + 1))
+    else:
+        amp.convert(nets[0])
+        nets[0].add(nn.HybridLambda(lambda F, x: x + 1))
+        amp.convert(nets[1], "bfloat16")
+        shared.add(nn.HybridLambda(lambda F, x: x + 1))
+        before[0] += 1
+    with at_most_traces(0):
+        run(alone)
+    run(*nets, shared)
+    for net, was in zip(nets, before):
+        assert np.array_equal(net(nd.ones((2, 3))).asnumpy(), was + 1)
+
+
+def test_traces_do_not_keep_a_network_alive():
+    shared = nn.Dense(3, in_units=3)
+    shared.initialize()
+    amp.convert(shared)
+    outer = nn.HybridSequential()
+    outer.add(shared)
+    amp.convert(outer)
+    run(outer, shared)
+    gone = weakref.ref(outer)
+    del outer
+    gc.collect()
+    assert gone() is None
