@@ -4,10 +4,11 @@ A CPU uses our kernels, because MXNet's are not vectorized. A GPU uses MXNet's o
 arrays in one launch.
 """
 import functools
-from typing import Any, Iterable, List, Sequence
+from typing import Any, Iterable, List, Mapping, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import DType
+from ..files import replace_file
 from . import library
 from .bfloat16 import BFLOAT16, is_bfloat16
 
@@ -24,9 +25,9 @@ def array_type(name: str) -> DType:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name).type
 
 
-def is_half(dtype: DType) -> bool:
-    """Whether an array's `dtype` is a 16-bit type."""
-    return dtype is np.float16 or dtype is BFLOAT16
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is a 16-bit type."""
+    return dtype_name(dtype) in HALVES
 
 
 def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
@@ -38,9 +39,15 @@ def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
 
 def to_half(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
     """Returns an array in a 16-bit type; an array of that type unchanged."""
-    if array.dtype is np.float32 and _on_cpu(array) and library.started():
+    if dtype_name(array.dtype) == "float32" and _on_cpu(array) and library.started():
         return library.call("_gluon_amp_narrow", [array], dtype=dtype)
     return array.astype(dtype, copy=False)
+
+
+def save_arrays(path: str, arrays: Mapping[str, "mx.nd.NDArray"]) -> None:
+    """Writes arrays of `mx.nd` or `mx.np` to a file, atomically."""
+    classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
+    replace_file(path, lambda part: mx.nd.save(part, classic))
 
 
 def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]) -> None:
@@ -96,7 +103,8 @@ def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
     """Whether these are dense float16 arrays on one GPU."""
     first = arrays[0].context
     return first.device_type == "gpu" and all(
-        a.dtype is np.float16 and a.stype == "default" and a.context == first for a in arrays)
+        dtype_name(a.dtype) == "float16" and a.stype == "default" and a.context == first
+        for a in arrays)
 
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

@@ -2,7 +2,7 @@
 
 MXNet's dtype is `np.dtype([("bfloat16", np.uint16)])`. With the engine, the name is valid as a
 type: `net.cast("bfloat16")`, `array.astype("bfloat16")`, `dtype="bfloat16"`. Values are rounded to
-nearest even; `asnumpy` returns float32, and files hold float32.
+nearest even; `asnumpy` returns float32, and files hold float32. `mx.np` arrays do the same.
 """
 import functools
 import sys
@@ -11,7 +11,13 @@ from typing import Any, Callable, Iterator, Sequence
 from .. import _numpy
 from .._mxnet import mx, np
 
-BFLOAT16 = mx.nd.ndarray._DTYPE_MX_TO_NP[12]
+
+class bfloat(np.void):
+    """The scalar type of bfloat16. numpy names a dtype after its scalar type and size, and MXNet's
+    functions of `mx.np` read that name."""
+
+
+BFLOAT16 = np.dtype((bfloat, mx.nd.ndarray._DTYPE_MX_TO_NP[12]))
 
 
 class _IsDtype(type):
@@ -54,9 +60,14 @@ def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[.
     return replace
 
 
-def _cast(array: Any, dtype: Any, **kwargs: Any) -> Any:
+def _cast(array: Any, dtype: Any, out: Any = None) -> Any:
+    """Casts an array of `mx.nd` or `mx.np`; the result has its class."""
     name = "bfloat16" if is_bfloat16(dtype) else np.dtype(dtype).name
-    return mx.nd.cast(array, dtype=name, **kwargs)
+    classic = None if out is None else out.as_nd_ndarray()
+    made = mx.nd.cast(array.as_nd_ndarray(), dtype=name, out=classic)
+    if out is not None:
+        return out
+    return made.as_np_ndarray() if isinstance(array, mx.np.ndarray) else made
 
 
 def _in_files(data: Any) -> Any:
@@ -77,6 +88,31 @@ def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
                 yield from its
 
 
+def _patch_casts(array_class: Any) -> None:
+    """Lets `astype` and `copyto` of an array class convert from and to bfloat16."""
+    @_instead(array_class, "astype")
+    def astype(theirs: Any, self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
+            return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
+        return _cast(self, dtype)
+
+    @_instead(array_class, "copyto")
+    def copyto(theirs: Any, self: Any, other: Any) -> Any:
+        if isinstance(other, mx.nd.NDArray) and other is not self \
+                and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
+            return _cast(self, other.dtype, out=other)
+        return theirs(self, other)
+
+
+def _draw_into_bfloat16(name: str) -> None:
+    """Lets a generator of `mx.np.random` write into bfloat16 arrays."""
+    @_instead(mx.np.random, name)
+    def draw(theirs: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+        if out is None or out.dtype is not BFLOAT16:
+            return theirs(*args, out=out, **kwargs)
+        return theirs(*args, **kwargs).as_in_ctx(out.ctx).copyto(out)
+
+
 def install() -> None:
     """Patches MXNet's Python after the engine has started."""
     for name, module in list(sys.modules.items()):  # MXNet may have been imported before
@@ -86,24 +122,16 @@ def install() -> None:
     vars(_numpy.AS_IT_WAS)["dtype"] = _Dtype
     for name in ("array", "asarray", "ascontiguousarray"):
         vars(_numpy.AS_IT_WAS)[name] = _on_float32(getattr(_numpy.AS_IT_WAS, name))
-    mx.nd.ndarray._DTYPE_NP_TO_MX[np.void] = 12  # the dtype's `.type`
+    mx.nd.ndarray._DTYPE_MX_TO_NP[12] = BFLOAT16
+    for scalar in (bfloat, np.void):  # the types of BFLOAT16 and of MXNet's dtype
+        mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = 12
 
     @_instead(mx.nd.NDArray, "asnumpy")
     def asnumpy(theirs: Any, self: Any) -> Any:
         return theirs(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
-    @_instead(mx.nd.NDArray, "astype")
-    def astype(theirs: Any, self: Any, dtype: Any, copy: bool = True) -> Any:
-        if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
-            return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, copy)
-        return _cast(self, dtype)
-
-    @_instead(mx.nd.NDArray, "copyto")
-    def copyto(theirs: Any, self: Any, other: Any) -> Any:
-        if isinstance(other, mx.nd.NDArray) and other is not self \
-                and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
-            return _cast(self, other.dtype, out=other)
-        return theirs(self, other)
+    for array_class in (mx.nd.NDArray, mx.np.ndarray):
+        _patch_casts(array_class)
 
     @_instead(mx.nd.NDArray, "_sync_copyfrom")
     def copy_from_numpy(theirs: Any, self: Any, source: Any) -> None:
@@ -113,9 +141,23 @@ def install() -> None:
         wide._sync_copyfrom(np.asarray(source, np.float32))
         _cast(wide, BFLOAT16, out=self)
 
+    @_instead(mx.np.ndarray, "__repr__")
+    def show(theirs: Any, self: Any) -> str:
+        text: str = theirs(self)
+        return text.replace("dtype=float32", "dtype=bfloat16") if self.dtype is BFLOAT16 else text
+
+    @_instead(mx.nd.numpy, "zeros")  # MXNet's own does not support bfloat16, as its `full` does
+    def zeros(theirs: Any, shape: Any, dtype: Any = None, order: str = "C", ctx: Any = None) -> Any:
+        if is_bfloat16(dtype):
+            return mx.nd.numpy.full(shape, 0, BFLOAT16, order, ctx)
+        return theirs(shape, dtype, order, ctx)
+
+    for name in ("uniform", "normal"):  # of initializers, which pass `out`
+        _draw_into_bfloat16(name)
+
     @_instead(mx.gluon.Parameter, "_load_init")
     def load(theirs: Any, self: Any, data: Any, *args: Any, **kwargs: Any) -> None:
-        from_file = is_bfloat16(self.dtype) and data.dtype is np.float32
+        from_file = is_bfloat16(self.dtype) and data.dtype == np.float32
         theirs(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
 
     @_instead(mx.gluon.nn.basic_layers._BatchNorm, "cast")
@@ -131,6 +173,8 @@ def install() -> None:
         for name in _parameters_of_norms(self._cached_graph[1].get_internals().list_inputs()):
             self.params.get(name).cast("float32")
 
-    save = mx.nd.save
+    save, save_numpy = mx.nd.save, mx.npx.save
     mx.nd.save = mx.nd.utils.save = functools.wraps(save)(
         lambda fname, data: save(fname, _in_files(data)))
+    mx.npx.save = mx.npx.utils.save = functools.wraps(save_numpy)(
+        lambda file, arr: save_numpy(file, _in_files(arr)))

@@ -390,9 +390,10 @@ def _operator(name: str) -> c_void_p:
 
 
 def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs: Any) -> Any:
-    """Runs an operator of the engine imperatively."""
+    """Runs an operator of the engine imperatively. Results have the class of the first input."""
+    numpy_mode = isinstance(inputs[0], mx.np.ndarray)
     return _imperative_invoke(_operator(name).value, inputs, list(attrs), list(attrs.values()),
-                              out, False, False)
+                              out, numpy_mode, False)
 
 
 def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Optional[DType] = None) -> bool:

@@ -21,9 +21,9 @@ from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..annotations import Array, Block, Context, Parameter
-from ..cpu.arrays import HALVES, dtype_name, to_float32
+from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
 from ..files import replace_file
 from ..graph.build import build, cached_op
 from ..graph.casts import KEEP, insert_casts
@@ -108,8 +108,7 @@ class ConvertedBlock:
         if deduplicate:
             last = {p: name for name, p in parameters.items()}
             parameters = {name: p for p, name in last.items()}
-        arrays = {name: to_float32(p._reduce()) for name, p in parameters.items()}
-        replace_file(filename, lambda path: mx.nd.save(path, arrays))
+        save_arrays(filename, {name: to_float32(p._reduce()) for name, p in parameters.items()})
 
     def load_parameters(self, filename: str, ctx: Optional[Context] = None,
                         allow_missing: bool = False, ignore_extra: bool = False,
@@ -365,7 +364,7 @@ class ConvertedHybridBlock(ConvertedBlock):
             if name in kinds:
                 arrays[f"{kinds[name]}:{name}"] = to_float32(parameter._reduce()) \
                     if remove_amp_cast else value_of(parameter)
-        replace_file(f"{path}-{epoch:04d}.params", lambda p: mx.nd.save(p, arrays))
+        save_arrays(f"{path}-{epoch:04d}.params", arrays)
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
 
@@ -400,7 +399,7 @@ def _to_float32(value: object) -> Any:
     """Casts the arrays of a block that runs imperatively to float32."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(_to_float32, value))
-    half = isinstance(value, mx.nd.NDArray) and value.dtype is np.float16
+    half = isinstance(value, mx.nd.NDArray) and dtype_name(value.dtype) == "float16"
     return value.astype("float32") if half else value
 
 

@@ -96,4 +96,5 @@ def _arrays(batch: Any, data: Sequence[str]) -> Dict[str, Any]:
     if len(several) != len(data):
         raise ValueError("a batch of calibration must be an array for each input: "
                          f"{', '.join(data)}. Received: {len(several)}")
-    return {name: mx.nd.array(array, dtype="float32") for name, array in zip(data, several)}
+    return {name: mx.nd.array(array.as_nd_ndarray() if isinstance(array, mx.nd.NDArray) else array,
+                              dtype="float32") for name, array in zip(data, several)}

@@ -6,8 +6,9 @@ There is no server: all processes all-reduce gradients, one process for each dev
 """
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 
-from .._mxnet import mx, np
-from ..cpu.bfloat16 import BFLOAT16
+from .._mxnet import mx
+from ..cpu.arrays import dtype_name
+from ..cpu.bfloat16 import is_bfloat16
 from . import rendezvous
 
 
@@ -78,7 +79,7 @@ class Horovod(mx.kv.KVStoreBase):
             array[:] = 0
         elif array is not value:
             value.copyto(array)
-        sent = array.astype("float32") if array.dtype is BFLOAT16 else array  # no bfloat16
+        sent = array.astype("float32") if is_bfloat16(array.dtype) else array  # no bfloat16
         self._hvd.allreduce_(sent, average=False, name=f"start {key}", priority=priority)
         if sent is not array:
             sent.copyto(array)
@@ -106,12 +107,12 @@ class Horovod(mx.kv.KVStoreBase):
         arrays = _one_device(gradients)
         unrounded = {}
         for i, (key, _) in enumerate(gradients):
-            dtype = arrays[i].dtype
-            if dtype is BFLOAT16 or self.wire == "float32" and dtype is np.float16:
+            dtype = dtype_name(arrays[i].dtype)
+            if dtype == "bfloat16" or self.wire == "float32" and dtype == "float16":
                 arrays[i] = arrays[i].astype("float32")
                 unrounded[key] = [arrays[i]]
-        for dtype in sorted({np.dtype(a.dtype).name for a in arrays}):
-            group = [a for a in arrays if np.dtype(a.dtype).name == dtype]
+        for dtype in sorted({dtype_name(a.dtype) for a in arrays}):
+            group = [a for a in arrays if dtype_name(a.dtype) == dtype]
             name = f"gradients {dtype} {owner}"
             self._hvd.grouped_allreduce_(group, average=False, name=name)
         return unrounded

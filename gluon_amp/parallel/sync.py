@@ -13,7 +13,7 @@ from mxnet.kvstore import KVStoreBase
 from .._mxnet import message, mx, np
 from ..checks import counted
 from ..cpu.arrays import narrow, to_float32
-from ..cpu.bfloat16 import BFLOAT16
+from ..cpu.bfloat16 import is_bfloat16
 from .rendezvous import HOROVOD_MEETS_AT
 from .store import servers
 from .supervise import RankEndedError, Supervisor
@@ -127,7 +127,7 @@ class Workers:
         MXNet's stores truncate such sums. Returns the other gradients."""
         others = []
         for key, on_devices in gradients:
-            if on_devices[0].dtype is not BFLOAT16 or "dist" in self._kvstore.type:
+            if not is_bfloat16(on_devices[0].dtype) or "dist" in self._kvstore.type:
                 others.append((key, on_devices))
                 continue
             total = sum(to_float32(gradient).as_in_context(on_devices[0].context)
@@ -226,7 +226,7 @@ class Workers:
         if not self.sums or "dist" not in self._kvstore.type:
             return
         arrays = list(arrays)
-        if self._native and any(a.dtype is BFLOAT16 for a in arrays):
+        if self._native and any(is_bfloat16(a.dtype) for a in arrays):
             raise ValueError("MXNet's servers do not support bfloat16. Valid: kvstore='horovod', "
                              "or mixed_bfloat16, whose parameters and gradients are float32. "
                              f"Received: bfloat16 arrays, kvstore={self._kvstore.type!r}")

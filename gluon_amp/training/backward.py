@@ -190,7 +190,7 @@ def check_losses(losses: List[Any]) -> None:
             raise TypeError("backward takes a loss or a list of losses. "
                             f"Received: {type(loss).__name__}")
         if is_half(loss.dtype):
-            why = "a sum above 65504 is infinite" if loss.dtype is np.float16 \
+            why = "a sum above 65504 is infinite" if dtype_name(loss.dtype) == "float16" \
                 else "a number has 8 bits"
             raise ValueError(f"the loss is {dtype_name(loss.dtype)}, where {why}: take it "
                              "in float32, as loss_fn(net(data).astype('float32'), label); "

@@ -125,8 +125,8 @@ def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
         if not isinstance(trainer, Trainer):
             loss.backward()
             trainer.step(data.shape[0])
-            return float(loss.mean().asscalar())
-        value = _mean_over_ranks(trainer, float(loss.mean().asscalar()))
+            return loss.mean().asnumpy().item()
+        value = _mean_over_ranks(trainer, loss.mean().asnumpy().item())
         trainer.backward(loss)
         if trainer.step(data.shape[0] * trainer.workers) or not math.isfinite(value):
             return value

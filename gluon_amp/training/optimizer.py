@@ -14,15 +14,15 @@ from ..annotations import Array, Arrays, Optimizer
 from ..checks import did_you_mean
 from ..cpu import library
 from ..cpu.arrays import (
+    HALVES,
+    array_type,
     dtype_name,
     follow,
-    is_half,
     narrow_all,
     on_gpu_in_float16,
     to_float32,
     widen_all,
 )
-from ..cpu.bfloat16 import BFLOAT16
 from . import adamw, one_pass
 from .following import Following
 
@@ -134,7 +134,8 @@ class _Decimal(float):
 class _WithMasters:
     """The mixin that precedes an optimizer's class."""
 
-    weight_types: Dict[Any, Any]  # by index, when the state was created
+    # names by index, when the state was created; dtypes in older files
+    weight_types: Dict[Any, Any]
     _following: Following
 
     def _group(self) -> None:
@@ -143,25 +144,25 @@ class _WithMasters:
             self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP_SIZE, one_pass.MOST)))
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
-        self.weight_types[index] = weight.dtype
-        if is_half(weight.dtype) and not self.multi_precision:
-            self._check_without_masters(weight)
-        if weight.dtype is BFLOAT16 and self.multi_precision:  # MXNet supports float16 only
+        dtype = self.weight_types[index] = dtype_name(weight.dtype)
+        if dtype in HALVES and not self.multi_precision:
+            self._check_without_masters(dtype)
+        if dtype == "bfloat16" and self.multi_precision:  # MXNet supports float16 only
             master = to_float32(weight)
             both = master, self.create_state(index, master)
             return both[::-1] if isinstance(self, _MASTER_LAST) else both
         state = super().create_state_multi_precision(index, weight)
-        if weight.dtype is np.float16 and weight.context.device_type == "gpu":
+        if dtype == "float16" and weight.context.device_type == "gpu":
             master = master_in(self, state)
             if master is not None:
                 self._following.made(index, master, weight)
         return state
 
-    def _check_without_masters(self, weight: Array) -> None:
+    def _check_without_masters(self, dtype: str) -> None:
         epsilon = getattr(self, "epsilon", None)
         if isinstance(self, _ONLY_WITH_MASTERS):
-            why = f"updates {dtype_name(weight.dtype)} weights with master weights only"
-        elif weight.dtype is np.float16 and epsilon and np.float16(epsilon) == 0:
+            why = f"updates {dtype} weights with master weights only"
+        elif dtype == "float16" and epsilon and np.float16(epsilon) == 0:
             why = f"would divide by 0: without master weights its state is float16, where " \
                   f"epsilon={epsilon:g} is 0. Valid: an epsilon of at least 6e-8, such as 1e-4"
         else:
@@ -179,16 +180,16 @@ class _WithMasters:
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
         # One check of all arrays is faster than reading the type of each.
-        one_type = next((dtype for dtype in (np.float16, np.float32, BFLOAT16)
-                         if library.on_one_cpu([*weights, *grads], dtype)), None) \
+        one_type = next((name for name in ("float16", "float32", "bfloat16")
+                         if library.on_one_cpu([*weights, *grads], array_type(name))), None) \
             if self._base() in one_pass.ROWS else None
-        types = [one_type or one.dtype for one in weights]
+        types = [one_type or dtype_name(one.dtype) for one in weights]
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)
         # MXNet's Updater passes weights of one type; their gradients may have another
-        has_masters = self.multi_precision and is_half(types[0])
-        if (has_masters or types[0] is np.float32) and one_type is not None \
+        has_masters = self.multi_precision and types[0] in HALVES
+        if (has_masters or types[0] == "float32") and one_type is not None \
                 and self._one_pass(indices, weights, grads, states, several, has_masters):
             return
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes to gradients
@@ -243,14 +244,14 @@ class _WithMasters:
         one_pass.update(row, self, indices, weights, grads, masters, inner)
         return True
 
-    def _check_types(self, indices: List[Any], types: List[Any]) -> None:
+    def _check_types(self, indices: List[Any], types: List[str]) -> None:
         for index, now in zip(indices, types):
-            then = self.weight_types.setdefault(index, now)
-            if now is not then:
+            then = dtype_name(self.weight_types.setdefault(index, now))
+            if now != then:
                 name = getattr(self.param_dict.get(index), "name", index)
-                raise ValueError(f"parameter {name} was {dtype_name(then)} when its optimizer "
-                                 f"state was made and is {dtype_name(now)} now: make a "
-                                 "new Trainer, with a new optimizer, after a cast")
+                raise ValueError(f"parameter {name} was {then} when its optimizer "
+                                 f"state was made and is {now} now: make a new "
+                                 "Trainer, with a new optimizer, after a cast")
 
     def _base(self) -> type:
         return type(self).__bases__[1]

@@ -530,7 +530,7 @@ class Trainer(mx.gluon.Trainer):
             scales = scales_of(self._params)
             histories = histories_in(maker, len(scales))
             check_states(fname, states, maker, self._optimizer, {
-                i: (p.name, None if p._data is None else p._data[0])
+                i: (p.name, None if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
         self._broadcast_parameters()
         updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters

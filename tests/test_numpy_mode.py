@@ -1,0 +1,274 @@
+"""Whole programs in numpy mode (`npx.set_np()`): bfloat16 arrays, files, resuming, tools, BERT.
+
+Tests of other files run in this mode by `pytest --numpy=quick` and `make test-np`.
+"""
+import gluon_amp as amp
+import mxnet as mx
+import numpy as onp
+import pytest
+from gluon_amp.cpu.arrays import dtype_name
+from mxnet import autograd, gluon, np, npx
+from mxnet.gluon import nn
+from numpy_networks import Bert, Transformer
+
+POLICIES = ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "mixed_float8"]
+LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def numpy_mode():
+    npx.set_np()
+    yield
+    npx.reset_np()
+
+
+def low(values):
+    return np.array(values, dtype="bfloat16")
+
+
+def values(net):
+    return {name: p.data().asnumpy() for name, p in net._collect_params_with_prefix().items()}
+
+
+def same(some, others):
+    return some.keys() == others.keys() and all(
+        onp.array_equal(some[name], others[name]) for name in some)
+
+
+@pytest.fixture()
+def batch(rng):
+    return (np.array(rng.standard_normal((8, 3, 8, 8)), dtype="float32"),
+            np.array(rng.integers(0, 4, 8), dtype="int32"))
+
+
+def convolutional(policy, x):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(),
+            nn.Dense(16, activation="tanh"), nn.LayerNorm(), nn.Dropout(0.2), nn.Dense(4))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)(x)
+    return net
+
+
+def step(net, trainer, x, y):
+    with autograd.record():
+        loss = LOSS(net(x), y)
+    trainer.backward(loss)
+    assert trainer.step(len(y))
+    return loss.mean().item()
+
+
+# ---- bfloat16 arrays ---------------------------------------------------------
+
+
+def test_bfloat16_arrays_are_read_as_numbers():
+    a = low([[1.5, 2.25], [-3, 0.1]])
+    assert a.dtype.name == "bfloat16"
+    assert a.asnumpy().dtype == onp.float32
+    assert a.tolist() == [[1.5, 2.25], [-3.0, 0.10009765625]]
+    assert a.item(1) == a[0, 1].item() == float(a[0, 1]) == 2.25
+    assert int(a[1, 0]) == -3
+    assert bool(a[0, 0])
+    assert f"{a[0, 1]:.1f}" == "2.2"
+    assert repr(a[0]) == "array([1.5 , 2.25], dtype=bfloat16)"
+
+
+@pytest.mark.parametrize(("key", "value", "expected"), [
+    (slice(None), 0, [[0, 0], [0, 0]]), (0, 7, [[7, 7], [3, 4]]), ((1, 0), 2.5, [[1, 2], [2.5, 4]]),
+    ((slice(None), 1), 0.1, [[1, 0.10009765625], [3, 0.10009765625]]),
+    (slice(None), onp.float32([5, 6]), [[5, 6], [5, 6]]), (1, [8, 9], [[1, 2], [8, 9]]),
+    ([1, 0], 5, [[5, 5], [5, 5]])])
+def test_assignment_to_bfloat16_array(key, value, expected):
+    a = low([[1, 2], [3, 4]])
+    a[key] = value
+    assert dtype_name(a.dtype) == "bfloat16"
+    assert a.tolist() == expected
+
+
+def test_assignment_of_arrays_of_either_type():
+    a, wide = low([[1, 2], [3, 4]]), np.zeros((2, 2))
+    a[0], wide[1] = np.array([0.1, 5]), a[1]
+    a[1] = a[0]
+    assert a.tolist() == [[0.10009765625, 5]] * 2
+    assert wide.tolist() == [[0, 0], [3, 4]]
+    a[a > 1] = 6
+    assert a.tolist() == [[0.10009765625, 6]] * 2
+    zero_d = low(1)
+    zero_d[()] = 3
+    assert zero_d.item() == 3
+
+
+@pytest.mark.parametrize("make", [
+    lambda t: np.zeros((2, 3), dtype=t), lambda t: np.ones((2, 3), dtype=t),
+    lambda t: np.full((2, 3), 2, dtype=t), lambda t: np.empty((2, 3), dtype=t),
+    lambda t: np.array([[1, 2, 3]] * 2, dtype=t), lambda t: np.array(onp.ones((2, 3)), dtype=t),
+    lambda t: np.ones((2, 3)).astype(t), lambda t: np.ones((2, 3), dtype="int32").astype(t),
+    lambda t: np.zeros_like(low(onp.ones((2, 3)))),
+    lambda t: np.ones_like(np.ones((2, 3)), dtype=t),
+    lambda t: np.full_like(low(onp.ones((2, 3))), 2), lambda t: np.array(low(onp.ones((2, 3)))),
+    lambda t: np.eye(2, 3, dtype=t), lambda t: np.arange(6, dtype=t).reshape(2, 3),
+    lambda t: npx.one_hot(np.array([0, 2]), 3, dtype=t)])
+@pytest.mark.parametrize("by", ["name", "dtype"])
+def test_creation_functions_accept_bfloat16(make, by):
+    made = make("bfloat16" if by == "name" else low([1]).dtype)
+    assert dtype_name(made.dtype) == "bfloat16"
+    assert made.asnumpy().shape == (2, 3)
+
+
+def test_casts_and_copies_between_types():
+    x = np.array([0, 1, 2.5, 200])
+    for dtype in ("float16", "float32", "float64", "int32", "uint8"):
+        there = x.astype(dtype).astype("bfloat16")
+        assert there.astype(dtype).tolist() == x.astype(dtype).tolist()
+        into = np.zeros(4, dtype=dtype)
+        there.copyto(into)
+        assert into.tolist() == x.astype(dtype).tolist()
+    assert there.astype("bfloat16", copy=False) is there
+    assert there.astype("bfloat16") is not there
+    assert dtype_name(there.as_in_ctx(mx.cpu(1)).dtype) == "bfloat16"
+
+
+def test_casts_are_differentiated():
+    x = np.array([1.0, 2.0])
+    x.attach_grad()
+    with autograd.record():
+        y = (x.astype("bfloat16") * 3).astype("float32").sum()
+    y.backward()
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_files_of_arrays_hold_float32(tmp_path):
+    file = str(tmp_path / "arrays")
+    npx.save(file, {"x": low([1.5, 2.5]), "i": np.array([3], dtype="int32")})
+    loaded = npx.load(file)
+    assert loaded["x"].dtype == onp.float32
+    assert loaded["x"].tolist() == [1.5, 2.5]
+    assert loaded["i"].dtype == onp.int32
+
+
+@pytest.mark.parametrize("init", [mx.init.Xavier(), mx.init.Normal(), mx.init.Constant(2)])
+@pytest.mark.parametrize("size", [0, 3])
+def test_layers_may_be_cast_before_their_initialization(init, size):
+    net = nn.Dense(2, in_units=size)
+    net.cast("bfloat16")
+    net.initialize(init)
+    assert dtype_name(net(low([[1, 2, 3]])).dtype) == "bfloat16"
+    weight = net.weight.data()
+    assert weight.asnumpy().any()
+    assert same({"": weight.asnumpy()}, {"": low(weight.asnumpy()).asnumpy()})
+
+
+# ---- files and resuming ------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lars"])
+def test_training_resumes_bit_for_bit(policy, optimizer, batch, tmp_path):
+    params, states = str(tmp_path / "net.params"), str(tmp_path / "trainer.states")
+    ends = []
+    for resumes in (False, True):
+        net = convolutional(policy, batch[0])
+        trainer = amp.Trainer(net.collect_params(), optimizer, {"learning_rate": 0.01})
+        if resumes:
+            net.load_parameters(params)
+            trainer.load_states(states)
+        else:
+            for _ in range(2):
+                step(net, trainer, *batch)
+            net.save_parameters(params)
+            trainer.save_states(states)
+        mx.random.seed(3)
+        step(net, trainer, *batch)
+        ends.append((values(net), trainer.loss_scale))
+    assert same(ends[0][0], ends[1][0])
+    assert ends[0][1] == ends[1][1]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_files_are_float32_and_load_into_a_float32_network(policy, batch, tmp_path):
+    net = convolutional(policy, batch[0])
+    net.save_parameters(str(tmp_path / "net.params"))
+    plain = convolutional("float32", batch[0])
+    plain.load_parameters(str(tmp_path / "net.params"))
+    assert same(values(net), values(plain))
+    net.export(str(tmp_path / "net"))
+    served = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                       str(tmp_path / "net-0000.params"))
+    assert onp.array_equal(served(batch[0]).asnumpy(), plain(batch[0]).asnumpy())
+
+
+def test_exported_casts_compute_the_same(batch, tmp_path):
+    net = convolutional("float16", batch[0])
+    net.export(str(tmp_path / "net"), remove_amp_cast=False)
+    served = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                       str(tmp_path / "net-0000.params"))
+    assert onp.array_equal(served(batch[0]).asnumpy(), net(batch[0]).asnumpy())
+
+
+# ---- tools -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
+def test_learning_rate_range_test(policy, batch):
+    net = convolutional(policy, batch[0])
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    before = values(net)
+    found = amp.lr_find(net, trainer, LOSS, [batch], start=1e-3, end=10, steps=20)
+    assert len(found.rates) == len(found.losses) > 10
+    assert same(before, values(net))
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_search(policy, batch):
+    net = convolutional(policy, batch[0])
+    found = amp.search(net, [batch], LOSS, budget=9, steps=2, progress=False)
+    assert found.keep == []
+
+
+# ---- d2l's BERT and Transformer -----------------------------------------------
+
+
+def trained(net, loss_of, steps):
+    """Returns the losses of training with Adam."""
+    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+    losses = []
+    for _ in range(steps):
+        with autograd.record():
+            loss = loss_of(net).astype("float32")
+        trainer.backward(loss)
+        trainer.step(1)
+        losses.append(float(loss))
+    return losses
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "mixed_bfloat16", "float16", "cast"])
+def test_bert_trains(how, rng):
+    tokens, segments = np.array(rng.integers(0, 30, (4, 10))), np.array([[0] * 5 + [1] * 5] * 4)
+    lengths, places = np.array([10, 8, 6, 10]), np.array(rng.integers(0, 6, (4, 3)))
+    words, weights = np.array(rng.integers(0, 30, 12)), np.array([[1], [1], [0]] * 4)
+
+    def loss_of(net):
+        masked, order = net(tokens, segments, lengths, places)
+        loss = LOSS(masked.reshape(-1, 30), words, weights).sum() / (weights.sum() + 1e-8)
+        return loss + LOSS(order, np.array([0, 1, 1, 0])).mean()
+
+    net = Bert(30)
+    net.initialize(mx.init.Xavier())
+    if how == "cast":
+        net.cast("bfloat16")
+    else:
+        amp.convert(net, how)
+    losses = trained(net, loss_of, 25)
+    assert losses[-1] < losses[0] / 4
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float16"])
+def test_transformer_trains_and_translates(policy, rng):
+    source = np.array(rng.integers(2, 12, (6, 7)), dtype="float32")
+    target = np.concatenate((np.ones((6, 1)), source[:, :-1]), axis=1)
+    lengths = np.array([7, 5, 7, 6, 7, 4])
+    net = amp.convert(Transformer(12), policy)
+    net.initialize(mx.init.Xavier())
+    losses = trained(net, lambda net: LOSS(net(source, lengths, target), source).mean(), 40)
+    assert losses[-1] < losses[0] / 3
+    assert len(net.translate(source[:1], lengths[:1], np.ones((1, 1)), 7)) == 7
