@@ -646,3 +646,59 @@ def test_clip_norm_on_two_devices_without_loss_scale():
     assert trainer.update(2)
     for context in contexts:
         assert (net.weight.data(context).asnumpy() == 0).all()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_float64_parameters_of_a_plain_block_train_in_float64(name, devices):
+    class Scaled(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.factor = self.params.get("factor", shape=(3,), dtype="float64", init="ones")
+            self.dense = nn.Dense(2, in_units=3)
+
+        def forward(self, x):
+            return self.dense((x * self.factor.data(x.context)).astype("float32"))
+
+    contexts = [mx.cpu(i) for i in range(devices)]
+    net = amp.convert(Scaled())
+    net.initialize(mx.init.Normal(1), ctx=contexts)
+    trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 1e-9}, clip_norm=1.0)
+    for by_hand in (False, True):
+        with autograd.record():
+            losses = [net(nd.ones((4, 3), ctx=context, dtype="float64")).square().sum()
+                      for context in contexts]
+        trainer.backward(losses)
+        if by_hand:
+            trainer.allreduce_grads()
+            assert trainer.unscale()[net.factor.name][0].dtype == np.float64
+            assert trainer.update(4)
+        else:
+            assert trainer.step(4)
+    moved = np.abs(net.factor.data(contexts[-1]).asnumpy() - 1)
+    assert moved.dtype == np.float64
+    assert (moved > 0).all()  # float32 has no numbers between 1 - 6e-8 and 1
+    assert (moved < 1e-8).all()
+
+
+def test_overflow_of_float64_gradients_skips_the_step():
+    weight = gluon.Parameter("weight", shape=(2,), dtype="float64", init="ones")
+    weight.initialize()
+    trainer = amp.Trainer([weight], "sgd", loss_scale=1)
+    for factor, updates in ((np.inf, False), (1e100, True)):
+        with autograd.record():
+            loss = (weight.data() * factor).sum()
+        trainer.backward(loss)
+        assert trainer.step(1) is updates
+
+
+@pytest.mark.parametrize("name", ["adamw", "rmsprop", "adagrad", "ftrl"])
+def test_optimizers_for_float32_refuse_float64_parameters(name):
+    weight = gluon.Parameter("weight", shape=(2,), dtype="float64", init="ones")
+    weight.initialize()
+    trainer = amp.Trainer([weight], name)
+    with autograd.record():
+        loss = weight.data().sum()
+    trainer.backward(loss)
+    with pytest.raises(ValueError, match=r"16-bit parameters only.* float64 parameter weight"):
+        trainer.step(1)

@@ -20,7 +20,7 @@ ROUNDED_TO_INFINITY = 65520.0  # the smallest number that float16 rounds to infi
 
 
 def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
-    """Returns the sum of squares of each float16 or float32 array, dense or row_sparse.
+    """Returns the sum of squares of each array of floating numbers, dense or row_sparse.
 
     It accumulates in float64 on a CPU and in float32 on a GPU. It is infinite or NaN if the array
     has such a value, or if the sum on a GPU exceeds 3.4e38.

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "own.h"
 
@@ -38,8 +39,8 @@ bool types(const NodeAttrs& attrs, Types* in, Types* out) {
 
 bool squares_types(const NodeAttrs&, Types* in, Types* out) {
   for (int type : *in)
-    if (!is_half(type) && type != kF32)
-      throw dmlc::Error("squares takes float16, bfloat16 and float32 arrays");
+    if (!is_half(type) && type != kF32 && type != kF64)
+      throw dmlc::Error("squares takes arrays of floating numbers");
   (*out)[0] = kF64;
   return true;
 }
@@ -249,14 +250,21 @@ bool update_types(const NodeAttrs& attrs, Types* in, Types* out) {
   return true;
 }
 
+double squares_of_doubles(const TBlob& array) {
+  const auto* const p = static_cast<const double*>(array.dptr_);
+  return std::inner_product(p, p + size(array), p, 0.0);
+}
+
 void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
              const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   auto* const to = static_cast<double*>(out[0].dptr_);
+  for (size_t i = 0; i < in.size(); ++i)
+    if (in[i].type_flag_ == kF64) to[i] = squares_of_doubles(in[i]);
   for (const Kernels* of : {kernels, bfloat16_kernels}) {
     std::vector<Numbers> arrays;
     std::vector<size_t> places;
     for (size_t i = 0; i < in.size(); ++i) {
-      if (kernels_of(in[i]) != of) continue;
+      if (kernels_of(in[i]) != of || in[i].type_flag_ == kF64) continue;
       arrays.push_back({in[i].dptr_, size(in[i]), is_half(in[i])});
       places.push_back(i);
     }

@@ -33,9 +33,9 @@ _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their 
 _INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
               mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
 _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
-# Optimizers for which MXNet creates float32 states, which it refuses for float16 weights.
-_ONLY_WITH_MASTERS = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
-                      mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
+# Optimizers whose states or scale are float32 in MXNet, which it refuses for other weights.
+_ONLY_FLOAT32 = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
+                 mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
 
 
 def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
@@ -145,6 +145,11 @@ class _WithMasters:
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
         dtype = self.weight_types[index] = dtype_name(weight.dtype)
+        if dtype == "float64" and isinstance(self, _ONLY_FLOAT32):
+            name = getattr(self.param_dict.get(index), "name", index)
+            raise ValueError(f"{self._base().__name__} updates float32 and 16-bit parameters only. "
+                             "Valid: net.cast('float32'), or another optimizer, such as sgd or "
+                             f"adam. Received: float64 parameter {name}")
         if dtype in HALVES and not self.multi_precision:
             self._check_without_masters(dtype)
         if dtype == "bfloat16" and self.multi_precision:  # MXNet supports float16 only
@@ -160,7 +165,7 @@ class _WithMasters:
 
     def _check_without_masters(self, dtype: str) -> None:
         epsilon = getattr(self, "epsilon", None)
-        if isinstance(self, _ONLY_WITH_MASTERS):
+        if isinstance(self, _ONLY_FLOAT32):
             why = f"updates {dtype} weights with master weights only"
         elif dtype == "float16" and epsilon and np.float16(epsilon) == 0:
             why = f"would divide by 0: without master weights its state is float16, where " \

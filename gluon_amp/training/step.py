@@ -224,7 +224,7 @@ class Step:
         summed = len(devices) * self.workers.count
         if summed > 1:
             # too strict for float32 sums over Horovod, which allow a larger scale
-            largest = [FORMATS[dtype_name(g.array.dtype)].largest / summed for g in gradients]
+            largest = [_largest(dtype_name(g.array.dtype)) / summed for g in gradients]
             overflow = overflow or any(
                 math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most
@@ -418,6 +418,11 @@ class Step:
 def _power(scale: float) -> str:
     fraction, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+
+
+def _largest(dtype: str) -> float:
+    """Returns the largest number of a type."""
+    return float(np.finfo(dtype).max) if dtype == "float64" else FORMATS[dtype].largest
 
 
 def _sums_of_squares(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":

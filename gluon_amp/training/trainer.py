@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tupl
 from .._mxnet import mx
 from ..annotations import Optimizer
 from ..checks import counted, positive_number
-from ..cpu.arrays import to_float32
+from ..cpu.arrays import is_half, to_float32
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS, Workers
@@ -239,7 +239,8 @@ class Trainer(mx.gluon.Trainer):
         return self._end_step()
 
     def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
-        """Returns unscaled float32 gradients: for each parameter's name a list over devices.
+        """Returns unscaled gradients, 16-bit ones in float32: for each parameter's name a list over
+        devices.
 
         `update` uses these arrays, with your changes. The 16-bit gradients stay scaled.
         """
@@ -249,7 +250,8 @@ class Trainer(mx.gluon.Trainer):
             raise RuntimeError("unscale() was already called since the last backward(): "
                                "use the gradients that it returned")
         scale = self._step.update_scale
-        pending.unscaled = {g.place: to_float32(g.array) / scale for g in gradients}
+        pending.unscaled = {g.place: (to_float32(g.array) if is_half(g.array.dtype) else g.array)
+                            / scale for g in gradients}
         named: Dict[str, List[mx.nd.NDArray]] = {}
         for g in gradients:
             named.setdefault(g.name, []).append(pending.unscaled[g.place])
