@@ -148,7 +148,7 @@ def test_installed_packs_are_found_by_capability(tmp_path, monkeypatch):
     assert pack.installed(90).path == pack.find(90).path == pack.place(90)
     assert pack.find(100) is None
     pack.place(90).rename(pack.place(100))
-    with pytest.raises(pack.PackError, match=r"100\.pack has code for architecture 90 \(cubin\), not 100"):
+    with pytest.raises(pack.PackError, match=r"100\.pack has code for architecture 90 \(cubin\), "):
         pack.find(103)
 
 

@@ -33,6 +33,12 @@ class Entry(NamedTuple):
         size, data, packed = (_ENTRY.unpack_from(self.data)[i] for i in (2, 3, 4))
         return self.data[size:size + (packed or data)]
 
+    @property
+    def size(self) -> int:
+        """The number of bytes of the code, decompressed."""
+        _, _, _, data, packed, *_, size = _ENTRY.unpack_from(self.data)
+        return size if packed else data
+
     def relabelled(self, arch: int) -> "Entry":
         """Returns the same code under another architecture."""
         fields = list(_ENTRY.unpack_from(self.data))

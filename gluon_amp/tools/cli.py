@@ -9,9 +9,10 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from ..checks import Parser, positive
+from ..checks import Parser, counted, positive
 from ..cpu.library import KernelError
 from ..version import __version__
 
@@ -73,9 +74,13 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     for each in (parser, *commands.choices.values()):
-        each.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                          help="show the traceback of an error")
+        _add_debug(each)
     return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
+                        help="show the traceback of an error")
 
 
 # ---- the subcommands
@@ -253,6 +258,36 @@ def _saved_xray(options: argparse.Namespace) -> None:
         print(redraw(options.folder, get_format(options.format, "--format")))
 
 
+def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
+    of = parser.add_subparsers(dest="action", metavar="build|install", required=True)
+    build = of.add_parser("build", help="compile the kernels of MXNet's CUDA build")
+    add = build.add_argument
+    add("--arch", action="append", metavar="N", help="90, 100 or 120 for compute capability 9.0, "
+        "10.0 or 12.0, or ptx, which the driver compiles on GPUs from 9.0 on; repeatable (90)")
+    add("--source", type=Path, metavar="TREE", help="sources of MXNet 1.9.1 with its submodules, "
+        "CUB and Thrust 1.10.0 (default: fetched by git)")
+    add("-j", "--jobs", type=positive, metavar="N", help="number of compilers at a time, as far as "
+        "memory suffices (one per processor)")
+    add("-o", "--output", type=Path, metavar="DIR", help="write compressed packs to this folder, "
+        "for `install` on other machines (default: install the packs here)")
+    install = of.add_parser("install", help="check a pack and install it")
+    install.add_argument("file", type=Path, metavar="FILE", help="a file .pack or .pack.xz")
+    for each in (build, install):
+        _add_debug(each)
+
+
+def _cuda(options: argparse.Namespace) -> None:
+    if options.action == "build":
+        from ..cuda.build import build
+        build(options.arch or ["90"], options.source, options.jobs, options.output)
+    else:
+        from ..cuda.install import install
+        found = install(options.file)
+        kernels = len({name for part in found.parts for name in part.kernels()})
+        print(f"{found.path}: {counted(kernels, 'kernel')} for compute capability "
+              f"{found.arch // 10}.{found.arch % 10}{' and later' * (found.kind == 'ptx')}")
+
+
 COMMANDS = (
     _Command("report", "write a report of training logs: verdict, tables and plots", (
         "gluon-amp report float32.log float16.log -o report",
@@ -281,6 +316,11 @@ COMMANDS = (
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",
         "gluon-amp launch -n 2 --horovod python train.py --kvstore horovod",
     ), _launch_arguments, _launch),
+    _Command("cuda", "build or install kernels for GPUs that MXNet's wheel has no code for", (
+        "gluon-amp cuda build",
+        "gluon-amp cuda build --arch 100 --arch 120 -j 4 -o packs",
+        "gluon-amp cuda install mxnet-cu112-1.9.1-sm_90.pack.xz",
+    ), _cuda_arguments, _cuda),
 )
 
 
