@@ -271,7 +271,8 @@ def test_xray_of_files_prints_verdict_and_writes_page(
         model, data, others, steps, files, tmp_path, capsys):
     assert main([*xray(files, tmp_path, model, data), *others.split()]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("No operator needs float32 beyond those that the policy keeps\n")
+    assert out.startswith("Training runs: no operators need float32 beyond those that the policy "
+                          "keeps\n")
     assert out.endswith(f"\n{tmp_path / 'out' / 'xray.html'}\n")
     assert f"<h1>X-ray of {model}</h1>" in (tmp_path / "out" / "xray.html").read_text()
     assert len(steps_in(tmp_path / "out")) == steps

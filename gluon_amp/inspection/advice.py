@@ -19,7 +19,7 @@ from typing import (
 from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
-from ..graph.operators import LOSSES, numbers
+from ..graph.operators import LOSSES, PRODUCTS, numbers
 from .session import SMALLEST_SCALE
 from .statistics import Counted, Counts, Key, decibels
 from .tensors import Layout, Tensor, counted_reads, varies_by
@@ -34,8 +34,9 @@ _SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n
     _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
     _npi_rsubtract_scalar""".split())
 _POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled
-# The minimum of a DynamicLossScale, 1, and three bits of headroom for other batches.
-_TRAINING_ENDS = 8.0
+_MARGIN = 8  # threshold: the headroom of gradients at the smallest loss scale, for other batches
+_FEW = 0.25  # threshold: the share of gradients that are kept in float32 instead of a lower scale
+_NOT_NORMALIZED = 10  # threshold: the exponent of data that make a product overflow
 
 
 @dataclass
@@ -50,6 +51,7 @@ class Finding:
             nearly equal numbers; "small errors move the loss"; "gradients change their size".
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
+        remedy: what helps instead, if no `keep` does.
         backward: whether the tensor is a gradient.
         certain: whether one batch suffices as evidence, unlike a mean over batches.
         severity: "error" if values are not finite, or if no loss scale fits a gradient; "warning"
@@ -63,9 +65,47 @@ class Finding:
     backward: bool = False
     certain: bool = False
     severity: str = "warning"
+    remedy: str = ""
+
+    @property
+    def said(self) -> str:
+        """The detail and the remedy."""
+        return f"{self.detail}: {self.remedy}" if self.remedy else self.detail
 
 
 _BEYOND_FLOAT16 = 2.0 ** 40  # float16's largest over its smallest number: only wider formats
+
+
+class Training(NamedTuple):
+    """The training that an X-ray judges.
+
+    Attributes:
+        smallest: its smallest loss scale.
+        checks: whether it skips steps with gradients that are not finite.
+    """
+    smallest: float = 1.0
+    checks: bool = True
+
+    @classmethod
+    def of(cls, trainer: Any) -> "Training":
+        """Returns that of a Trainer or a Module; without one, that of loss_scale="dynamic"."""
+        if trainer is None:
+            return cls()
+        step = getattr(trainer, "_step", None)
+        if step is None:  # MXNet's
+            return cls(checks=False)
+        return cls(getattr(step.loss_scale, "minimum", step.loss_scale.scale),
+                   step.checks_gradients)
+
+    @property
+    def fails(self) -> str:
+        """What it does if no step has finite gradients."""
+        return "raises LossScaleError" if self.checks else "writes NaN into the weights"
+
+    @property
+    def ends(self) -> str:
+        """The smallest loss scale as text."""
+        return f"{self.smallest:g}" if self.smallest >= 1 else as_power(self.smallest)
 
 
 class Window(NamedTuple):
@@ -75,19 +115,23 @@ class Window(NamedTuple):
     low_tensor: str
     high_tensor: str
 
-    @property
-    def fits(self) -> bool:
+    def fits(self, training: Training) -> bool:
         """Whether dynamic loss scaling reaches such a scale."""
-        return max(self.low, _TRAINING_ENDS) <= self.high
+        return max(self.low, training.smallest) <= self.high
+
+    def notes(self, training: Training) -> List[str]:
+        """Advice if dynamic loss scaling does not reach the scales that fit."""
+        if self.fits(training) or self.low > self.high:
+            return []
+        return [f"gradients need a loss scale of {as_power(self.high)} or less, and that of the "
+                f"training ends at {training.ends}"]
 
     @property
-    def notes(self) -> List[str]:
-        """Advice if dynamic loss scaling does not reach the scales that fit."""
-        if self.fits or self.low > self.high:
-            return []
-        return [f"these gradients need a loss scale of {as_power(self.high)} or less, and "
-                "loss_scale='dynamic' ends at 1: use amp.DynamicLossScale("
-                f"{_in_python(self.high)}, minimum={_in_python(SMALLEST_SCALE)})"]
+    def remedy(self) -> str:
+        """What helps if gradients overflow at the smallest loss scale of the training."""
+        return "normalize the labels, take a mean instead of a sum in the loss, or use " \
+               f"amp.DynamicLossScale({_in_python(self.high)}, " \
+               f"minimum={_in_python(SMALLEST_SCALE)})"
 
     def __str__(self) -> str:
         if self.low <= 1 and self.high > _BEYOND_FLOAT16:
@@ -161,15 +205,21 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 # ---- findings -----------------------------------------------------------------------------------
 
 
-def findings(layout: Layout, tensors: List[Tensor],
-             scale: float) -> Tuple[List[Finding], List[str]]:
+def findings(layout: Layout, tensors: List[Tensor], scale: float,
+             training: Training) -> Tuple[List[Finding], List[str]]:
     """Returns the findings and notes, sorted by kind and then in order of computation.
 
     The kinds are overflow, underflow of forward tensors, cancellation, tensors whose rounding
     moves the loss (sorted by how much), and gradients that no scale fits.
+
+    Args:
+        layout: the graph's nodes.
+        tensors: the counted tensors.
+        scale: the loss scale at which they were counted.
+        training: the training.
     """
     first: Dict[str, Finding] = {}
-    judge = _Judge(layout, tensors, scale)
+    judge = _Judge(layout, tensors, scale, training)
     for finding in judge.findings():
         held = first.setdefault(finding.node, finding)
         if held is not finding:
@@ -180,8 +230,9 @@ def findings(layout: Layout, tensors: List[Tensor],
 class _Judge:
     """Finds problems in counted tensors."""
 
-    def __init__(self, layout: Layout, tensors: List[Tensor], scale: float) -> None:
-        self.layout, self.scale = layout, scale
+    def __init__(self, layout: Layout, tensors: List[Tensor], scale: float,
+                 training: Training) -> None:
+        self.layout, self.scale, self.training = layout, scale, training
         self.counts = {t.key: t.counts for t in tensors if t.counts is not None}
         self.reads = counted_reads(tensors, self.counts)
         self.seen = {t.key: t for t in tensors if t.key in self.counts}
@@ -205,18 +256,19 @@ class _Judge:
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
         for finding in made:
             finding.certain, finding.severity = True, "error"
+        if any(finding.remedy for finding in made):
+            return made  # infinite data are behind all else
         if made:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
         for judge in (self._nearly_above, self._below, self._cancelled):
             made += [finding for tensor in self.forward for finding in judge(tensor)]
+        if any(finding.remedy for finding in made):  # of data, which all else reads
+            made = [finding for finding in made if finding.certain or finding.remedy]
         if not made:  # keeping nodes changes the gradients
             made += self._moving_the_loss()
             if all(key.backward for key in self.broken):
-                gradients = self._gradients()
-                for finding in gradients:
-                    finding.severity = "error"
-                made += gradients
+                made += self._gradients()
         self._note_headroom(made)
         return made
 
@@ -245,16 +297,30 @@ class _Judge:
     def _kept_for(self, tensors: Iterable[Tensor]) -> List[str]:
         return [name for tensor in tensors for name in self.layout.kept_for(tensor.key)]
 
+    def _of_data(self, tensor: Tensor, reason: str, detail: str) -> List[Finding]:
+        """Finds the network's data in a tensor that is their cast. Normalized data suit the
+        format, and float32 layers would hand large numbers on from layer to layer."""
+        name = self.layout.data_of(tensor.key)
+        return [Finding(name, tensor.name, reason, f"data {detail} (input {name})", [],
+                        remedy="normalize them")] if name else []
+
     def _above(self, tensor: Tensor) -> List[Finding]:
-        counts = tensor.counts
+        counts, ends = tensor.counts, f"{tensor.format.name} ends at {tensor.format.largest:g}"
         if tensor.op in CASTS and not counts.overflowed:
             return []  # its input was not finite, such as the result of a plain Block
         if not counts.overflowed:
             return self._of_zeros(tensor)
-        most = f"up to 2^{counts.range[1] + 1}" if counts.range else "all"
+        reads = self.before(tensor) if tensor.op in PRODUCTS else []
+        for data in [tensor, *reads]:
+            size = data.counts.range[1] if data.counts.range else 0
+            if size >= _NOT_NORMALIZED and self.layout.data_of(data.key):
+                then = ends if data is tensor else f"{tensor.name} overflows"
+                return self._of_data(data, "range above", f"reach 2^{size}, and {then}")
+        share = counts.shares(tensor.format, own=True)["overflowed"]
+        most = f", up to 2^{counts.range[1]}" if counts.range else ""
         return [self._finding(
-            tensor, "range above", f"{counts.overflowed / counts.numbers:.2%} of {tensor.name} "
-            f"lies beyond {tensor.format.largest:g}, {most}", self._where_it_begins(
+            tensor, "range above", f"{share:.2%} of {tensor.name} lies beyond "
+            f"{tensor.format.largest:g}{most}", self._where_it_begins(
                 tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0))]
 
     def _nearly_above(self, tensor: Tensor) -> List[Finding]:
@@ -263,20 +329,22 @@ class _Judge:
         if by is None or not tensor.counts.stay_finite:
             return []
         most = max(tensor.largest)
-        return [self._finding(
-            tensor, "range above", f"{tensor.name} reaches 2^{most + 1} in one batch, and "
-            f"2^{most + 1 - by} in the median batch: another may exceed {tensor.format.largest:g}",
-            self._where_it_begins(tensor, lambda t: t.counts.range is not None
-                                  and t.counts.range[1] >= most))]
+        said = f"2^{most} in one batch, and 2^{most - by} in the median batch: another may " \
+               f"exceed {tensor.format.largest:g}"
+        begins = self._where_it_begins(
+            tensor, lambda t: t.counts.range is not None and t.counts.range[1] >= most)
+        return self._of_data(tensor, "range above", f"reach {said}") or [self._finding(
+            tensor, "range above", f"{tensor.name} reaches {said}", begins)]
 
     def _of_zeros(self, tensor: Tensor) -> List[Finding]:
         """Finds the cause of infinities without overflow: an input of a logarithm or of a quotient
         underflowed to 0."""
         behind = reached([tensor.key], self.reads, lambda key: self.seen[key].is_low)
         rounded = [t for t in self.forward if t.key in behind and t.is_low]
-        made = [self._finding(t, "range below", f"{t.counts.flushed / t.counts.numbers:.2%} of "
-                              f"{t.name} becomes 0, and {tensor.name} is not finite")
-                for t in rounded if t.counts.flushed]
+        made = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
+                              f"{tensor.name} is not finite")
+                for t in rounded for share in [t.counts.shares(t.format, own=True)["flushed"]]
+                if share]
         if made or not (rounded or tensor.is_low):
             return made
         finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, although "
@@ -297,9 +365,12 @@ class _Judge:
             known.add(tensor.key)
 
     def _below(self, tensor: Tensor) -> List[Finding]:
-        said = said_below(tensor.counts, tensor, "is")
-        return [self._finding(tensor, "range below", said, self._where_it_begins(
-            tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))] if said else []
+        said = said_below(tensor.counts, tensor)
+        if not said:
+            return []
+        return self._of_data(tensor, "range below", f"are {said}") or [self._finding(
+            tensor, "range below", f"{tensor.name} is {said}", self._where_it_begins(
+                tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))]
 
     def _cancelled(self, tensor: Tensor) -> List[Finding]:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
@@ -313,8 +384,8 @@ class _Judge:
             return []
         source = min(read, key=self._truth)
         finding = self._finding(
-            tensor, "cancellation", f"{tensor.name} has {tensor.snr:.0f} dB against float32, "
-            f"although its inputs have {self._truth(source):.0f} dB or more")
+            tensor, "cancellation", f"{tensor.name} has {tensor.snr:.1f} dB against float32, "
+            f"although its inputs have {self._truth(source):.1f} dB or more")
         finding.certain = True
         made = [self._before_cast(t) for t in read]
         finding.keep += self._kept_for([t for t in made if t.is_low]
@@ -392,22 +463,23 @@ class _Judge:
 
         The first finding is the node at which gradients change their size most. The others are the
         gradients that are too large or too small, whichever are fewer. If most are too large, they
-        need a lower scale, and there is no finding.
+        need a lower scale, and the finding names it instead of nodes to keep.
         """
-        scale = self.scale
+        scale, smallest = self.scale, self.training.smallest
         backward = sorted((t for t in self.seen.values() if t.key.backward and t.counts.range),
                           key=lambda t: t.place)
         gradients = [t for t in backward if t.is_low]
         found = window(gradients, scale, _MOST_LOST)
-        if found is None or found.fits:
-            return []
+        if found is None or found.fits(self.training):
+            return [] if found is None else self._near_the_smallest(found)
 
         def too_large_for(wanted: float) -> List[Tensor]:
             return [t for t in gradients if _highest(t) * scale < wanted]
-        wanted, why = max(found.low, _TRAINING_ENDS), "and loss_scale='dynamic' ends at 1"
-        few = found.high < _TRAINING_ENDS and 2 * len(too_large_for(wanted)) <= len(gradients)
+        wanted = max(found.low, smallest)
+        why = f"and that of the training ends at {self.training.ends}"
+        few = found.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
         if found.low <= found.high and not few:
-            return []
+            return [self._of_all_gradients(found, found.notes(self.training)[0], "error")]
         if not few:
             wanted = found.low
             why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
@@ -419,12 +491,34 @@ class _Judge:
             self._finding(jump, "gradients change their size", "no loss scale fits the gradients "
                           f"on both sides of {jump.name}", jump.key.node)]
         if few or not at_high or len(at_low) < len(at_high):
-            return made + [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
-                                         f"{as_power(wanted)}, {why}") for t in at_low]
-        return made + [self._finding(t, "range below", f"{t.name} needs a loss scale of "
-                                     f"{as_power(least)}, and {found.high_tensor} overflows above "
-                                     f"{as_power(found.high)}")
-                       for t, least in at_high]
+            made += [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
+                                   f"{as_power(wanted)}, {why}") for t in at_low]
+        else:
+            made += [self._finding(t, "range below", f"{t.name} needs a loss scale of "
+                                   f"{as_power(least)}, and {found.high_tensor} overflows above "
+                                   f"{as_power(found.high)}") for t, least in at_high]
+        for finding in made:
+            finding.severity = "error"
+        return made
+
+    def _of_all_gradients(self, found: Window, detail: str, severity: str) -> Finding:
+        """Returns a finding of the gradient that limits the loss scale. Keeping one layer does not
+        help the others."""
+        tensor = next(t for t in self.seen.values() if t.name == found.high_tensor)
+        return Finding(self.layout.blamed(tensor.key), tensor.name, "range above", detail, [],
+                       backward=True, severity=severity, remedy=found.remedy)
+
+    def _near_the_smallest(self, found: Window) -> List[Finding]:
+        """Warns or notes that gradients have little headroom at the smallest loss scale."""
+        margin = found.high / self.training.smallest
+        if margin >= _MARGIN:
+            return []
+        said = f"gradients fit up to the loss scale {as_power(found.high)}, and that of the " \
+               f"training ends at {self.training.ends}: larger ones would overflow"
+        if margin < 2:
+            return [self._of_all_gradients(found, said, "warning")]
+        self.notes.append(f"{said}: {found.remedy}")
+        return []
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
         """Returns the gradient whose size differs most from that of its inputs, if by more than
@@ -439,13 +533,13 @@ class _Judge:
         return best
 
 
-def said_below(counts: Counts, tensor: Tensor, verb: str) -> str:
-    """Returns a sentence about a tensor that underflows, with these counts; else ""."""
+def said_below(counts: Counts, tensor: Tensor) -> str:
+    """Returns how a tensor with these counts underflows; "" if it does not."""
     if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
         return ""
-    shares = counts.shares(tensor.format)
-    return f"{tensor.name} {verb} rounded to {counts.own_snr:.0f} dB: {shares['flushed']:.1%} " \
-           f"becomes 0, {shares['subnormal']:.1%} subnormal"
+    shares = counts.shares(tensor.format, own=True)
+    return f"rounded to {counts.own_snr:.1f} dB: {shares['flushed']:.2%} becomes 0, " \
+           f"{shares['subnormal']:.2%} subnormal"
 
 
 # ---- where infinities begin ----------------------------------------------------------------------
@@ -465,6 +559,7 @@ class Overflow:
         inputs: for the name of each input, parameters and data included, the exponents of the
             smallest and the largest number.
         where: the user's block, with the file and line of its code, if available.
+        in_float32: whether the step is not finite in float32 either; only `explain` sets it.
     """
     node: str
     tensor: str
@@ -474,17 +569,20 @@ class Overflow:
     scale: float
     inputs: Dict[str, Optional[Tuple[int, int]]]
     where: str = ""
+    in_float32: bool = False
 
     def __str__(self) -> str:
         if not self.op:
             return f"batch {self.batch}: the input {self.node} is not finite"
+        too = ". The step is not finite in float32 either: precision is not the cause" \
+            if self.in_float32 else ""
         ranges = ", ".join(f"{name} 2^{r[0]} to 2^{r[1]}" if r else f"{name} all 0"
                            for name, r in self.inputs.items())
         ranges = ranges or ("the loss" if self.backward else "parameters and data")
         which = f" at the loss scale {as_power(self.scale)}" if self.backward else ""
         where = f" ({self.where})" if self.where else ""
         return f"batch {self.batch}: {self.tensor} ({self.op}) is the first that is not " \
-               f"finite{which}{where}. Inputs: {ranges}"
+               f"finite{which}{where}. Inputs: {ranges}{too}"
 
 
 def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:

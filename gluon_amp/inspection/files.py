@@ -92,7 +92,7 @@ def rows(view: Any) -> List[Dict[str, Any]]:
     for t in view.worst():
         own = t.counts.own_snr if t.is_low else None
         made.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
-                         place=t.place, operator=t.op, own_snr=_as_number(own),
+                         t.is_low, place=t.place, operator=t.op, own_snr=_as_number(own),
                          snr=_as_number(t.snr), inherited_snr=_as_number(view.inherited(t)),
                          bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
     for weight in view.weights:
@@ -104,7 +104,7 @@ def rows(view: Any) -> List[Dict[str, Any]]:
 
 
 def _row(name: str, kind: str, format_: Format, counts: Counts, asked: Format = FLOAT16,
-         **others: Any) -> Dict[str, Any]:
+         own: bool = False, **others: Any) -> Dict[str, Any]:
     """A row, with the shares of numbers from the lowest exponent that is drawn to the highest."""
     low, high = counts.range or (None, None)
     below, above = counts.headroom(asked) or (None, None)
@@ -113,7 +113,7 @@ def _row(name: str, kind: str, format_: Format, counts: Counts, asked: Format = 
     inside[0] += counts.bins[:_LOW + 127].sum()
     inside[-1] += counts.bins[_HIGH + 128:].sum()
     return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
-            **counts.shares(asked), "not_finite": lost, "smallest": low, "largest": high,
+            **counts.shares(asked, own), "not_finite": lost, "smallest": low, "largest": high,
             "bits_below": below, "bits_above": above,
             "broken": (counts.overflowed + lost) / total,
             "bins": [round(share, 5) for share in (inside / total).tolist()], **others}

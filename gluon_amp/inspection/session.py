@@ -104,6 +104,7 @@ class Session:
         batches: the first `most` batches.
         graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
             blocks are not unique: all with an empty prefix have one name.
+        data: the names of the network's data in these graphs.
 
     Args:
         net: the network.
@@ -120,6 +121,7 @@ class Session:
         check(self.net, self.batches[0])
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
         self.graphs: Dict[Any, BlockGraph] = {}
+        self.data: Set[str] = set()
         self._find_graphs()
 
     @cached_property
@@ -167,7 +169,10 @@ class Session:
         """Adds the graph of a block during its call. Returns its key in `graphs`."""
         which = block, key, str(block._in_format)
         if which not in self.graphs:
-            self.graphs[which] = BlockGraph.from_block(self.net, block, arrays)
+            self.graphs[which] = made = BlockGraph.from_block(self.net, block, arrays)
+            data = split(self.batches[0])[0]
+            self.data.update(name for name, array in zip(made.names, arrays)
+                             if block is self.net or any(array is one for one in data))
         return which
 
     def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
@@ -240,7 +245,8 @@ class Graphs:
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(self.typed(), self.policy, self.session.parameters, self.keep)
+        return Layout(self.typed(), self.policy, self.session.parameters, self.keep,
+                      self.session.data)
 
     @cached_property
     def tensors(self) -> List[Tensor]:

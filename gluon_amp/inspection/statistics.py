@@ -124,16 +124,19 @@ class Counts:
         """The signal-to-noise ratio of the rounding, in dB."""
         return decibels(self.squares, self.error_squares)
 
-    def shares(self, format_: Format = FLOAT16) -> Dict[str, float]:
+    def shares(self, format_: Format = FLOAT16, own: bool = False) -> Dict[str, float]:
         """Returns the shares of values in a format that are 0 ("zero"), underflow to 0
-        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed")."""
+        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed"). `own`: the
+        values were rounded to this format, so that two of the shares are exact."""
         flushed = math.log2(format_.smallest) - 1 > _EXPONENTS
         above = _is_beyond(format_)
         subnormal = (math.log2(format_.smallest_normal) > _EXPONENTS) & ~flushed
-        count = max(self.numbers, 1)
-        return {"zero": self.zero / count, "flushed": int(self.bins[flushed].sum()) / count,
+        count, lost = max(self.numbers, 1), self.infinite + self.nan
+        to_zero, beyond = (self.flushed, self.overflowed) if own else (
+            int(self.bins[flushed].sum()), int(self.bins[above].sum()))
+        return {"zero": self.zero / count, "flushed": to_zero / count,
                 "subnormal": int(self.bins[subnormal].sum()) / count,
-                "overflowed": (int(self.bins[above].sum()) + self.infinite + self.nan) / count}
+                "overflowed": (beyond + lost) / count}
 
     def headroom(self, format_: Format = FLOAT16) -> Optional[Tuple[int, int]]:
         """Returns the headroom in bits below the smallest value, to the format's smallest normal

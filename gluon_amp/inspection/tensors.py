@@ -20,6 +20,10 @@ _BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # thresholds of `low_snr` in dB
 _HANDS_ON = frozenset(["elemwise_add"])
 _ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
 
+# Operators that return their first input's values, or a part of them, in another order.
+_COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
+    transpose _np_moveaxis _np_transpose _npi_concatenate _npi_stack""".split())
+
 Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
 
 
@@ -111,12 +115,14 @@ class Layout:
         policy: the policy.
         parameters: the names of parameters.
         keep: names of nodes that stay float32.
+        data: the names of the network's data.
     """
 
     def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
-                 parameters: Collection[str], keep: Collection[str] = ()) -> None:
+                 parameters: Collection[str], keep: Collection[str] = (),
+                 data: Collection[str] = ()) -> None:
         self.nodes: Dict[str, Node] = {}
-        self.keep = keep
+        self.keep, self.data = keep, data
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
@@ -247,6 +253,15 @@ class Layout:
         """Returns the same for all inputs of a node."""
         node = self.nodes[name]
         return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
+
+    def data_of(self, key: Key) -> str:
+        """Returns the name of the data that a tensor casts, or copies and casts; else ""."""
+        node = self.nodes[key.node]
+        if key.backward or node.op not in CASTS:
+            return ""
+        while node.op in CASTS or node.op in _COPIES:
+            node = self.maker(node, 0).node
+        return node.name if node.name in self.data else ""
 
     def is_output(self, key: Key) -> bool:
         """Whether a tensor is an output of its graph."""

@@ -22,6 +22,7 @@ from ..formats import FLOAT32, Format
 from .advice import (
     Finding,
     Overflow,
+    Training,
     Window,
     findings,
     first_overflow,
@@ -74,6 +75,8 @@ class View:
         converts: the start of `keep_line`.
         lost: the share of a gradient's norm that may underflow at the low end of a window.
         goes_forward: whether no forward tensor overflows.
+        training: the training's smallest loss scale, and whether it checks gradients.
+        outcome: what the training does, the start of `verdict`.
     """
     name: str
     tensors: List[Tensor]
@@ -91,6 +94,8 @@ class View:
     converts: str = "amp.convert(net"
     lost: float = 0.01
     goes_forward: bool = True
+    training: Training = field(default_factory=Training)
+    outcome: str = ""
 
     @property
     def windows(self) -> List[Optional[Window]]:
@@ -143,7 +148,7 @@ class View:
             about, text = str(self.window).split(": ", 1)
             made.append(("good" if self.window.low <= self.window.high else "error", about, text))
         made += [("note", "", note) for note in self.notes]
-        made += [(f.severity, f.node, f"{f.reason}: {f.detail}")
+        made += [(f.severity, f.node, f"{f.reason}: {f.said}")
                  for f in self.findings[:_MOST_SAID]]
         if self.keep:
             made.append(("keep", "To keep in float32", self.keep_line))
@@ -154,17 +159,21 @@ class View:
         """The result in a sentence."""
         if self.steps and len(self.left_out) == len(self.steps):
             return "No verdict: no batch is finite in float32"
-        nodes = len({finding.node for finding in self.findings})
-        if not nodes:
-            return "No operator needs float32 beyond those that the policy keeps"
-        operators = "1 operator needs" if nodes == 1 else f"{nodes} operators need"
-        where = f"; overflow begins in {self.first_overflow.node}" if self.first_overflow else ""
-        return f"{operators} float32 beyond those that the policy keeps{where}"
+        nodes = len({finding.node for finding in self.findings if not finding.remedy})
+        other = next((f for f in self.findings if f.remedy), None)
+        if other is not None and (not nodes or not other.backward):  # the data, or all gradients
+            return f"{self.outcome}: {other.remedy if other.backward else other.said}"
+        operators = "1 operator needs" if nodes == 1 else f"{nodes or 'no'} operators need"
+        where = f"; overflow begins in {self.first_overflow.node}" \
+            if self.first_overflow and nodes else ""
+        return f"{self.outcome}: {operators} float32 beyond those that the policy keeps{where}"
 
     @property
     def severity(self) -> str:
         """The worst severity of the findings."""
         found = {finding.severity for finding in self.findings}
+        if self.window and self.window.low > self.window.high:
+            found.add("error")
         if self.steps and len(self.left_out) == len(self.steps):
             return "note"
         return next((kind for kind in ("error", "warning") if kind in found), "good")
@@ -212,8 +221,30 @@ class View:
             tensor.counts = total.get(tensor.key)
         self.goes_forward = all(goes_forward(self.tensors, counted) for _, counted in sound)
         self.window = window(self.tensors, self.scale, self.lost) if self.goes_forward else None
-        self.findings, notes = findings(low.layout, self.tensors, self.scale)
+        self.findings, notes = findings(low.layout, self.tensors, self.scale,
+                                        self.training)
         self.notes += notes
+        self.outcome = self._outcome()
+
+    def _outcome(self) -> str:
+        """Returns what the training does on these batches."""
+        losses = [loss for i, loss in enumerate(self.losses) if i not in self.left_out]
+        lost = sum(not math.isfinite(loss) for loss in losses)
+        smallest, fails = self.training.smallest, f"Training {self.training.fails}, because"
+        if lost and lost < len(losses) and self.training.checks:
+            return f"Training skips {lost} of {len(losses)} batches, because the loss is not finite"
+        if lost:
+            return f"{fails} the loss is not finite"
+        if not self.goes_forward:
+            return "Training runs with numbers that are not finite"
+        if self.window and self.window.high < smallest:
+            return f"{fails} gradients overflow at its smallest loss scale, {self.training.ends}"
+        if self.window and self.window.low > self.window.high:
+            return "Training runs and loses gradients, because no loss scale fits all of them"
+        if any(finding.reason.startswith("range above") for finding in self.findings):
+            return "Training runs on these batches, and may overflow on others"
+        return "Training runs, with less accuracy than in float32" if self.findings \
+            else "Training runs"
 
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
@@ -258,8 +289,9 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
                          "only products round their inputs")
     updates = ModuleUpdates(session) if session.is_module else Updates(session, trainer, batch_size)
+    training = Training.of(session.net.module if session.is_module else trainer)
     view = _look(low, right, session.batches, float(getattr(trainer, "loss_scale", FIRST_SCALE)),
-                 lost, updates)
+                 lost, training, updates)
     view.converts = session.converts
     view.tensors = [t for t in view.tensors if t.counts is not None]
     at_first = view.window
@@ -267,8 +299,10 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates.watched.ops.clear()  # frees memory
         _try_keeping(session, right, view)
     if at_first and view.keep and all(f.backward for f in view.findings):
-        view.notes += [f"alternatively, without keep=: {said}" for said in at_first.notes]
-    view.notes += view.window.notes if view.window else []
+        view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
+                       for said in at_first.notes(training)]
+    if view.window and not any(finding.remedy for finding in view.findings):
+        view.notes += [f"{said}: {view.window.remedy}" for said in view.window.notes(training)]
     view.weights = updates.weights()
     _find_line(low, session.batches[0], view.first_overflow)
     return view
@@ -305,6 +339,8 @@ def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
             if ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
+        if found is not None and found.op:
+            found.in_float32 = not session.float32().run(batch).sound
     _find_line(low, batch, found)
     return found
 
@@ -320,10 +356,10 @@ def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
 
 
 def _look(low: Graphs, right: Optional[Graphs], batches: List[Any], scale: float, lost: float,
-          updates: Optional[Updates] = None) -> View:
+          training: Training, updates: Optional[Updates] = None) -> View:
     """Runs steps on batches and returns a View. Without `updates`, it stops at the first certain
     finding."""
-    view = View(low.session.net.name, low.tensors, lost=lost)
+    view = View(low.session.net.name, low.tensors, lost=lost, training=training)
     for number, batch in enumerate(batches):
         ran, whole = _step(low, right, batch, scale, updates)
         view.add(low, ran, whole, low.session.known(batch, right or low))
@@ -389,7 +425,7 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
             break
         names.update(dict.fromkeys(new))
         kept.update(*new.values())
-        again = _look(session.low(kept), right, batches, view.scale, view.lost)
+        again = _look(session.low(kept), right, batches, view.scale, view.lost, view.training)
         # The batch with a finding runs first in the next trial.
         last = len(again.steps) - 1
         batches = [*batches[last:], *batches[:last]]
@@ -397,15 +433,16 @@ def _try_keeping(session: Session, right: Optional[Graphs], view: View) -> None:
         view.findings += [f for f in again.findings if f.node not in known]
     if names:
         view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
-    if again is not view and again.goes_forward and not (view.window and view.window.fits):
+    fits = view.window and view.window.fits(view.training)
+    if again is not view and again.goes_forward and not fits:
         view.window = again.window
         if view.window:
             view.notes.append("the loss scales are those of the network after keep=")
     view.notes += left_in_format(format_, view.tensors, again.tensors)
-    if again.findings:
+    left = [finding.node for finding in again.findings if not finding.remedy]
+    if left:
         view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
-                          f"{format_.name} still does not suit: "
-                          + ", ".join(f.node for f in again.findings[:5]))
+                          f"{format_.name} still does not suit: {', '.join(left[:5])}")
 
 
 # ---- an X-ray's folder, evaluated for another format --------------------------------------------
@@ -469,6 +506,8 @@ def read(folder: str, format_: Format) -> View:
     weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
                for w in view.weights]
     view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
+    view.outcome = f"{counted(len(view.findings), 'tensor')} of {len(finite)} " \
+        f"{'does' if len(view.findings) == 1 else 'do'} not fit {format_.name}"
     if len(finite) < len(view.tensors):
         view.notes.append(f"left out: {counted(len(view.tensors) - len(finite), 'tensor')} with "
                           "infinite inputs in the run")
@@ -483,10 +522,10 @@ def _findings(tensor: Tensor, factor: float) -> List[Finding]:
         return []
     if tensor.key.backward:
         counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
-    reason, said = "range below", said_below(counts, tensor, "would be")
-    severity = "warning"
+    reason, said = "range below", said_below(counts, tensor)
+    said, severity = said and f"{tensor.name} would be {said}", "warning"
     if not counts.stay_finite:
-        share = counts.shares(tensor.format)["overflowed"]
+        share = counts.shares(tensor.format, own=True)["overflowed"]
         reason, severity = "range above", "error"
         said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
     return [Finding(tensor.key.node, tensor.name, reason, said, [],

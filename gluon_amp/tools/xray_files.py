@@ -192,7 +192,7 @@ def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
     """Returns the X-ray of a symbol with losses."""
     data, labels = batches[0]
     module = Module(convert_symbol(model.symbol, policy), data_names=model.inputs,
-                    label_names=model.labels, context=mx.cpu())
+                    label_names=model.labels, context=mx.cpu(), loss_scale="dynamic")
     module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
                 [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
     module.set_params(model.arguments, model.auxiliary)

@@ -1,0 +1,207 @@
+"""X-ray's headline and severity state what the training does: trained in the same test."""
+import json
+import math
+import re
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_amp.inspection.files import lines, rows
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+
+def dense():
+    return [nn.Dense(32, activation="relu"), nn.Dense(1)]
+
+
+def convolutions():
+    return [nn.Conv2D(4, 3, padding=1, activation="relu"), nn.Conv2D(1, 1)]
+
+
+def network(make=dense, policy="float16"):
+    mx.random.seed(3)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(*make())
+    net.initialize(mx.init.Xavier())
+    return amp.convert(net, policy)
+
+
+def regression(mean, spread=1.0, count=2):
+    rng = np.random.default_rng(0)
+    return [(nd.array(rng.normal(size=(32, 10))), nd.array(rng.normal(mean, spread, (32, 1))))
+            for _ in range(count)]
+
+
+def pixels(size, count=2):
+    rng = np.random.default_rng(0)
+    return [(nd.array(rng.normal(size=(2, 3, size, size))),
+             nd.array(rng.integers(0, 2, (2, 1, size, size)) * 4)) for _ in range(count)]
+
+
+def summed(output, label):
+    return ((output - label) ** 2).sum(axis=(1, 2, 3))
+
+
+def raises(net, batches, loss_fn, trainer=None):
+    """Whether 30 steps on these batches raise LossScaleError."""
+    trainer = trainer or amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9})
+    try:
+        for data, label in batches * (30 // len(batches)):
+            with autograd.record():
+                loss = loss_fn(net(data), label)
+            trainer.backward(loss)
+            trainer.step(len(data))
+    except amp.LossScaleError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("make", "batches", "loss_fn"), [
+    (dense, regression(500, 100), gluon.loss.L2Loss()),
+    (dense, regression(-900, 20), gluon.loss.L2Loss()),
+    (dense, regression(3e3), gluon.loss.L1Loss(weight=200)),
+    (convolutions, pixels(24), summed)])
+def test_training_near_scale_1_is_no_error(make, batches, loss_fn):
+    net = network(make)
+    view = amp.xray(net, batches, loss_fn)
+    assert view.window.high < 2 ** 7
+    assert view.verdict.startswith("Training runs")
+    assert (view.keep, view.severity in ("good", "warning")) == ([], True)
+    assert not raises(net, batches, loss_fn)
+
+
+@pytest.mark.parametrize(("make", "batches", "loss_fn"), [
+    (dense, regression(5e4), gluon.loss.L2Loss()),
+    (dense, regression(-3e5, 1e3), gluon.loss.L2Loss()),
+    (convolutions, pixels(200), lambda output, label: 4 * summed(output, label))])
+def test_training_that_overflows_at_scale_1_is_an_error(make, batches, loss_fn):
+    net = network(make)
+    view = amp.xray(net, batches, loss_fn)
+    assert (view.severity, view.keep) == ("error", [])
+    high = re.escape(f"2**{math.log2(view.window.high):g}")
+    assert re.fullmatch("Training raises LossScaleError, because gradients overflow at its "
+                        "smallest loss scale, 1: normalize the labels, take a mean instead of a "
+                        "sum in the loss, or use "
+                        rf"amp.DynamicLossScale\({high}, minimum=2\*\*-24\)", view.verdict)
+    assert raises(net, batches, loss_fn)
+    net = network(make)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
+                          loss_scale=amp.DynamicLossScale(view.window.high, minimum=2 ** -24))
+    assert not raises(net, batches, loss_fn, trainer)
+
+
+def test_trainer_with_lower_minimum_or_without_scale_is_judged_by_its_own():
+    batches, loss_fn = regression(5e4), gluon.loss.L2Loss()
+    for loss_scale, said in (
+            (amp.DynamicLossScale(minimum=2 ** -24), "Training runs: "),
+            (0.5, "Training raises LossScaleError, because gradients overflow at its smallest "
+                  "loss scale, 2^-1"),
+            (None, "Training writes NaN into the weights, because gradients overflow at its "
+                   "smallest loss scale, 1")):
+        net = network()
+        net(batches[0][0])
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-12},
+                              loss_scale=loss_scale)
+        assert amp.xray(net, batches[:1], loss_fn, trainer).verdict.startswith(said)
+
+
+def test_bfloat16_needs_no_loss_scale():
+    view = amp.xray(network(policy="bfloat16"), regression(5e4), gluon.loss.L2Loss())
+    assert (view.severity, view.findings) == ("good", [])
+    assert view.verdict.startswith("Training runs: ")
+
+
+class Parts(gluon.HybridBlock):
+    """Reads the columns of its data apart, as in a network of several features."""
+
+    def __init__(self):
+        super().__init__(prefix="parts_")
+        with self.name_scope():
+            self.one, self.two, self.out = nn.Dense(8), nn.Dense(8), nn.Dense(1)
+
+    def hybrid_forward(self, F, x):
+        left, right = F.slice_axis(x, axis=1, begin=0, end=4), F.slice_axis(x, axis=1, begin=4,
+                                                                            end=10)
+        return self.out(F.concat(self.one(left), self.two(right)))
+
+
+@pytest.mark.parametrize(("make", "factor", "size"), [
+    (dense, 2.0 ** 21, 22), (lambda: [Parts()], 2.0 ** 17, 18),
+    (lambda: [nn.Dense(32, weight_initializer=mx.init.Normal(1)), nn.Dense(1)], 2.0 ** 14, 15),
+    (lambda: [nn.Flatten(), *dense()], 2.0 ** 18, 19)])
+def test_large_data_are_named_and_nothing_is_kept(make, factor, size):
+    batches = [(data.clip(-3, 3) * factor, label) for data, label in regression(0)]
+    net = network(make)
+    view = amp.xray(net, batches, gluon.loss.L2Loss())
+    assert view.keep == []
+    assert {finding.node for finding in view.findings} == {"data"}
+    assert f"data reach 2^{size}, and " in view.verdict
+    assert view.verdict.endswith(" (input data): normalize them")
+    assert view.severity == "error"
+    assert "does not suit" not in str(view)
+    fixed = [(data / factor, label) for data, label in batches]
+    assert amp.xray(net, fixed, gluon.loss.L2Loss()).findings == []
+
+
+def test_large_numpy_data_are_named():
+    mx.npx.set_np()
+    try:
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4), nn.Dense(1))
+        net.initialize()
+        amp.convert(net)
+        data = mx.np.array(np.random.default_rng(0).normal(size=(8, 5))) * 2 ** 20
+        view = amp.xray(net, [(data, mx.np.zeros((8, 1)))], gluon.loss.L2Loss())
+    finally:
+        mx.npx.reset_np()
+    assert "normalize them" in view.verdict
+    assert view.keep == []
+
+
+def test_tiny_data_are_named():
+    batches = [(data * 1e-8, label) for data, label in regression(0)]
+    view = amp.xray(network(), batches, gluon.loss.L2Loss())
+    assert view.verdict.startswith("Training runs, with less accuracy than in float32: data are "
+                                   "rounded to ")
+    assert view.keep == []
+
+
+def test_text_and_tables_have_the_same_numbers(tmp_path):
+    """Also for numbers between 65504 and 2^16, of which rounding makes infinities."""
+    def forward(F, x):
+        return x * 2 ** 12
+    net = network(lambda: [nn.Dense(64), nn.HybridLambda(forward), nn.Dense(1)])
+    data = nd.array(np.random.default_rng(0).normal(size=(256, 10)) * 8)
+    view = amp.xray(net, [(data, nd.zeros((256, 1)))], gluon.loss.L2Loss())
+    finding = view.findings[0]
+    share, exponent = re.match(r"([\d.]+)% of .* lies beyond 65504, up to 2\^(\d+)",
+                               finding.detail).groups()
+    row = next(row for row in rows(view) if row["tensor"] == finding.tensor)
+    assert f"{row['overflowed']:.2%}" == f"{share}%"
+    assert row["largest"] == int(exponent)
+    line = next(line for line in lines(view)
+                if line.get("node") == finding.tensor and not line["backward"])
+    total = line["zero"] + line["infinite"] + line["nan"] + sum(n for _, n in line["bins"])
+    assert f"{line['overflowed'] / total:.2%}" == f"{share}%"
+    json.dumps(line)
+
+
+def test_headline_names_batches_that_training_skips():
+    (data, label), good = regression(0)
+    net = network(lambda: [nn.HybridLambda(lambda F, x: x * 256), nn.Dense(1)])
+    view = amp.xray(net, [(data * 256, label), good], gluon.loss.L2Loss())
+    assert view.verdict.startswith(
+        "Training skips 1 of 2 batches, because the loss is not finite: ")
+
+
+@pytest.mark.parametrize(("factor", "too"), [(1e30, True), (2.0 ** 20, False)])
+def test_explain_states_if_float32_is_not_finite_either(factor, too):
+    net = network()
+    data, label = regression(0)[0]
+    loss_fn = gluon.loss.L2Loss()
+    found = amp.explain(net, (data * factor, label), loss_fn)
+    assert found.in_float32 == too
+    assert str(found).endswith("not finite in float32 either: precision is not the cause") == too
