@@ -71,8 +71,24 @@ def test_runs_that_differ_in_seed_are_one_line_with_band():
     found = groups(seeds("float32", [70, 71, 72]) + seeds("float16", [70, 71, 72]))
     plot = plots(found)[0]
     assert plot.caption == (
-        "Validation error. Means; bands: 95 % intervals of the mean. At the end: "
-        "float32 (3 runs) 29.00% (26.52% to 31.48%); float16 (3 runs) 29.00% (26.52% to 31.48%).")
+        "Validation error. Means; bands: the range of fewer than 5 runs. At the end: "
+        "float32 (3 runs) 29.00% (28.00% to 30.00%); float16 (3 runs) 29.00% (28.00% to 30.00%).")
+    plot = plots(groups(seeds("float32", [70, 71, 72]) + seeds("float16", [*range(68, 75)])))[0]
+    assert "bands: 95 % intervals of the mean or the range of fewer than 5 runs." in plot.caption
+    assert "float16 (7 runs) 29.00% (27.00% to 31.00%)" in plot.caption
+
+
+def test_three_seeds_do_not_fill_a_plot_with_bands():
+    """Their intervals would: Student's t has 4.3 at two degrees of freedom, Wilson's are 56 points
+    wide."""
+    runs = seeds("float32", [70, 71, 72]) + seeds("float16", [70, 71, 73])
+    drawn = {plot.name: plot for plot in plots(groups(runs), accuracy=0.7)}
+    assert "PolyCollection" not in drawn["share_reached"].svg
+    assert "bands" not in drawn["share_reached"].caption
+    runs = seeds("float32", range(60, 72))
+    drawn = {plot.name: plot for plot in plots(groups(runs), accuracy=0.65)}
+    assert "bands: 95 % intervals (Wilson)." in drawn["share_reached"].caption
+    assert "PolyCollection" in drawn["share_reached"].svg
 
 
 def test_color_is_number_type_in_every_plot():
@@ -154,8 +170,8 @@ def test_charts_exist_only_for_values_that_change(tmp_path):
 
 
 def test_error_bands_end_at_0_percent():
-    plot, = plots(groups(seeds("float16", [90, 91, 92, 10])), charts=CHARTS[:1])
-    assert "float16 (4 runs) 29.25% (0.00% to 93.71%)" in plot.caption
+    plot, = plots(groups(seeds("float16", [90, 91, 92, 93, 10])), charts=CHARTS[:1])
+    assert re.search(r"float16 \(5 runs\) 24.80% \(0.00% to 7\d.\d\d%\)", plot.caption)
 
 
 def test_skipped_steps_axis_has_whole_numbers_and_full_band():

@@ -1,6 +1,7 @@
 """gluon_amp.reports.read: values from logs of each format."""
 import json
 import os
+import re
 import sys
 import tracemalloc
 from pathlib import Path
@@ -599,3 +600,15 @@ def test_nonfinite_values_are_ignored(tmp_path):
     line = '{"epoch": 0, "err_top1": NaN, "lr": Infinity, "seconds": 1%s}\n' % ("0" * 400)
     run, = read_text(tmp_path, line)
     assert run.epochs[0].top1 is run.epochs[0].lr is run.epochs[0].seconds is None
+
+
+@pytest.mark.parametrize("line", ['{"step": 10, "loss": 0.5}', '{"Epoch": 1, "Loss": 0.5}',
+                                  '[{"epoch": 0, "loss": 0.5}]'])
+def test_json_lines_of_other_forms_are_refused_with_the_form(line, tmp_path):
+    (tmp_path / "own.jsonl").write_text(f"{line}\n{line}\n")
+    with pytest.raises(ValueError, match=r"log\.jsonl \(docs/recipes\.md\)") as error:
+        read_logs([tmp_path / "own.jsonl"])
+    lines = re.findall(r"{.*?}", str(error.value).partition("recipes.md")[2])
+    (tmp_path / "own.jsonl").write_text("\n".join(lines))  # the lines in the message are valid
+    (run,) = read_logs([tmp_path / "own.jsonl"])
+    assert run.final == 60

@@ -11,6 +11,8 @@ from .runs import Run
 
 MOST_LINES = 8  # lines of a plot; more groups are drawn as quantiles
 MOST_POINTS = 200  # of one line
+FEW_RUNS = 5  # below it, intervals of the mean are far wider than the runs: the band is their range
+FEW_SHARED = 10  # below it, the interval of a share covers most of the plot: there is no band
 
 
 class Point(NamedTuple):
@@ -22,7 +24,8 @@ class Point(NamedTuple):
 
 @dataclass
 class Line:
-    """A line; `low` and `high` are the band around `y`, or None for a single run."""
+    """A line; `low` and `high` are the band around `y`, or None for a single run. With `is_range`
+    they are the lowest and the highest run."""
     name: str
     dtype: str
     model: str
@@ -32,6 +35,7 @@ class Line:
     low: Optional["np.ndarray[Any, Any]"] = None
     high: Optional["np.ndarray[Any, Any]"] = None
     recipes: int = 1  # more than one: y is a median
+    is_range: bool = False
 
 
 def pool(groups: Sequence[Group]) -> List[Tuple[str, List[Group]]]:
@@ -54,9 +58,10 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
          steps: bool = False) -> Optional[Line]:
     """Returns the line of these groups; `points` are those of each run, by its id.
 
-    For one group: the mean, and the 95 % interval of the mean. For several: the median, and the
-    quantiles from 5 to 95 %. With `steps` a value holds until the next point; the line is the
-    median, and the band is from the lowest to the highest value.
+    For one group: the mean, and the 95 % interval of the mean, or the range of fewer than FEW_RUNS
+    runs. For several: the median, and the quantiles from 5 to 95 %. With `steps` a value holds
+    until the next point; the line is the median, and the band is from the lowest to the highest
+    value.
     """
     each = [points[id(run)] for group in groups for run in group.runs if points[id(run)]]
     if not each:
@@ -72,6 +77,10 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
         made.low, made.y, made.high = np.nanquantile(y, [0.05, 0.5, 0.95], axis=0)
     elif steps and len(each) > 1:
         made.low, made.y, made.high = np.nanquantile(y, [0, 0.5, 1], axis=0)
+        made.is_range = True
+    elif 1 < len(each) < FEW_RUNS:
+        made.low, made.high = np.nanmin(y, 0), np.nanmax(y, 0)
+        made.is_range = True
     elif len(each) > 1:
         deviation = np.nanstd(y, 0) * np.sqrt(known / np.maximum(known - 1, 1))
         half = stats.t.ppf(0.975, np.maximum(known - 1, 1)) * deviation / np.sqrt(known)
@@ -122,7 +131,8 @@ def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray
 def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
             end: float) -> Optional[Line]:
     """Returns the share of finished runs that have reached an accuracy, with its 95 % interval
-    (Wilson). A run that was killed might have reached it, so it is left out."""
+    (Wilson) if there are at least FEW_SHARED runs. A run that was killed might have reached it, so
+    it is left out."""
     runs = [run for group in groups for run in group.finished or group.runs if run.best]
     if not runs:
         return None
@@ -134,11 +144,14 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
         counts.append(counts[-1] + when[at])
     xs.append(max(end, xs[-1]))
     counts.append(counts[-1])
-    each = [stats.binomtest(count, len(runs)).proportion_ci(method="wilson") for count in counts]
     first = groups[0]
-    return Line(name, first.dtype, first.model, len(runs), np.array(xs),
-                np.array(counts) / len(runs), np.array([ci.low for ci in each]),
-                np.array([ci.high for ci in each]))
+    made = Line(name, first.dtype, first.model, len(runs), np.array(xs),
+                np.array(counts) / len(runs))
+    if len(runs) >= FEW_SHARED:
+        each = [stats.binomtest(n, len(runs)).proportion_ci(method="wilson") for n in counts]
+        made.low, made.high = (np.array([getattr(ci, end) for ci in each])
+                               for end in ("low", "high"))
+    return made
 
 
 def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .colors import GREY, INK, color
 from .compare import Comparison, Group
-from .curves import Line, Point, line, pool, reached
+from .curves import FEW_RUNS, Line, Point, line, pool, reached
 from .runs import ACCURACY, FLOAT32, Run, headed, plain, unit_of_time
 from .verdict import in_points
 
@@ -43,6 +43,7 @@ ROOM = 0.07  # of a label, as a share of the axes' height
 HOVERED = 100  # points of each line in tooltips
 FORESTED = 20  # comparisons in the plot of differences
 CAPTIONED = 5  # comparisons in its caption
+BANDS = ("95 % intervals of the mean", f"the range of fewer than {FEW_RUNS} runs")
 
 
 @dataclass(frozen=True)
@@ -258,8 +259,10 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
     values = np.concatenate([one.y for one in lines])
     bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
                                       if band is not None)])
-    # bands of two runs can be much wider than the values; bands of steps are values
-    room = np.ptp(bands) if chart.steps else 0.4 * np.ptp(values)
+    # a range's ends are values; an interval or quantile can be much wider than the values
+    inside = np.concatenate([values, *(band for one in lines if one.is_range
+                                       for band in (one.low, one.high) if band is not None)])
+    room = 0.4 * np.ptp(inside)
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
@@ -276,7 +279,7 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylim(values.min() / 2, values.max() * 2)
     elif room:
-        low, high = max(bands.min(), values.min() - room), min(bands.max(), values.max() + room)
+        low, high = max(bands.min(), inside.min() - room), min(bands.max(), inside.max() + room)
         edge = 0.04 * (high - low)
         axes.set_ylim(0 if chart.scale.from_zero else low - edge, high + edge)
     elif chart.scale.from_zero:
@@ -351,13 +354,16 @@ def _words(chart: Chart, one: Line, i: int) -> str:
 def _caption(chart: Chart, lines: List[Line]) -> str:
     """Returns the caption: the meaning of bands, and the ends of the lines."""
     if chart.name == REACHED.name:
-        bands = " The share of runs that had reached it by then; bands: 95 % intervals (Wilson)."
+        bands = " The share of runs that had reached it by then" + (
+            "; bands: 95 % intervals (Wilson)." if any(one.low is not None for one in lines)
+            else ".")
     elif any(one.recipes > 1 for one in lines):
         bands = " Medians; bands: from 5 to 95 % of the runs."
     elif any(one.runs > 1 for one in lines) and chart.steps:
         bands = " Medians; bands: from the lowest to the highest."
     elif any(one.runs > 1 for one in lines):
-        bands = " Means; bands: 95 % intervals of the mean."
+        ranges = {one.is_range for one in lines if one.runs > 1}
+        bands = f" Means; bands: {' or '.join(BANDS[is_range] for is_range in sorted(ranges))}."
     else:
         bands = ""
     ends = "; ".join(f"{one.name}{f' ({one.runs} runs)' if one.runs > 1 else ''} "

@@ -50,6 +50,8 @@ LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
 STEPS = ("loss", "gradient_norm", "lr")
+EPOCH_LINE = '{"epoch": 0, "err_top1": 0.4, "loss": 1.2}'
+STEP_LINE = '{"epoch": 0, "batch": 19, "loss": 2.1}'
 # A number that was cut off must not pass for a shorter number nor, if another log continues in the
 # same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
@@ -149,7 +151,7 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """Reads the runs of a log. Without one, a ValueError names the first invalid line."""
-    reader, odd = _Reader(path, name), ""
+    reader, odd, is_json = _Reader(path, name), "", False
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
@@ -163,13 +165,16 @@ def read_log(path: Path, name: str) -> List[Run]:
                     waiting.append(line)
             elif not reader.other(line) and line.strip() and not odd:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
+                is_json = line.lstrip().startswith((b"{", b"["))
     began = bool(reader.runs or waiting or reader.header)
     runs = [run for run in reader.runs if run.epochs]
     if not runs:
+        json_lines = ". JSON lines of your own need the fields of log.jsonl (docs/recipes.md): " \
+            f"{EPOCH_LINE} for an epoch, {STEP_LINE} for a step" if is_json and not began else ""
         raise ValueError(f"{path} is no training log: " + (
             "it has no whole epoch" if began or not odd else f"its first odd line is {odd}") +
             ". Known: logs of GluonCV and MXNet's Module, log.jsonl, TensorBoard's event files, "
-            "CSV with a column epoch")
+            f"CSV with a column epoch{json_lines}")
     for i, run in enumerate(runs):
         if run.counts_from_1:
             run.count_from_0()
