@@ -49,6 +49,14 @@ def test_estimator_matches_training_loop(batches):
     assert made.val_metrics[0].get()[1] > 0.8
 
 
+def test_estimator_with_mxnets_batch_processor_is_refused_with_ours(batches):
+    net = network()
+    made = Estimator(net, LOSS, trainer=amp.Trainer(net.collect_params(), "sgd"))
+    made.logger.disabled = True
+    with pytest.raises(RuntimeError, match=r"pass batch_processor=BatchProcessor\(\) of gluon_amp"):
+        made.fit(batches, epochs=1)
+
+
 def test_too_large_scale_is_corrected_without_skipping_a_step(batches):
     net = network()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=amp.DynamicLossScale(2.0 ** 24))

@@ -1,5 +1,6 @@
 """amp.Trainer: loss scaling, gradient clipping and skipped steps; all else is as in Gluon."""
 import logging
+import re
 
 import gluon_amp as amp
 import mxnet as mx
@@ -583,6 +584,50 @@ def test_overflow_at_minimum_scale_raises_with_parameter_names():
         learn(net, trainer, ones(1e5), ones())
     assert all((v == 1).all() for v in values(net))
     assert trainer.skipped == 2
+
+
+def learn_often(net, trainer, *data):
+    for _ in range(20):
+        learn(net, trainer, *data)
+
+
+def raised(*args):
+    """The message of the LossScaleError of 20 steps."""
+    with pytest.raises(amp.LossScaleError) as error:
+        learn_often(*args)
+    return str(error.value)
+
+
+def test_overflow_at_smallest_scale_in_first_step_has_mean_of_loss_and_no_learning_rate():
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic())
+    loss = recorded(net, ones(1e5), ones()).mean().asscalar()
+    said = raised(net, trainer, ones(1e5), ones())
+    assert "No step has updated the weights, so the learning rate is not the cause" in said
+    assert "lower the learning rate" not in said
+    assert "states if float32 is not finite either" in said
+    shown = float(re.search(r"The mean of the loss is (\S+)\. ", said)[1])
+    assert shown == pytest.approx(float(loss), rel=1e-3)
+
+
+def test_overflow_at_smallest_scale_after_an_update_names_learning_rate(tmp_path):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
+                          loss_scale=dynamic())
+    assert learn(net, trainer, ones(1e-3), ones())
+    trainer.save_states(str(tmp_path / "one.states"))
+    loaded = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic())
+    loaded.load_states(str(tmp_path / "one.states"))
+    for one in (trainer, loaded):
+        assert "If the loss has grown, lower the learning rate" in raised(
+            net, one, ones(1e5), ones())
+
+
+def test_weights_that_are_not_finite_are_named():
+    net = One()
+    net.a.set_data(net.a.data() * np.nan)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic())
+    assert f"The weights are not finite in {net.a.name}. " in raised(net, trainer, ones(), ones())
 
 
 def test_nonfinite_loss_does_not_lower_scale(caplog):

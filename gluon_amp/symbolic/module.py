@@ -87,7 +87,7 @@ class _Module:
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
         self._workers = Workers(names=True)
-        self._step = Step(loss_scale, clip_norm, self._workers)
+        self._step = Step(loss_scale, clip_norm, self._workers, heads="outputs")
         self._checkpoint = files.Checkpoint(self._step)
 
     @property

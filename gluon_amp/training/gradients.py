@@ -66,7 +66,8 @@ class Gradients:
         if not self._step.begun:
             self._weights()  # raises if there is nothing to train
             raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
-                               "loss.backward(), before each step")
+                               "loss.backward(), before each step. With MXNet's Estimator, pass "
+                               "batch_processor=BatchProcessor() of gluon_amp.training.estimator")
         self.check_nobody_else()
 
     def check_nobody_else(self) -> None:

@@ -167,11 +167,12 @@ class DynamicLossScale(LossScale):
     def nothing_fits(self, parameters: Iterable[str]) -> str:
         """Returns the error message for gradients that overflow at the smallest scale."""
         return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
-               f"{self.minimum!r}: their float16 numbers overflow without any scaling. Keep " \
-               "these layers in float32 (convert(keep=...)), lower the learning rate, or give " \
+               f"{self.minimum!r}: normalize the labels, take a mean instead of a sum in the " \
+               "loss, keep these layers in float32 (convert(keep=...)), or give " \
                "DynamicLossScale a lower minimum. " \
                f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names the first node " \
-               "that is not finite, and gluon_amp.xray(net, [batch], loss_fn) what to keep"
+               "that is not finite, and states if float32 is not finite either; " \
+               "gluon_amp.xray(net, [batch], loss_fn) names what to keep"
 
     def search(self, overflows: Callable[[float], bool]) -> int:
         """Searches the scale of a step whose backward pass overflowed at the current one.

@@ -96,22 +96,25 @@ class Step:
     Attributes:
         loss_scale: the loss scale; a `LossScale` of 1 without scaling.
         workers: the workers, which sum gradients.
+        heads: the name in messages of the arrays at which backward passes start.
         max_norm: the norm to which each update is clipped; None for no clipping.
         skipped: the number of skipped steps.
         skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
+        has_updated: whether any step has updated, also before its state was saved.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         pending: the state since the last step.
     """
 
     def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
-                 workers: Workers) -> None:
+                 workers: Workers, heads: str = "loss") -> None:
         self.loss_scale = as_loss_scale(loss_scale)
-        self.workers = workers
+        self.workers, self.heads = workers, heads
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.skipped = self.skipped_in_a_row = 0
         self.updated = True
+        self.has_updated = False
         self.weights_replaced = False
         self.pending = Pending()
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
@@ -200,7 +203,8 @@ class Step:
             log.info("loss scale %s found in %d backward passes", found, passes)
         elif self.loss_scale.scale == before:  # and all were tried
             names = self.overflowed(backward.gradients)
-            self._warn_once("nothing fits", self.loss_scale.nothing_fits(names))
+            self._warn_once("nothing fits", self.loss_scale.nothing_fits(names)
+                            + self._circumstances(backward.gradients()))
 
     def follow(self, other: "Step") -> None:
         """Adopts the scale that another step with the same backward pass has settled."""
@@ -319,11 +323,11 @@ class Step:
                             "the network once before you create the Trainer to avoid this")
             elif self.updated:
                 update(self._multiplier(rescale_grad, gradients, sums))
-                self.skipped_in_a_row = 0
+                self.skipped_in_a_row, self.has_updated = 0, True
                 self.loss_scale.update(True)
             else:
                 clear()
-                self._skip()
+                self._skip(gradients)
         finally:
             self.forget()
             self.weights_replaced = False
@@ -357,16 +361,30 @@ class Step:
             multiplier *= max_norm / norm if norm > max_norm else 1.0
         return multiplier
 
-    def _skip(self) -> None:
+    def _circumstances(self, gradients: Sequence[Gradient]) -> str:
+        """Returns what narrows down the cause of gradients that are not finite: the mean of the
+        loss, weights that are not finite, and whether the learning rate can be the cause."""
+        losses = [to_float32(loss).asnumpy().ravel() for loss in self.pending.losses]
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = np.mean(np.concatenate(losses), dtype=np.float64) if losses else math.nan
+        weights = _not_finite(gradients, squares([g.weight for g in gradients]))
+        cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
+        if self.has_updated:
+            cause += "If the loss has grown, lower the learning rate"
+        else:
+            cause += "No step has updated the weights, so the learning rate is not the cause"
+        return f". The mean of the {self.heads} is {mean:.6g}. {cause}"
+
+    def _skip(self, gradients: Sequence[Gradient]) -> None:
         """Counts a skipped step. Raises LossScaleError if no scale helps."""
         before, names = self.loss_scale.scale, self._last_overflowed
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self._loss_is_to_blame():
-            reason = "the loss itself is not finite at any loss scale: check the data, the " \
-                     "learning rate, and what overflows in the network " \
-                     "(gluon_amp.explain(net, batch, loss_fn))"
-        elif self.loss_scale.back_off(names):
+            reason = "the loss itself is not finite at any loss scale: check the data. " \
+                     "gluon_amp.explain(net, batch, loss_fn) names what overflows, and states " \
+                     "if float32 is not finite either"
+        elif self._backs_off(names, gradients):
             # a dynamic scale skips single steps; several in a row are worth a warning
             several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
             log.log(logging.WARNING if several else logging.INFO,
@@ -384,9 +402,17 @@ class Step:
             reason = f"gradients are not finite{in_names(names)}, without a loss scale. " \
                      "gluon_amp.explain(net, batch, loss_fn) names the first node that is not " \
                      "finite"
+        reason += self._circumstances(gradients)
         if self.skipped_in_a_row >= PATIENCE:
             raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)
+
+    def _backs_off(self, names: Sequence[str], gradients: Sequence[Gradient]) -> bool:
+        """Lowers the loss scale. Returns False if it never changes."""
+        try:
+            return self.loss_scale.back_off(names)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error}{self._circumstances(gradients)}") from None
 
     def state(self) -> Dict[str, Any]:
         """Returns the state for files."""
@@ -402,7 +428,7 @@ class Step:
                              for key in ("skipped", "skipped_in_a_row"))
         if state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
-        self.skipped, self.skipped_in_a_row = skipped, in_a_row
+        self.skipped, self.skipped_in_a_row, self.has_updated = skipped, in_a_row, True
         self._last_overflowed, self.weights_replaced = (), False
         self.forget()
 
