@@ -92,6 +92,7 @@ def _import_mxnet() -> Any:
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
     _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)
+    _add_advice(mxnet.base, sys.modules["mxnet._ffi._ctypes.function"])
     return mxnet
 
 
@@ -108,6 +109,33 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
         return call(self, *inputs)
 
     function.__call__ = checked
+
+
+# Messages of MXNet about operands that differ in type or shape, and the advice for each.
+_FLOAT = r"(?:data type |= |type = |')?(?:bfloat16|float16|float32)'?"
+_ADVICE = (
+    (rf"(?:[Ee]xpected|Provided) {_FLOAT}(?:,| v\.s\.) (?:got|given|inferred) {_FLOAT}"
+     "|Operator where is missing FInferType",
+     "one array has 16 bits and another 32, such as parameter.data() of a converted network and a "
+     "float32 array. Cast it: parameter.data().astype('float32'). Or convert with the policy "
+     "'mixed_float16' or 'mixed_bfloat16', which leaves parameters in float32 (docs/errors.md)"),
+    (r"Incompatible attr in node \S+ at .*expected \[[\d,-]*\], got \[[\d,-]*\]",
+     "+, -, *, / and comparisons of symbols take equal shapes, those of arrays broadcast. In "
+     "hybrid_forward, use F.broadcast_mul(a, b), F.broadcast_add(a, b) and the like "
+     "(docs/errors.md)"))
+
+
+def _add_advice(base: Any, functions: Any) -> None:
+    """Adds advice to some of MXNet's error messages. Both modules raise them."""
+    theirs = base.get_last_ffi_error
+
+    @functools.wraps(theirs)
+    def get_last_ffi_error() -> Any:
+        error = theirs()
+        said = next((advice for found, advice in _ADVICE if re.search(found, str(error))), "")
+        return type(error)(f"{error}\ngluon_amp: {said}") if said else error
+
+    base.get_last_ffi_error = functions.get_last_ffi_error = get_last_ffi_error
 
 
 def _sum_in_float64(metric: Any) -> None:

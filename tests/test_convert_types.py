@@ -1,4 +1,6 @@
 """`convert`: which parameters and operators become float16, and which stay."""
+import re
+
 import gluon_amp as amp
 import mxnet as mx
 import networks
@@ -342,6 +344,110 @@ def test_network_that_cannot_be_traced_is_refused_with_remedy(forward, message):
     amp.convert(net)
     with pytest.raises(RuntimeError, match=f"never hybridized, and cannot.*{message}.*plain"):
         net(x)
+
+
+class Reads(gluon.HybridBlock):
+    """Reads a shape, values, or compares a symbol."""
+
+    def __init__(self, read, **kwargs):
+        super().__init__(**kwargs)
+        self.read = read
+
+    def hybrid_forward(self, F, x):
+        return self.read(x)
+
+
+@pytest.mark.parametrize("prefix", ["reader_", ""])
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("read", [
+    lambda x: x.reshape((x.shape[0], -1)), lambda x: x / x.size,
+    lambda x: x if float(x.mean().asscalar()) > 9 else x + 1])
+def test_block_that_reads_shapes_is_named_and_can_be_kept(read, hybridized, prefix):
+    inner, net = nn.HybridSequential(), nn.HybridSequential()
+    with net.name_scope():
+        inner.add(nn.Dense(8), Reads(read, prefix=prefix), nn.Dense(3))
+        net.add(inner, nn.Dense(2))
+    net.initialize()
+    amp.convert(net)
+    if hybridized:
+        net.hybridize()
+    x = mx.nd.ones((2, 4))
+    with pytest.raises(RuntimeError, match=r"The hybrid_forward of \w+ \(Reads\)") as error:
+        net(x)
+    assert ("without hybridize()" in str(error.value)) == hybridized
+    keep = re.search(r"keep=\[(.*?)\]", str(error.value))[1]
+    assert keep == (repr(inner[1].name) if prefix else "Reads")
+    amp.convert(net, keep=eval(keep, {"Reads": Reads}))
+    net.hybridize(active=False)
+    assert net(x).shape == (2, 2)
+    assert inner[0].weight.dtype == "float16"
+
+
+def test_network_without_hybrid_block_logs_that_nothing_changes(caplog):
+    class Plain(gluon.Block):
+        def __init__(self):
+            super().__init__()
+            self.weight = self.params.get("weight", shape=(4, 3))
+
+        def forward(self, x):
+            return mx.nd.dot(x, self.weight.data())
+    for net in (Plain(), nn.Sequential()):
+        net.initialize()
+        amp.convert(net)
+        text, = [r.getMessage() for r in caplog.records]
+        assert "convert changed nothing" in text
+        assert f"({type(net).__name__}) has no HybridBlock" in text
+        caplog.clear()
+    net.add(nn.Dense(3, in_units=4))  # converted when it is added
+    net.initialize()
+    assert net[0].weight.dtype == "float16"
+
+
+@pytest.mark.parametrize("operation", [
+    lambda a, b: a * b, lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a / b,
+    lambda a, b: a > b])
+def test_operation_of_symbols_that_broadcasts_names_its_replacement(operation):
+    class Gate(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return operation(x, F.slice_axis(x, axis=1, begin=0, end=1))
+    net, x = Gate(), mx.nd.ones((2, 4))
+    assert net(x).shape == (2, 4)
+    amp.convert(net)
+    with pytest.raises(mx.MXNetError, match=r"In hybrid_forward, use F\.broadcast_mul\(a, b\)"):
+        net(x)
+    with pytest.raises(mx.MXNetError, match=r"expected \[4\], got \[5\]$"):  # these never broadcast
+        mx.nd.elemwise_add(mx.nd.ones(4), mx.nd.ones(5)).wait_to_read()
+
+
+def mixed_by(what):
+    """Own code that mixes a converted network's float16 arrays with float32 ones."""
+    net = nn.Dense(3, in_units=4, prefix="one_")
+    net.initialize()
+    copies = {p: p.data().copy() for p in net.collect_params().values()}
+    twin = nn.Dense(3, in_units=4, prefix="one_", params=net.collect_params())
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    if what == "average":
+        return [0.9 * copy + 0.1 * p.data() for p, copy in copies.items()]
+    if what == "average in place":
+        return [copy.__iadd__(p.data()) for p, copy in copies.items()]
+    if what == "twin":
+        return twin(mx.nd.ones((2, 4)))
+    with autograd.record():
+        loss = gluon.loss.L2Loss()(net(mx.nd.ones((2, 4))), mx.nd.ones((2, 3))).mean()
+        if what == "penalty":
+            return loss + (net.weight.data() ** 2).sum()
+    trainer.backward(loss)
+    total = mx.nd.zeros(1)
+    for p in net.collect_params().values():
+        total = total + (p.grad() ** 2).sum()
+    return total
+
+
+@pytest.mark.parametrize("what", ["average", "average in place", "twin", "penalty", "norm"])
+def test_mixture_of_float16_and_float32_names_the_cast(what):
+    with pytest.raises(mx.MXNetError, match=r"parameter\.data\(\)\.astype\('float32'\)"):
+        mixed_by(what)
 
 
 @pytest.mark.parametrize("ask", [

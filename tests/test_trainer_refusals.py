@@ -242,9 +242,9 @@ def test_no_trainable_parameters_is_refused():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd")
     net.collect_params().setattr("grad_req", "null")
-    with pytest.raises(RuntimeError, match="nothing to train: all 2 parameters"):
+    with pytest.raises(RuntimeError, match="nothing to train: all parameters of"):
         trainer.backward(ones())
-    with pytest.raises(RuntimeError, match="nothing to train: all 2 parameters"):
+    with pytest.raises(RuntimeError, match="nothing to train: all parameters of"):
         trainer.step(1)
 
 

@@ -87,6 +87,10 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     for outer in _blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
+    if not any(isinstance(block, HybridBlock) for block in blocks):
+        log.warning("convert changed nothing: %s (%s) has no HybridBlock. float16 runs as a graph, "
+                    "so move the layers into HybridBlocks (hybrid_forward), in a plain Block or "
+                    "not", net.name, type(net).__name__)
     if asleep:
         log.info("%s: hybridized, because mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)

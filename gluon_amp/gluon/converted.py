@@ -12,6 +12,7 @@ import copy
 import copyreg
 import functools
 import logging
+import re
 import threading
 from dataclasses import replace
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -135,6 +136,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         except _ONLY_ARRAYS as error:
             if traced and self._may_run_imperatively():
                 raise _NoGraph from error
+            vars(error).setdefault(_BLOCK, self)  # the innermost, which reads a symbol as an array
             raise
         except _NoGraph as no_graph:
             if traced or self._amp.active:
@@ -208,15 +210,21 @@ class ConvertedHybridBlock(ConvertedBlock):
         try:
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
-            if self._amp.active:
-                raise
             if self._may_run_imperatively():
                 raise _NoGraph from error
+            block = vars(error).pop(_BLOCK, self)
+            kind, names = type(block).__name__, [each.name for each in blocks_in(self)]
+            kept = repr(re.escape(block.name)) if block.name and names.count(block.name) == 1 \
+                else kind
+            hybridized = "is hybridized" if self._amp.active else "was never hybridized"
+            without = ", without hybridize()" if self._amp.active else ""
             raise RuntimeError(
-                f"{self.name} was never hybridized, and cannot be traced to a graph, which a "
-                f"converted network requires: {str(error).strip() or type(error).__name__}. A "
-                "hybrid_forward cannot read shapes or values, and takes arrays only. Valid: a "
-                "plain gluon.Block, whose children are converted, or keep= with this block"
+                f"{self.name} {hybridized}, and cannot be traced to a graph, which a converted "
+                f"network requires. The hybrid_forward of {block.name or 'a block'} "
+                f"({kind}) reads shapes or values, or takes arrays only: "
+                f"{str(error).strip(' .') or type(error).__name__}. Valid{without}: "
+                f"amp.convert(net, keep=[{kept}]), which runs this block and those around it "
+                "imperatively in float32, or a plain gluon.Block, whose children are converted"
             ) from error
 
     def _first_trace(self, *args: Any) -> Trace:
@@ -378,6 +386,9 @@ def check_backend(backend: Optional[str]) -> None:
 
 # Errors of a hybrid_forward that accepts arrays only.
 _ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplementedForSymbol)
+
+
+_BLOCK = "block_of_gluon_amp"  # an attribute of such an error
 
 
 class _NoGraph(Exception):
