@@ -10,6 +10,7 @@ from .cpu.library import KernelError
 from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
+from .gluon.parameter import warn_of_plain_trainers
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.view import explain, xray
@@ -31,6 +32,7 @@ from .training.trainer import Trainer
 from .version import __version__ as __version__
 
 library.start()
+warn_of_plain_trainers()
 
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",

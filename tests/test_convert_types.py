@@ -632,6 +632,42 @@ def test_gluon_trainer_of_converted_network_warns_once(arguments, said, caplog):
         assert (words in "".join(texts)) == (words in said)
 
 
+@pytest.mark.parametrize(("policy", "said"), [
+    ("mixed_float16", "with no loss scale: gradients below 3e-8 are 0. "), ("mixed_bfloat16", ""),
+    ("tf32", ""), ("bfloat16", "with no float32 master weights: updates below 1/256 ")])
+def test_gluon_trainer_warns_for_each_policy(policy, said, caplog):
+    """Also if a later Trainer has the parameters, and after `allreduce_grads`."""
+    for by_hand in (False, True):
+        net = nn.Dense(3, in_units=4)
+        net.initialize()
+        amp.convert(net, policy)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
+        amp.Trainer(net.collect_params(), "sgd")
+        for _ in range(2):
+            with autograd.record():
+                loss = net(nd.ones((2, 4))).sum()
+            loss.backward()
+            if by_hand:
+                trainer.allreduce_grads()
+            (trainer.update if by_hand else trainer.step)(2)
+        texts = [r.getMessage() for r in caplog.records if r.name == "gluon_amp"]
+        assert len(texts) == bool(said)
+        assert said in "".join(texts)
+        caplog.clear()
+
+
+def test_gluon_trainer_of_restored_network_does_not_warn(caplog):
+    net = nn.Dense(3, in_units=4)
+    net.initialize()
+    amp.restore(amp.convert(net))
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        loss = net(nd.ones((2, 4))).sum()
+    loss.backward()
+    trainer.step(2)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("pair", [False, True])
 def test_trainer_with_loss_scale_does_not_warn(pair, caplog):
     net = nn.Dense(3, in_units=4)

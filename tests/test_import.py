@@ -217,7 +217,7 @@ def test_replaced_functions_of_mxnet_keep_names_and_docstrings():
     import mxnet as mx
     expected = {mx.nd.NDArray: ["asnumpy", "astype", "copyto", "_sync_copyfrom"],
                 mx.gluon.SymbolBlock: ["cast"], mx.gluon.Parameter: ["_load_init"],
-                mx.autograd.Function: ["__call__"]}
+                mx.autograd.Function: ["__call__"], mx.gluon.Trainer: ["step", "update"]}
     for owner, names in expected.items():
         for name in names:
             function = getattr(owner, name)

@@ -180,7 +180,8 @@ def _swap(block: Any, state: State) -> None:
     """Sets the state of a block of a converted class, and hybridizes it."""
     block._amp = state
     for parameter in block.params.values():  # the Trainer reads these
-        parameter.converted_by_gluon_amp = isinstance(block, HybridBlock)
+        parameter.converted_by_gluon_amp = \
+            state.policy if isinstance(block, HybridBlock) else None
         parameter.scales_of_gluon_amp = \
             state.scales if state.policy.scaling == "delayed" else None
     if isinstance(block, HybridBlock):

@@ -498,7 +498,7 @@ def restore_blocks(blocks: Iterable[Any]) -> None:
             block._clear_cached_op()
             block._active = block._amp.active
         for parameter in block.params.values():
-            parameter.converted_by_gluon_amp = False
+            parameter.converted_by_gluon_amp = None
             parameter.scales_of_gluon_amp = None
         block.__class__ = original_class(type(block))
         del block._amp

@@ -1,14 +1,15 @@
 """16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
+import functools
 import logging
 import sys
 import weakref
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Parameter
 from ..cpu.arrays import HALVES, dtype_name, to_float32, to_half
 from ..cpu.finite import beyond_float16
-from ..formats import Format
+from ..formats import FLOAT16, Format
 
 log = logging.getLogger("gluon_amp")
 
@@ -41,7 +42,6 @@ class ConvertedParameter(mx.gluon.Parameter):
         return _as_converted(super().grad(ctx))
 
     def list_grad(self) -> List[Any]:
-        _warn_of_plain_trainer(self._trainer, dtype_name(self._dtype))
         return [_as_converted(gradient) for gradient in super().list_grad()]
 
     def _reduce(self) -> Array:
@@ -78,26 +78,45 @@ class ConvertedParameter(mx.gluon.Parameter):
                                  f"{largest:.6g}")
 
 
-_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers
+_seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers that have taken a step
 
 
-def _warn_of_plain_trainer(trainer: Any, dtype: str) -> None:
-    """Warns once if MXNet's Trainer updates 16-bit weights without master weights, which MXNet has
-    for float16 only, or float16 weights without a loss scale."""
-    if trainer is None or trainer in _warned or not isinstance(trainer, mx.gluon.Trainer) \
-            or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
+def warn_of_plain_trainers() -> None:
+    """Makes MXNet's Trainer warn, once, if it trains a converted network without a loss scale or
+    without master weights."""
+    for name in ("step", "update"):
+        setattr(mx.gluon.Trainer, name, _after_a_look(getattr(mx.gluon.Trainer, name)))
+
+
+def _after_a_look(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def take_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in _seen:
+            _seen.add(self)
+            _warn_of_plain_trainer(self)
+        return theirs(self, *args, **kwargs)
+    return take_step
+
+
+def _warn_of_plain_trainer(trainer: Any) -> None:
+    """Warns of 16-bit weights without master weights, which MXNet has for float16 only, and of
+    float16 gradients without a loss scale."""
+    policies = {p: getattr(p, "converted_by_gluon_amp", None) for p in trainer._params
+                if p.grad_req != "null"}
+    found = [policy for policy in policies.values() if policy is not None]
+    if not found or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
         return
-    _warned.add(trainer)
+    low = {dtype_name(p.dtype) for p, policy in policies.items() if policy is not None} & {*HALVES}
     missing = []
-    float16 = dtype == "float16"
-    if not (float16 and trainer._optimizer.multi_precision):
+    if low - {"float16"} or low and not trainer._optimizer.multi_precision:
         missing.append("no float32 master weights: updates below "
-                       f"1/{2048 if float16 else 256} of a weight are lost")
-    if float16 and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
+                       f"1/{2048 if 'float16' in low else 256} of a weight are lost")
+    narrow = any(policy.gradient == FLOAT16 or policy.between == FLOAT16 for policy in found)
+    if narrow and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:
-        log.warning("gluon.Trainer updates a converted network's %s weights with %s. "
-                    "gluon_amp.Trainer has both", dtype, ", and with ".join(missing))
+        log.warning("gluon.Trainer trains a converted network with %s. gluon_amp.Trainer has both",
+                    ", and with ".join(missing))
 
 
 def cast(parameter: Parameter, dtype: str) -> None:
