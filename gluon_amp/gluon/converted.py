@@ -35,6 +35,7 @@ from ..graph.refusals import (
     devices_that_wait,
     dropout_in_loops,
 )
+from ..graph.sparse import declared, storage_types
 from .parameter import cast, complete_copy, follows, value_of
 from .state import Op, State, Trace, blocks_in, parameters_in
 
@@ -194,6 +195,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         """Traces the graph into `_cached_graph` and initializes the parameters."""
         parameters = dict(self.collect_params().items())
         self._get_symbols(*args)
+        arrays = [a for a in _flatten(args, "input")[0] if a is not None]
+        for i, storage in storage_types(arrays).items():
+            self._cached_graph[0][i]._set_attr(**declared(storage))
         clean = Graph.read(self._cached_graph[1])
         for name in clean.mutated() & parameters.keys():
             _keep_float32(parameters[name])
@@ -249,7 +253,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _op_for(self, structure: str, arrays: List[Any], args: Sequence[Any]) -> Op:
         """Returns the CachedOp for MXNet's current mode and for these arguments."""
-        trace = self._use_trace(str(structure), *args)
+        trace = self._use_trace(f"{structure}{storage_types(arrays) or ''}", *args)
         # MXNet's `forward` has set the current device to the first array's
         on_gpu = mx.context.current_context().device_type == "gpu"
         # by device, because check_device differs; the graph is the same

@@ -2,6 +2,7 @@
 
     for each node, inputs first:
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
+        with sparse tensors:                        the same; sparse tensors have no casts
         matrix work (convolution, dot, RNN):        cast its inputs to float16
         batched products, and operators without float16 kernels on a GPU:
             run in float32, cast the result back
@@ -23,6 +24,7 @@ from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
 from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
+from .sparse import sparse_nodes, touches_sparse
 
 KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 PRODUCT = "__gluon_amp_product__"  # the attribute of products that round their inputs
@@ -69,9 +71,12 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
 
 
 def float32_variables(graph: Graph, policy: Policy, kept: Collection[str]) -> Set[str]:
-    """Returns the variables that stay float32 because a norm or a kept node reads them."""
+    """Returns the variables that stay float32: sparse ones, and those that a norm, a kept node or
+    an operator with sparse tensors reads."""
     norms = operators.BATCH_NORMS | (operators.NORMS if policy.norm == FLOAT32 else frozenset())
-    return {e.node.name for node in graph.nodes() if node.op in norms or node.name in kept
+    sparse = sparse_nodes(graph)
+    return {e.node.name for node in graph.nodes()
+            if node.op in norms or node.name in kept or touches_sparse(node, sparse)
             for e in node.inputs if e.node.is_variable}
 
 
@@ -97,9 +102,12 @@ class _Casting:
         self.weak: Set[Entry] = set()
         self.wide: Set[Entry] = set()  # float32 because of a constant beyond float16
         self.exact: Set[Entry] = set()  # indices, counts, and results of these alone
+        self.sparse: Set[Node] = set()  # old and new nodes
         self.casts: Dict[Tuple[Entry, str], Entry] = {}
 
-    def run(self, graph: Graph) -> List[Entry]:
+    def run(self, graph: Graph, sparse: Collection[str] = ()) -> List[Entry]:
+        """Returns the new outputs. `sparse` names sparse variables that are not declared."""
+        self.sparse = sparse_nodes(graph, sparse)
         for node in graph.nodes():
             if node.is_variable:
                 self.types[Entry(node)] = self.variables.get(node.name)
@@ -112,6 +120,8 @@ class _Casting:
     def _made(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """Returns the outputs of a node with its casts, before and after it."""
         made = node.like(self._inputs(node, inputs))
+        if node in self.sparse:
+            self.sparse.add(made)
         exact: List[bool] = []  # for each output of a node with bodies: whether it is an index
         if node.subgraphs:
             made.subgraphs, exact = self._bodies(made)
@@ -165,7 +175,7 @@ class _Casting:
         return self.product
 
     def _kept(self, node: Node) -> bool:
-        return KEEP in node.attrs or node.name in self.keep
+        return KEEP in node.attrs or node.name in self.keep or touches_sparse(node, self.sparse)
 
     def output(self, entry: Entry) -> Entry:
         """Returns the entry in the type of the network's outputs; indices stay float32."""
@@ -174,8 +184,9 @@ class _Casting:
         return self.cast(entry, self.policy.output.type_name)
 
     def cast(self, entry: Entry, dtype: str) -> Entry:
-        """Returns the entry in this floating type; integers keep theirs."""
-        if self.types[entry] == dtype or self.types[entry] not in self.floats:
+        """Returns the entry in this floating type; integers and sparse tensors keep theirs."""
+        if self.types[entry] == dtype or self.types[entry] not in self.floats \
+                or entry.node in self.sparse:
             return entry
         if (entry, dtype) not in self.casts:
             made = self.casts[entry, dtype] = Entry(self._cast_node(entry, dtype))
@@ -256,8 +267,9 @@ class _Casting:
         for body in node.bodies(self.types):
             weak = {name for name, e in body.outside.items() if e in self.weak}
             wide = {name for name, e in body.outside.items() if e in self.wide}
+            sparse = {name for name, e in body.outside.items() if e.node in self.sparse}
             inner = _Casting(self.policy, body.types, weak, self.keep, wide)
-            bodies.append((inner, inner.run(body.graph)))
+            bodies.append((inner, inner.run(body.graph, sparse)))
         if node.op in ("_cond", "_while_loop"):  # MXNet requires a float32 condition
             condition, outputs = bodies[0]
             outputs[:] = [condition.cast(e, "float32") for e in outputs]

@@ -18,6 +18,7 @@ from ..gluon.convert import convert
 from ..graph.casts import KEEP, insert_casts
 from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
+from ..graph.sparse import sparse_nodes
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
 from .statistics import Key
@@ -70,6 +71,11 @@ def bound_module(module: Module) -> Module:
     if module._state_names:
         raise ValueError("xray does not support Modules with states. Received: state_names="
                          f"{module._state_names}")
+    sparse = sorted(node.name for node in sparse_nodes(Graph.read(module._symbol))
+                    if node.is_variable)
+    if sparse:
+        raise ValueError("xray supports dense arrays only. Received: a Module with the sparse "
+                         f"variables {listed(sparse)}")
     return module
 
 

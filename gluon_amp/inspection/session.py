@@ -33,6 +33,7 @@ from ..graph.build import build, cached_op
 from ..graph.casts import insert_casts
 from ..graph.graph import Graph
 from ..graph.refusals import check_device
+from ..graph.sparse import storage_types
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
 from ..training.gradients import clear_added
@@ -357,6 +358,9 @@ class Graphs:
 def split(batch: Batch) -> Tuple[List[Any], List[Any]]:
     """Splits a batch into the network's data and the labels of the loss."""
     parts = list(batch) if isinstance(batch, (list, tuple)) else [batch]
+    if storage_types(parts):
+        raise ValueError("xray, explain and search support dense arrays only. Received: "
+                         f"{', '.join(storage_types(parts).values())} data")
     if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
                             for array in arrays_of(parts)):
         raise ValueError("a batch is a tuple of arrays that are not empty: data first, and last "

@@ -11,6 +11,7 @@ from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
 from ..graph.casts import KEEP
 from ..graph.graph import CASTS, Entry, Graph, Node
+from ..graph.sparse import sparse_nodes, touches_sparse
 from ..symbolic.convert import declared_types
 
 
@@ -85,7 +86,7 @@ def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
           between: Format = FLOAT16) -> Types:
     """Returns the rows of a graph with casts, for its variables' types; `between` is the format of
     operators' results."""
-    found = graph.types(known)
+    found, sparse = graph.types(known), sparse_nodes(graph)
     made = Types()
     for node in graph.nodes():
         for body in node.bodies(found):
@@ -95,7 +96,8 @@ def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
         inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
         output = found.get(Entry(node)) or "unknown"
         casts = sum(e.node.op in CASTS for e in node.inputs)
-        rule = _rule(node, inputs, kept, between)
+        rule = "float32: sparse tensors" if touches_sparse(node, sparse) \
+            else _rule(node, inputs, kept, between)
         made.append(Row(node.name, node.op, inputs, output, rule, casts))
     return made
 
