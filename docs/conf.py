@@ -70,7 +70,7 @@ for name, value in {
 # Types without a page: from other packages, and parts of results
 nitpick_ignore_regex = [
     ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
-    ("py:class", r"gluon_amp\.(inspection|report|gpu|tools|training)\.\w+\.\w+")]
+    ("py:class", r"gluon_amp\.(inspection|reports|cuda|tools|training)\.\w+\.\w+")]
 
 
 def remove_any(app, what, name, obj, options, lines):

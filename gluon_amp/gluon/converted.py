@@ -105,7 +105,8 @@ class ConvertedBlock:
         net.summary(*inputs)
 
     def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
-        """Saves float32 parameters, which a float32 network loads too."""
+        """Saves the parameters as float32 arrays, which a float32 network loads too. 16-bit
+        parameters have rounded values; `Trainer.save_states` saves their master weights."""
         parameters = self._collect_params_with_prefix()
         if deduplicate:
             last = {p: name for name, p in parameters.items()}
@@ -225,7 +226,8 @@ class ConvertedHybridBlock(ConvertedBlock):
             raise RuntimeError(
                 f"{self.name} {hybridized}, and cannot be traced to a graph, which a converted "
                 f"network requires. The hybrid_forward of {block.name or 'a block'} "
-                f"({kind}) reads shapes or values, or takes arrays only: "
+                f"({kind}), or a hook of a block in it, reads shapes or values, or takes arrays "
+                "only: "
                 f"{str(error).strip(' .') or type(error).__name__}. Valid{without}: "
                 f"amp.convert(net, keep=[{kept}]), which runs this block and those around it "
                 "imperatively in float32, or a plain gluon.Block, whose children are converted"
@@ -345,7 +347,8 @@ class ConvertedHybridBlock(ConvertedBlock):
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads.
 
-        The graph is the one that ran last, in training or in prediction.
+        The graph is the one that ran last, in training or in prediction. Values of 16-bit
+        parameters are rounded ones, in float32 arrays.
 
         Args:
             path: the path without its suffix.
