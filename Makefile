@@ -16,6 +16,7 @@
 # make test-mxnet-numpy MXNET_TESTS=FOLDER   the tests that depend on numpy, with the installed numpy
 # make results   write results/imagenet, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
+# make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
 # make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
 # make horovod   build Horovod for MXNet into .venv, in two minutes
@@ -43,7 +44,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-transfer results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -120,6 +121,9 @@ test-gpu: .venv/test $(CUDA_WHEEL)
 		$(BIN)/pytest -q tests/gpu
 	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
 		$(BIN)/pytest -q tests/gpu_computing
+
+test-transfer: .venv/test $(CUDA_WHEEL)
+	@$(BIN)/python -W ignore tests/transfer_size.py $(or $(PACK),$(error PACK=FILE: a compressed pack of kernels))
 
 results-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore results/gpu/run.py
