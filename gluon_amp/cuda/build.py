@@ -16,6 +16,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Set
@@ -128,7 +129,8 @@ class Builder:
         """Returns the PTX of a source's first kernels, named as in the wheel."""
         kept = self.folder / "compiled" / f"{source.index:03d}-{_key(self.inputs, source.name)}.gz"
         if kept.exists():
-            return gzip.decompress(kept.read_bytes()).decode()
+            with contextlib.suppress(OSError, EOFError, zlib.error):  # damaged: compiled again
+                return gzip.decompress(kept.read_bytes()).decode()
         with self._scratch() as scratch:
             made = Path(scratch, "made.ptx")
             include = [self.tree / path for path in sources.INCLUDE]
@@ -247,8 +249,8 @@ def build(architectures: Sequence[str], source: Optional[Path] = None, jobs: Opt
     if unknown or not architectures:
         raise ValueError(f"--arch must be of {', '.join(ARCHITECTURES)}. "
                          f"Received: {', '.join(unknown) or 'none'}")
-    if output is not None and not output.is_dir():
-        raise FileNotFoundError(f"--output must be a folder. Received: {output}")
+    if output is not None and not (output.is_dir() and os.access(output, os.W_OK)):
+        raise FileNotFoundError(f"--output must be a writable folder. Received: {output}")
     if source is not None:
         sources.check(source)
     toolkit = find()
@@ -287,7 +289,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _check_space(folder: Path, architectures: Sequence[str]) -> None:
-    needed = 1000 + 1500 * len(architectures)  # megabytes: parts and packs
+    needed = 300 + 800 * len(architectures)  # megabytes: PTX; parts and a pack of each
     free = shutil.disk_usage(folder).free // 10**6
     kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 10**6
     if free + kept < needed:

@@ -4,6 +4,7 @@ nvcc 13.0 compiles to PTX with the headers of CUDA 11.8. It comes from `pip inst
 'gluon-amp[cuda-build]'`, else from PATH. ptxas compiles PTX for one architecture: for 9.0 that of
 CUDA 11.8, whose code drivers from 520 on load, else that of nvcc.
 """
+import importlib.util
 import os
 import re
 import shutil
@@ -43,7 +44,7 @@ def find(packages: Optional[Path] = None) -> Toolkit:
     Args:
         packages: the folder `nvidia` of NVIDIA's packages. Default: that of this Python.
     """
-    packages = packages or Path(sysconfig.get_path("purelib"), "nvidia")
+    packages = packages or _packages()
     missing = [header for name, header in _PACKAGES.items()
                if not (packages / name / "include" / header).exists()]
     if missing:
@@ -54,7 +55,8 @@ def find(packages: Optional[Path] = None) -> Toolkit:
     version = re.search(r"#define CUDART_VERSION\s+(\d+)", runtime)
     if version is None or version.group(1) != "11080":
         raise ValueError(f"{packages}/cuda_runtime must be of CUDA 11.8 (CUDART_VERSION 11080). "
-                         f"Received: {version.group(1) if version else 'no version'}. {INSTALL}")
+                         f"Received: {version.group(1) if version else 'no version'}. In a new "
+                         f"virtual environment: {INSTALL}")
     nvcc = compiler(_nvcc(packages))
     if not nvcc.version.startswith("13."):
         raise ValueError(f"building kernels needs nvcc 13. Received: {nvcc.path}, version "
@@ -63,6 +65,13 @@ def find(packages: Optional[Path] = None) -> Toolkit:
     return Toolkit(nvcc, compiler(nvcc.path.with_name("ptxas")),
                    compiler(old) if old.exists() else None,
                    [packages / name / "include" for name in _PACKAGES])
+
+
+def _packages() -> Path:
+    spec = importlib.util.find_spec("nvidia")
+    roots = [Path(root) for root in (spec and spec.submodule_search_locations) or ()]
+    return next((root for root in roots if (root / "cuda_runtime").exists()),
+                Path(sysconfig.get_path("purelib"), "nvidia"))
 
 
 def _nvcc(packages: Path) -> Path:
