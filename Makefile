@@ -18,6 +18,7 @@
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
+# make test-cuda-libraries   resolve MXNet's imports in CUDA 11.8 and 13 and compare their headers; downloads 3.7 GB once
 # make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   long tests of many workers: 4 ranks, 500 steps, 20 starts of each kind
@@ -28,7 +29,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/*)
+BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/* \
+	gluon_amp/cuda/*.cc gluon_amp/cuda/*.h gluon_amp/cuda/*.txt gluon_amp/cuda/forward/*)
 
 # training and inference, without tests that start processes, which are not sanitized
 SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_operators.py \
@@ -44,7 +46,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-transfer results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -121,6 +123,10 @@ test-gpu: .venv/test $(CUDA_WHEEL)
 		$(BIN)/pytest -q tests/gpu
 	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
 		$(BIN)/pytest -q tests/gpu_computing
+	$(BIN)/python -W ignore tests/newer_gpus.py $(GLUON_AMP_CACHE)
+
+test-cuda-libraries: .venv/test
+	$(BIN)/python -W ignore tests/cuda_libraries.py $(GLUON_AMP_CACHE)
 
 test-transfer: .venv/test $(CUDA_WHEEL)
 	@$(BIN)/python -W ignore tests/transfer_size.py $(or $(PACK),$(error PACK=FILE: a compressed pack of kernels))
@@ -210,4 +216,4 @@ endef
 	touch $@
 
 clean:
-	rm -rf .venv .sanitize .zoo .pythons build dist *.egg-info gluon_amp/cpu/*.so docs/_build
+	rm -rf .venv .sanitize .zoo .pythons build dist *.egg-info gluon_amp/cpu/*.so gluon_amp/cuda/*.so docs/_build

@@ -1,4 +1,5 @@
-"""Compiles the engine, one library for all instruction sets; pyproject.toml has the rest."""
+"""Compiles the engine, one library for all instruction sets, and the libraries that load CUDA;
+pyproject.toml has the rest."""
 import contextlib
 import hashlib
 import importlib.util
@@ -15,7 +16,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CPU = Path("gluon_amp", "cpu")
+CPU, CUDA = Path("gluon_amp", "cpu"), Path("gluon_amp", "cuda")
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
 # `make sanitize` detects out-of-bounds accesses and undefined behaviour with these flags, except
@@ -27,6 +28,10 @@ AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 VARIANTS = {  # as in gluon_amp/cpu/library.py
     "portable": [], "avx2": AVX2,
     "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+# Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
+FORWARDED = {"libcublas.so.11": "", "libcusolver.so.11": "", "libcufft.so.10": "",
+             "libcudnn.so.8": "cudnn.cc", "libnvrtc.so.11.2": "nvrtc.cc",
+             "libnvToolsExt.so.1": "nvtx.cc"}
 # The macros of MXNet's wheels: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
@@ -98,11 +103,11 @@ def keep(made: str, kept: Path) -> None:
     new.replace(kept)
 
 
-class BuildEngine(build_ext):
-    """Builds the engine, a library for MXNet and not a Python module, so its name has no ABI.
+class BuildLibraries(build_ext):
+    """Builds libraries that are no Python modules, so their names have no ABI.
 
-    The folder $GLUON_AMP_OBJECTS caches objects by the digest of their sources, flags and
-    compiler.
+    The folder $GLUON_AMP_OBJECTS caches the engine's objects by the digest of their sources, flags
+    and compiler.
     """
 
     def get_ext_filename(self, fullname):
@@ -110,6 +115,35 @@ class BuildEngine(build_ext):
 
     def build_extension(self, ext):
         check_machine(self.compiler)
+        if ext.name.startswith("gluon_amp.cpu."):
+            self.build_engine(ext)
+        else:
+            self.build_cuda(ext)
+
+    def build_cuda(self, ext):
+        """Builds a library that precedes, or replaces, one of CUDA's."""
+        folder = Path(self.build_temp, ext.name)
+        folder.mkdir(parents=True, exist_ok=True)
+        exports, macros, linked = folder / "exports", [], []
+        library = next((name for name in FORWARDED if ext.name.endswith(module(name))), None)
+        if library is None:  # without symbol versions, its functions match references with any
+            exports.write_text("{ global: __cuda*; cuda*; gluon_amp_*; local: *; };\n")
+        else:
+            rows = [line.split() for line in (CUDA / "functions.txt").read_text().splitlines()]
+            names = [row[1] for row in rows if row[0] == library]
+            listed = folder / "functions.h"
+            listed.write_text("".join(f"FUNCTION({name})\n" for name in names))
+            exports.write_text(f"{library} {{ global: {'; '.join(names)}; gluon_amp_*; local: *; "
+                               "};\n")
+            macros, linked = [("FUNCTIONS", f'"{listed.resolve()}"')], [f"-Wl,-soname,{library}"]
+        objects = self.compiler.compile(ext.sources, output_dir=str(folder), macros=macros,
+                                        extra_postargs=[*FLAGS, "-O2"], depends=ext.depends)
+        self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name),
+                                         target_lang="c++", extra_postargs=[
+                                             *linked, f"-Wl,--version-script={exports}",
+                                             "-Wl,--no-as-needed,-ldl"])
+
+    def build_engine(self, ext):
         mxnet = mxnet_folder()
         headers = []
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
@@ -176,8 +210,25 @@ def wheel_command():
     return {"bdist_wheel": AnyPython3}
 
 
+def module(library):
+    """Returns the file, without suffix, that replaces a library of CUDA."""
+    return "_" + library.partition(".")[0]
+
+
+def cuda_extension(name, *sources):
+    return Extension(f"gluon_amp.cuda.{name}", language="c++",
+                     sources=[str(CPU / "portable.cc"), *(str(CUDA / name) for name in sources)],
+                     depends=[str(CUDA / name) for name in ("functions.txt", "dl.h",
+                                                            "forward/forward.h")])
+
+
 setup(
-    ext_modules=[Extension("gluon_amp.cpu._engine",
-                           [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++")],
-    cmdclass={"build_ext": BuildEngine, **wheel_command()},
+    ext_modules=[
+        Extension("gluon_amp.cpu._engine",
+                  [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++"),
+        cuda_extension("_kernels", "kernels.cc"),
+        *(cuda_extension(module(library), "forward/forward.cc",
+                         *([f"forward/{own}"] if own else []))
+          for library, own in FORWARDED.items())],
+    cmdclass={"build_ext": BuildLibraries, **wheel_command()},
 )

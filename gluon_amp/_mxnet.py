@@ -1,27 +1,24 @@
 """Imports MXNet, or raises an ImportError with the reason and the remedy.
 
-MXNet 1.9.1 predates numpy 1.24 and Python's CUDA wheels. This module first loads the CUDA 11
-libraries of the `[cu112]` extra. It sets `MXNET_SAFE_ACCUMULATION` to 1 (float16 sums in float32)
-and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor), unless the user has set
-them. MXNet gets the names that numpy has removed (`_numpy.py`); numpy itself does not change.
+MXNet 1.9.1 predates numpy 1.24, Python's CUDA wheels and GPUs of capability 9.0. `cuda/load.py`
+loads CUDA libraries and kernels for the visible GPUs. This module sets `MXNET_SAFE_ACCUMULATION` to
+1 (float16 sums in float32) and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor),
+unless the user has set them. MXNet gets the names that numpy has removed (`_numpy.py`); numpy
+itself does not change.
 Modules of this package import `mx` and `np` from here.
 """
-import ctypes
 import functools
 import os
 import re
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
 import numpy as np
 
 from . import _numpy
+from .cuda import load
 
-# The folders of NVIDIA's wheels, in order of their dependencies.
-_CUDA_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn",
-                "nccl", "nvtx")
 # System libraries of MXNet's wheels, and their packages in Debian and Ubuntu.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
 # MXNet's wheels require numpy below 2, and so Python below 3.13
@@ -44,27 +41,13 @@ def _check_environment(builds: List[str]) -> None:
             f"Remove both and install one: pip uninstall -y {' '.join(builds)}; {_INSTALL}")
 
 
-def _load_cuda_wheels() -> None:
-    """Loads CUDA 11 from wheels if they are installed; only the driver must be on the system."""
-    try:
-        import nvidia  # the namespace package of NVIDIA's wheels
-    except ImportError:
-        return
-    for folder in _CUDA_WHEELS:
-        for root in nvidia.__path__:
-            for library in sorted(Path(root, folder, "lib").glob("lib*.so*")):
-                with suppress(OSError):  # the import of MXNet reports a missing library
-                    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
 def _import_mxnet() -> Any:
     builds = installed_builds()
     _check_environment(builds)
     _numpy.install()
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
-    if any("cu" in build for build in builds) and "RECORDING_GPU_LOG" not in os.environ:
-        _load_cuda_wheels()
+    load.prepare(builds)
     if "mxnet" not in sys.modules:  # a failed import leaves some of its modules
         for name in [n for n in sys.modules if n.startswith("mxnet.")]:
             del sys.modules[name]
@@ -89,6 +72,7 @@ def _import_mxnet() -> Any:
                               f"{_SYSTEM[missing]}") from error
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
                           "pip install 'gluon-amp[cu112]'") from error
+    load.check()
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
     _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)

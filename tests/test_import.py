@@ -234,7 +234,8 @@ def test_no_function_hides_a_module():
 import importlib, pkgutil, sys
 import gluon_amp
 for info in pkgutil.walk_packages(gluon_amp.__path__, "gluon_amp."):
-    if not info.name.endswith(("._engine", "__main__")):
+    file = info.module_finder.find_spec(info.name).origin
+    if not file.endswith((".so", "__main__.py")):
         importlib.import_module(info.name)
 for name, module in sorted(sys.modules.items()):
     package, _, last = name.rpartition(".")

@@ -1,6 +1,7 @@
 """Runs a command with MXNet's CUDA build on a recording GPU.
 
-    python -m gluon_amp.cuda [--devices N] [--capability SM] [--log FILE] [--compute] COMMAND ...
+    python -m gluon_amp.cuda [--devices N] [--capability SM[,SM...]] [--log FILE] [--compute]
+                             COMMAND ...
 """
 import argparse
 import os
@@ -13,7 +14,9 @@ from .environment import environment
 def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m gluon_amp.cuda")
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--capability", type=int, default=70)
+    parser.add_argument("--capability", type=lambda text: [*map(int, text.split(","))],
+                        default=[70], metavar="SM[,SM...]",
+                        help="compute capability of the GPUs, such as 90; or of each: 86,90")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--compute", action="store_true",
                         help="execute the recorded calls on the host")

@@ -3,7 +3,7 @@ import os
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Dict, Optional
+from typing import Dict, Optional, Sequence, Union
 
 from ..files import new_folder
 from .stubs import build
@@ -35,22 +35,24 @@ def cuda_mxnet() -> Path:
     return folder
 
 
-def environment(log: Optional[Path] = None, devices: int = 1, capability: int = 70,
-                gigabytes: int = 16, compute: bool = False) -> Dict[str, str]:
+def environment(log: Optional[Path] = None, devices: int = 1,
+                capability: Union[int, Sequence[int]] = 70, gigabytes: int = 16,
+                compute: bool = False) -> Dict[str, str]:
     """Returns the environment variables of a new process.
 
     Args:
         log: the file of recorded calls.
         devices: the number of GPUs.
-        capability: their compute capability: 70 for 7.0.
+        capability: their compute capability: 70 for 7.0; or one for each, the last for the rest.
         gigabytes: the memory of each.
         compute: whether to execute the calls on the host.
     """
     mxnet = cuda_mxnet()
-    made = {**os.environ, "RECORDING_GPU_COUNT": str(devices), "RECORDING_GPU_SM": str(capability),
+    capabilities = [capability] if isinstance(capability, int) else capability
+    made = {**os.environ, "RECORDING_GPU_COUNT": str(devices),
+            "RECORDING_GPU_SM": ",".join(map(str, capabilities)),
             "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or ""),
             "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(cache())}
-    for name, first in (("PYTHONPATH", mxnet),
-                        ("LD_LIBRARY_PATH", build(mxnet / "mxnet" / "libmxnet.so", cache()))):
+    for name, first in (("PYTHONPATH", mxnet), ("LD_LIBRARY_PATH", build(cache()))):
         made[name] = os.pathsep.join(filter(None, [str(first), os.environ.get(name)]))
     return made

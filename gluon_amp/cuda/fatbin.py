@@ -39,6 +39,11 @@ class Entry(NamedTuple):
         _, _, _, data, packed, *_, size = _ENTRY.unpack_from(self.data)
         return size if packed else data
 
+    @property
+    def abi(self) -> int:
+        """The ABI version of the ELF file; of PTX, the minor version."""
+        return int(_ENTRY.unpack_from(self.data)[6])
+
     def relabelled(self, arch: int) -> "Entry":
         """Returns the same code under another architecture."""
         fields = list(_ENTRY.unpack_from(self.data))

@@ -6,7 +6,6 @@ implementation record their names and return 0.
 """
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -16,26 +15,27 @@ from pathlib import Path
 from typing import Dict, List
 
 from ..files import new_folder
+from .libraries import functions
 
 SOURCES = [Path(__file__).with_name(name) for name in ("record", "compute")]
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcudnn.so.8",
              "libcufft.so.10", "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2",
-             "libnvToolsExt.so.1", "libnccl.so.2")
+             "libnvToolsExt.so.1", "libnccl.so.2", "libnvidia-ml.so.1")
 _FLAGS = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
           "-Wno-unused-parameter"]
-_OF_CUDA = re.compile("cu([A-Z]|da|blas|dnn|rand|fft|solver)|__cuda|nvrtc|nccl|nvtx")
-# Functions that libmxnet.so does not import: `gluon-amp doctor` and recording.py call them.
-_UNVERSIONED = ("recording_gpu_*", "cuInit", "cuDriverGetVersion", "cuDeviceGetCount",
+# Functions that libmxnet.so does not import: `gluon-amp doctor`, recording.py and devices.py call
+# them.
+_UNVERSIONED = ("recording_gpu_*", "nvml*", "cuInit", "cuDriverGetVersion", "cuDeviceGetCount",
                 "cuDeviceGetName", "cuDeviceGetAttribute", "cuDeviceTotalMem_v2")
 
 
-def build(libmxnet: Path, cache: Path) -> Path:
-    """Returns the folder with the stubs for a library, for LD_LIBRARY_PATH; builds it if needed."""
+def build(cache: Path) -> Path:
+    """Returns the folder with the stubs, for LD_LIBRARY_PATH; builds it if needed."""
     compiler = os.environ.get("CXX", "g++")
     for command in (compiler, "nm"):
         if shutil.which(command) is None:
             raise FileNotFoundError(f"building the recording GPU needs {command}: apt install g++")
-    wanted = _imports(libmxnet)
+    wanted = sorted(function.symbol for function in functions())
     sources = sorted(path for folder in SOURCES for path in folder.glob("*.cc"))
     digest = hashlib.sha256(repr((wanted, _FLAGS)).encode())
     headers = sorted(path for folder in SOURCES for path in folder.glob("*.h"))
@@ -54,13 +54,6 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise OSError(f"{command[0]} fails: {done.stderr.strip()[-2000:]}")
     return done.stdout
-
-
-def _imports(libmxnet: Path) -> List[str]:
-    """Returns the functions that it imports from CUDA's libraries, as NAME or NAME@VERSION."""
-    lines = _run("nm", "-D", "--undefined-only", str(libmxnet)).splitlines()
-    names = [line.split()[-1].replace("@@", "@") for line in lines]
-    return sorted(filter(_OF_CUDA.match, names))
 
 
 def _build(compiler: str, sources: List[Path], wanted: List[str], folder: Path) -> None:

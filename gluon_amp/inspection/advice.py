@@ -80,11 +80,10 @@ class Training(NamedTuple):
     """The training that an X-ray judges.
 
     Attributes:
-        smallest, largest: its smallest and its largest loss scale.
+        smallest: its smallest loss scale.
         checks: whether it skips steps with gradients that are not finite.
     """
     smallest: float = 1.0
-    largest: float = 2.0 ** 24
     checks: bool = True
 
     @classmethod
@@ -94,9 +93,8 @@ class Training(NamedTuple):
             return cls()
         step = getattr(trainer, "_step", None)
         if step is None:  # MXNet's
-            return cls(largest=1.0, checks=False)
-        scale = step.loss_scale
-        return cls(getattr(scale, "minimum", scale.scale), getattr(scale, "maximum", scale.scale),
+            return cls(checks=False)
+        return cls(getattr(step.loss_scale, "minimum", step.loss_scale.scale),
                    step.checks_gradients)
 
     @property
@@ -107,7 +105,7 @@ class Training(NamedTuple):
     @property
     def ends(self) -> str:
         """The smallest loss scale as text."""
-        return as_power(self.smallest) if self.smallest != 1 else "1"
+        return f"{self.smallest:g}" if self.smallest >= 1 else as_power(self.smallest)
 
 
 class Window(NamedTuple):

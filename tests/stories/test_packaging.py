@@ -66,18 +66,23 @@ def test_one_wheel_serves_every_python_3_with_glibc_2_27(built):
 
 def test_wheel_contains_every_module_and_type_marker(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cuda/record/record.cc",
-                              "gluon_amp/cuda/record/record.h"} <= built.in_wheel
+                              "gluon_amp/cuda/record/record.h",
+                              "gluon_amp/cuda/functions.txt"} <= built.in_wheel
 
 
-def test_wheel_contains_one_library_and_no_openmp_runtime(built):
-    kernels = {name for name in built.in_wheel if ".so" in name}
-    assert kernels == {"gluon_amp/cpu/_engine.so"}
+def test_wheel_contains_its_libraries_and_no_openmp_runtime(built):
+    libraries = {name for name in built.in_wheel if ".so" in name}
+    assert libraries == {"gluon_amp/cpu/_engine.so", *(
+        f"gluon_amp/cuda/_{name}.so" for name in (
+            "kernels", "libcublas", "libcudnn", "libcufft", "libcusolver", "libnvToolsExt",
+            "libnvrtc"))}
 
 
 def test_sdist_contains_all_build_inputs(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/native.h", "setup.py",
-                              "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md",
-                              "CONTRIBUTING.md", "CITATION.cff"} \
+                              "gluon_amp/cuda/forward/forward.h", "gluon_amp/cuda/functions.txt",
+                              "gluon_amp/cuda/kernels.cc", "pyproject.toml", "LICENSE",
+                              "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"} \
         <= built.in_sdist
 
 
@@ -159,6 +164,8 @@ def test_only_changed_sources_are_recompiled(tmp_path):
     compiler, log, cpu = tmp_path / "compiler", tmp_path / "log", tmp_path / "gluon_amp" / "cpu"
     shutil.copy(ROOT / "setup.py", tmp_path)
     (cpu / "kernels").mkdir(parents=True)
+    shutil.copytree(ROOT / "gluon_amp" / "cuda", tmp_path / "gluon_amp" / "cuda")
+    shutil.copy(ROOT / "gluon_amp" / "cpu" / "portable.cc", cpu)
     for name in ("one.cc", "two.cc", "header.h", "kernels/three.cc", "kernels/own.h"):
         (cpu / name).write_text("// as it was")
     compiler.write_text(f"""#!/bin/sh
@@ -168,14 +175,15 @@ while [ $# -gt 1 ]; do
 done""")
     compiler.chmod(0o755)
 
-    def compiled():
+    def compiled():  # of the engine
         log.write_text("")
         output(sys.executable, "setup.py", "build_ext", cwd=tmp_path, CC=str(compiler),
                CXX=str(compiler), GLUON_AMP_OBJECTS=str(tmp_path / "objects"))
-        return sorted(Path(line).name for line in log.read_text().splitlines())
+        return sorted(Path(line).name for line in log.read_text().splitlines()
+                      if "/cuda/" not in line and "portable.cc" not in line)
 
     assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]  # 3 instruction sets, 2 types
-    assert len(list((tmp_path / "objects").iterdir())) == 8
+    assert len(list((tmp_path / "objects").iterdir())) == 9  # and portable.cc
     shutil.rmtree(tmp_path / "build")
     assert compiled() == []
     (cpu / "two.cc").write_text("// changed")

@@ -8,9 +8,16 @@
 #include <map>
 #include <set>
 
-int compute_capability() {
-  static int value = number("RECORDING_GPU_SM", 70);
-  return value;
+// The last of the listed capabilities is that of all further devices.
+int compute_capability(int device) {
+  const char* text = getenv("RECORDING_GPU_SM");
+  if (!text || !*text) return 70;
+  for (; device > 0; device--) {
+    const char* comma = strchr(text, ',');
+    if (!comma) break;
+    text = comma + 1;
+  }
+  return atoi(text);
 }
 
 void* made_handle() { return calloc(1, 64); }
@@ -22,12 +29,12 @@ API int cudaSetDevice(int i) {
   t_device = i;
   return 0;
 }
-API int cudaDeviceGetAttribute(int* value, int which, int) {
+API int cudaDeviceGetAttribute(int* value, int which, int device) {
   static const auto& known = *new std::map<int, int>{  // of a V100
       {1, 1024}, {2, 1024}, {3, 1024}, {4, 64}, {5, 2147483647}, {6, 65535}, {7, 65535}, {8, 49152},
       {9, 65536}, {10, 32}, {11, 2147483647}, {12, 65536}, {13, 1380000}, {14, 512}, {16, 80}, {39, 2048},
       {81, 98304}, {82, 65536}, {95, 1}, {97, 98304}};
-  int sm = compute_capability();
+  int sm = compute_capability(device);
   auto found = known.find(which);
   *value = which == 75 ? sm / 10 : which == 76 ? sm % 10 : found == known.end() ? 0 : found->second;
   if (which != 75 && which != 76 && found == known.end())
@@ -48,7 +55,7 @@ struct Properties {  // the first members of CUDA 11's cudaDeviceProp
 };
 API int cudaGetDeviceProperties(Properties* p, int i) {
   if (i < 0 || i >= count_of_devices()) return 101;
-  int sm = compute_capability();
+  int sm = compute_capability(i);
   memset(p, 0, sizeof *p);
   snprintf(p->name, sizeof p->name, "recording GPU sm_%d", sm);
   p->memory = bytes_of_device(); p->shared = 49152; p->registers = 65536; p->warp = 32; p->pitch = 2147483647;

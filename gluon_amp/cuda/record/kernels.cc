@@ -1,6 +1,8 @@
 // Kernels, the GPUs that they support, and their launches.
 #include "../compute/nvrtc.h"
 
+#include <dlfcn.h>
+#include <stdio.h>
 #include <string.h>
 
 #include <set>
@@ -12,14 +14,23 @@ struct dim3 { unsigned x, y, z; };
 
 // ---- fat binaries: native code for compute capabilities, and PTX
 
-struct Binary { std::set<int> native, ptx; };
+struct Binary {
+  const void* wrapper;
+  std::set<int> native, ptx;
+  std::vector<const char*> kernels;  // the mangled names of those that are registered with it
+};
+std::vector<Binary*>& binaries() {
+  static auto* all = new std::vector<Binary*>();
+  return *all;
+}
 
 struct Wrapper { int magic, version; const char* data; void* more; };  // the argument of __cudaRegisterFatBinary
 struct Header { uint32_t magic; uint16_t version, size; uint64_t bytes; };
 struct Entry { uint16_t kind, version; uint32_t size; uint64_t bytes; uint32_t compressed, options; uint16_t minor, major; uint32_t arch; };
 
 Binary* read(const Wrapper* wrapper) {
-  auto* found = new Binary();
+  auto* found = new Binary{wrapper, {}, {}, {}};
+  binaries().push_back(found);
   const char* p = wrapper->data;
   Header header;
   memcpy(&header, p, sizeof header);
@@ -35,7 +46,8 @@ Binary* read(const Wrapper* wrapper) {
   return found;
 }
 
-// Native code runs on its major version, from its minor version on; PTX on its version and later ones.
+// Whether its code runs on the current device: native code on its major version, from its minor version on; PTX on its
+// version and later ones.
 bool runs(const Binary* binary) {
   int sm = compute_capability();
   for (int arch : binary->native)
@@ -54,7 +66,9 @@ std::unordered_map<const void*, Registered>& registered() {
 struct Kernel {
   std::string name;
   std::vector<int> pointers;  // for each argument: 0, or the size of the type that it points to
-  bool has_code = false;
+  const Binary* binary = nullptr;
+
+  bool has_code() const { return binary && runs(binary); }
 };
 auto& g_kernels = *new std::unordered_map<const void*, Kernel>();  // the launched kernels
 
@@ -99,7 +113,7 @@ Kernel* kernel_of(const void* host) {
     auto found = registered().find(host);
     k->name = found == registered().end() ? "?" : demangled(found->second.mangled);
     k->pointers = pointers(k->name);
-    k->has_code = found != registered().end() && runs(found->second.binary);
+    if (found != registered().end()) k->binary = found->second.binary;
   }
   return k;
 }
@@ -139,6 +153,18 @@ API ll recording_gpu_kernels_with_code() {
   return count;
 }
 
+// Writes the registered kernels: a line with the address of a fat binary's wrapper in its library, and a mangled name.
+API int recording_gpu_write_kernels(const char* path) {
+  FILE* file = fopen(path, "w");
+  if (!file) return 1;
+  Dl_info info;
+  for (const Binary* binary : binaries())
+    if (dladdr(binary->wrapper, &info))
+      for (const char* name : binary->kernels)
+        fprintf(file, "%zu %s\n", (size_t)((const char*)binary->wrapper - (const char*)info.dli_fbase), name);
+  return fclose(file);
+}
+
 API void** __cudaRegisterFatBinary(void* wrapper) { return (void**)read((const Wrapper*)wrapper); }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
@@ -147,6 +173,7 @@ API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, 
 API void __cudaRegisterFunction(void** binary, const char* host, char*, const char* name, int, void*, void*, void*,
                                 void*, int*) {
   registered()[host] = {name, (const Binary*)binary};
+  ((Binary*)binary)->kernels.push_back(name);
 }
 
 API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, void* stream) {
@@ -165,7 +192,7 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
   Kernel* k = kernel_of(host);
   const char* name = k->name.c_str();
   if (k->name == "?") return bad("cudaLaunchKernel", "an unregistered kernel", 98);
-  if (!k->has_code) return bad(name, "no code for compute capability " + std::to_string(compute_capability()), 209);
+  if (!k->has_code()) return bad(name, "no code for compute capability " + std::to_string(compute_capability()), 209);
   if (!live(name, stream)) return 400;
   if (!grid.x || !grid.y || !grid.z || !block.x || (ll)block.x * block.y * block.z > 1024 || block.z > 64 ||
       grid.x > 2147483647 || grid.y > 65535 || grid.z > 65535 || shared > 98304)
@@ -191,7 +218,7 @@ API int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, s
 struct Attributes { size_t shared, constant, local; int threads, registers, ptx, binary, cache, dynamic, carveout; };
 API int cudaFuncGetAttributes(Attributes* a, const void* host) {
   int sm = compute_capability();
-  if (!kernel_of(host)->has_code) return 209;
+  if (!kernel_of(host)->has_code()) return 209;
   *a = Attributes{0, 0, 0, 1024, 32, sm, sm, 0, 49152, -1};
   return 0;
 }

@@ -3,10 +3,10 @@
 // launch and library call, and write it to a log.
 //
 //   RECORDING_GPU_LOG=file   one JSON object a line     RECORDING_GPU_COUNT=2   devices (1)
-//   RECORDING_GPU_SM=80      compute capability (70)    RECORDING_GPU_GB=16     memory of each
+//   RECORDING_GPU_SM=80      compute capability (70), or of each: 86,90   RECORDING_GPU_GB=16   memory of each
 //
 // A call that a GPU would refuse is a violation: it is logged and counted, and returns an error if the real
-// function would. Values are computed only with RECORDING_GPU_COMPUTES=1 (../computing).
+// function would. Values are computed only with RECORDING_GPU_COMPUTES=1 (../compute).
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -45,12 +45,12 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
 
 // ---- devices.cc: devices, streams, events
 
-int compute_capability();  // 70 for 7.0
+int compute_capability(int device = t_device);  // 70 for 7.0
 extern thread_local int t_last_error;  // what cudaGetLastError returns
 bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
 void* made_handle();  // a library's handle: some memory
 
-// ---- ../computing: executes a call that passed the checks, on a computing GPU
+// ---- ../compute: executes a call that passed the checks, on a computing GPU
 
 bool computes();
 // Returns a nonzero `status`, or runs f and returns 0; if f throws, records a violation and returns `failed`.

@@ -1,0 +1,128 @@
+"""The GPUs that CUDA would show to this process, without initializing CUDA.
+
+A process that has initialized CUDA cannot use it after `fork`, so these are NVML's answers. NVML
+does not read CUDA_VISIBLE_DEVICES.
+"""
+import ctypes
+import os
+from typing import Any, List, NamedTuple, Optional
+
+_LIBRARY = "libnvidia-ml.so.1"
+
+
+class GPU(NamedTuple):
+    """A GPU; `capability` is 90 for 9.0, `uuid` starts with "GPU-"."""
+    name: str
+    capability: int
+    uuid: str
+
+    @property
+    def version(self) -> str:
+        """The capability as in NVIDIA's tables, such as 9.0."""
+        return f"{self.capability // 10}.{self.capability % 10}"
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.version})"
+
+
+class Devices(NamedTuple):
+    """What this process can use.
+
+    Attributes:
+        gpus: the visible `GPU`s. If an index in CUDA_VISIBLE_DEVICES may mean one of several
+            models, because CUDA numbers GPUs by speed and NVML by their places, all of them.
+        driver: the driver's version, such as "580.65.06".
+        cuda: the newest CUDA version that the driver supports: 13000 for 13.0.
+    """
+    gpus: List[GPU]
+    driver: str
+    cuda: int
+
+
+class _NVML:
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(_LIBRARY)
+        self.call("nvmlInit_v2")
+
+    def call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self.library, function)(*arguments)
+        if status:
+            raise OSError(f"the NVIDIA driver's {function} fails with error {status}")
+
+    def text(self, function: str, *arguments: Any) -> str:
+        found = ctypes.create_string_buffer(256)
+        self.call(function, *arguments, found, 256)
+        return found.value.decode(errors="replace")
+
+    def number(self, function: str, *arguments: Any) -> int:
+        found = ctypes.c_int()
+        self.call(function, *arguments, ctypes.byref(found))
+        return found.value
+
+    def gpu(self, handle: ctypes.c_void_p) -> GPU:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.call("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major),
+                  ctypes.byref(minor))
+        return GPU(self.text("nvmlDeviceGetName", handle), 10 * major.value + minor.value,
+                   self.text("nvmlDeviceGetUUID", handle))
+
+    def all(self) -> List[GPU]:
+        found = []
+        for i in range(self.number("nvmlDeviceGetCount_v2")):
+            handle = ctypes.c_void_p()
+            self.call("nvmlDeviceGetHandleByIndex_v2", i, ctypes.byref(handle))
+            found.append(self.gpu(handle))
+        return found
+
+    def of_instance(self, uuid: str) -> Optional[GPU]:
+        """Returns the GPU of a MIG instance, or None if there is no such instance."""
+        instance, handle = ctypes.c_void_p(), ctypes.c_void_p()
+        try:
+            self.call("nvmlDeviceGetHandleByUUID", uuid.encode(), ctypes.byref(instance))
+            self.call("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", instance,
+                      ctypes.byref(handle))
+            return self.gpu(handle)
+        except OSError:
+            return None
+
+
+def visible() -> Devices:
+    """Returns the GPUs that CUDA_VISIBLE_DEVICES leaves to this process, and their driver.
+
+    Raises:
+        OSError: NVML is missing or fails.
+    """
+    nvml = _NVML()
+    try:
+        gpus = nvml.all()
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if chosen is not None:
+            gpus = _chosen(nvml, gpus, chosen)
+        return Devices(gpus, nvml.text("nvmlSystemGetDriverVersion"),
+                       nvml.number("nvmlSystemGetCudaDriverVersion_v2"))
+    finally:
+        nvml.library.nvmlShutdown()
+
+
+def _chosen(nvml: _NVML, gpus: List[GPU], names: str) -> List[GPU]:
+    """Returns the named GPUs up to the first invalid name, as CUDA does."""
+    found: List[GPU] = []
+    for name in (part.strip() for part in names.split(",")):
+        if name.startswith("MIG-GPU-"):  # MIG-GPU-<uuid>/<instance>/<instance>
+            name = name[len("MIG-"):].partition("/")[0]
+        if name.startswith("MIG-"):
+            of_instance = nvml.of_instance(name)
+            matches = [of_instance] if of_instance else []
+        elif name.startswith("GPU-"):
+            matches = [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+        elif name.isdecimal() and int(name) < len(gpus):
+            if os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" \
+                    and len({gpu.name for gpu in gpus}) > 1:
+                return gpus
+            matches = [gpus[int(name)]]
+        else:
+            matches = []
+        if len(matches) != 1:
+            break
+        found += [gpu for gpu in matches if gpu not in found]
+    return found

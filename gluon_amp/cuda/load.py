@@ -1,0 +1,158 @@
+"""Prepares the import of MXNet's CUDA build for the visible GPUs.
+
+It loads CUDA libraries, and kernels from packs for GPUs that the wheel has no code for.
+`prepare` runs before the import, `check` after it. For GPUs that the wheel serves, only NVIDIA's
+wheels are loaded.
+"""
+import os
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Dict, List, Optional, Sequence, Tuple
+
+from . import fatbin, libraries, pack, wheel
+from .devices import GPU, Devices, visible
+from .kernels import Kernels
+
+_CUDA_OF_ABI = {8: 13000}  # the driver that machine code of an ELF ABI version needs
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `prepare` found.
+
+    Attributes:
+        devices: the visible GPUs and the driver; None if they are unknown.
+        why_unknown: the reason.
+        choice: the CUDA libraries; None on a software GPU.
+        packs: the packs in use.
+        kernels: the registered kernels, if a GPU is not served by the wheel.
+        problems: what the user was warned of.
+    """
+    devices: Optional[Devices]
+    why_unknown: str
+    choice: Optional[libraries.Choice]
+    packs: Sequence[pack.Pack]
+    kernels: Optional[Kernels]
+    problems: Sequence[str]
+
+
+prepared: Optional[Prepared] = None  # of this process; None without MXNet's CUDA build
+
+
+def prepare(builds: Sequence[str]) -> None:
+    """Loads what libmxnet.so of MXNet's CUDA build needs for the visible GPUs.
+
+    Args:
+        builds: the installed MXNet distributions.
+
+    Raises:
+        ImportError: a pack is damaged or for another wheel, or a library does not load.
+    """
+    global prepared
+    software = "RECORDING_GPU_COUNT" in os.environ
+    if not software and not any("cu" in build for build in builds):
+        return
+    devices, why_unknown = None, ""
+    try:
+        devices = visible()
+    except OSError as error:
+        why_unknown = str(error)
+    library = wheel.library()
+    supported = library is not None and wheel.build_id(library) == wheel.BUILD_ID
+    choice = None
+    if not software:
+        choice = libraries.choose(devices) if supported else libraries.cuda_11()
+    packs, kernels, problems = _kernels(
+        devices, "" if supported else f"{', '.join(builds)}, {library}")
+    if choice is not None:
+        problems += [choice.problem] if choice.problem else []
+        libraries.load(choice)
+    prepared = Prepared(devices, why_unknown, choice, packs, kernels, problems)
+    if problems:
+        warnings.warn("; ".join(problems), RuntimeWarning, stacklevel=2)
+
+
+def _kernels(devices: Optional[Devices], other_build: str) \
+        -> Tuple[List[pack.Pack], Optional[Kernels], List[str]]:
+    """Prepares kernels for the GPUs that the wheel does not serve. Returns the packs, what
+    registers them, and what is wrong."""
+    gpus = devices.gpus if devices else []
+    new = [gpu for gpu in gpus if wheel.code_for(gpu.capability) is None]
+    if not new:
+        return [], None, []
+    if other_build:
+        return [], None, [f"this MXNet has no kernels for {new[0]}, and packs of kernels are for "
+                          f"{wheel.DISTRIBUTION} 1.9.1 from PyPI only. Installed: {other_build}"]
+    if "mxnet" in sys.modules:
+        return [], None, [f"mxnet was imported before gluon_amp and has no kernels for {new[0]}: "
+                          "import gluon_amp first"]
+    packs = _packs(new, devices)
+    kept = {wheel.code_for(gpu.capability) for gpu in gpus}
+    if packs:  # the driver loads a source file's code when a kernel of it first runs
+        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    return packs, Kernels(packs, sorted(arch for arch in kept if arch), _advice(new, packs)), \
+        _without_pack(new, packs)
+
+
+def check() -> None:
+    """Checks, after the import of MXNet, that it has registered the kernels of the packs.
+
+    Raises:
+        ImportError: it has not, because another library precedes.
+    """
+    if prepared and prepared.packs and prepared.kernels \
+            and not prepared.kernels.registered(replaced=True):
+        raise ImportError(f"MXNet does not use the kernels of {prepared.packs[0].path}, because "
+                          "libcudart.so.11.0 was loaded before: import gluon_amp first")
+
+
+def commands(arch: int) -> str:
+    """Returns the commands that install a pack."""
+    return f"gluon-amp cuda install FILE, or gluon-amp cuda build --arch {arch}"
+
+
+def arch_for(capability: int) -> int:
+    """Returns the architecture to build for GPUs of a capability: that of its major version."""
+    return capability // 10 * 10
+
+
+def _packs(gpus: Sequence[GPU], devices: Optional[Devices]) -> List[pack.Pack]:
+    found: Dict[int, pack.Pack] = {}
+    for capability in sorted({gpu.capability for gpu in gpus}):
+        try:
+            one = pack.find(capability)
+        except (pack.PackError, OSError) as error:
+            raise ImportError(f"{error}. Replace it: {commands(arch_for(capability))}") from error
+        if one is not None:
+            found[one.arch] = one
+            _check(one, devices)
+    return list(found.values())
+
+
+def _check(one: pack.Pack, devices: Optional[Devices]) -> None:
+    if one.manifest["libmxnet"] != pack.LIBMXNET:
+        raise ImportError(f"{one.path} has kernels for another libmxnet.so than that of "
+                          f"{wheel.DISTRIBUTION} 1.9.1. Replace it: {commands(one.arch)}")
+    abis = {entry.abi for part in one.parts[:1] for entry in fatbin.entries(part.fat_binary)
+            if one.kind == "cubin"}
+    needed = max((_CUDA_OF_ABI.get(abi, 0) for abi in abis), default=0)
+    if devices and devices.cuda < needed:
+        raise ImportError(f"{one.path} needs a driver of CUDA {needed // 1000} or newer. "
+                          f"Installed: {devices.driver}. Replace it: {commands(one.arch)}")
+
+
+def _without_pack(gpus: Sequence[GPU], packs: Sequence[pack.Pack]) -> List[str]:
+    bare = [gpu for gpu in gpus if not any(one.serves(gpu.capability) for one in packs)]
+    if not bare:
+        return []
+    names = ", ".join(dict.fromkeys(map(str, bare)))
+    return [f"MXNet 1.9.1 has no kernels for {names}: every operator fails there with \"no kernel "
+            f"image is available\". Install them by {commands(arch_for(bare[0].capability))}"]
+
+
+def _advice(gpus: Sequence[GPU], packs: Sequence[pack.Pack]) -> str:
+    if not packs:
+        return f"Install MXNet's kernels by {commands(arch_for(gpus[0].capability))}"
+    return f"{', '.join(str(one.path) for one in packs)} lacks it: make a pack of all kernels by " \
+           f"gluon-amp cuda build --arch {packs[0].arch}"

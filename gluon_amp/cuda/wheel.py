@@ -1,0 +1,65 @@
+"""MXNet's CUDA wheel that packs of kernels are for: mxnet-cu112 1.9.1."""
+import importlib.util
+import struct
+from pathlib import Path
+from typing import Optional
+
+DISTRIBUTION = "mxnet-cu112"
+# Of its libmxnet.so, whose SHA-256, of 900 MB, takes seconds.
+BUILD_ID = "9523fbda21d9ef14722537c1896afda0cdd1778e"
+# The address of .nvFatBinSegment: a wrapper of 24 bytes for each source file, in link order.
+_WRAPPERS, _WRAPPER_BYTES = 0x35415770, 24
+# The capabilities of its machine code. It has no PTX.
+CODE_FOR = (50, 60, 70, 80, 86)
+_PT_NOTE, _NT_GNU_BUILD_ID = 4, 3
+
+
+def code_for(capability: int) -> Optional[int]:
+    """Returns the architecture whose code in the wheel runs on GPUs of a capability, or None."""
+    return max((arch for arch in CODE_FOR
+                if arch // 10 == capability // 10 and arch <= capability), default=None)
+
+
+def wrapper(index: int) -> int:
+    """Returns the address in libmxnet.so of the wrapper of a fat binary."""
+    return _WRAPPERS + _WRAPPER_BYTES * index
+
+
+def library() -> Optional[Path]:
+    """Returns the libmxnet.so that `import mxnet` would load, or None."""
+    spec = importlib.util.find_spec("mxnet")
+    folders = spec.submodule_search_locations if spec else None
+    paths = [Path(folder, "libmxnet.so") for folder in folders or ()]
+    return next((path for path in paths if path.exists()), None)
+
+
+def build_id(path: Path) -> Optional[str]:
+    """Returns the build ID of a library, or None if it has none."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+            start, = struct.unpack_from("<Q", head, 32)
+            size, count = struct.unpack_from("<HH", head, 54)
+            file.seek(start)
+            table = file.read(size * count)
+            for i in range(count):
+                kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", table, size * i)
+                if kind == _PT_NOTE:
+                    file.seek(offset)
+                    found = _gnu_build_id(file.read(length))
+                    if found:
+                        return found
+    except struct.error:  # no ELF file
+        pass
+    return None
+
+
+def _gnu_build_id(notes: bytes) -> Optional[str]:
+    at = 0
+    while at + 12 <= len(notes):
+        name, value, kind = struct.unpack_from("<III", notes, at)
+        start = at + 12 + name + -name % 4
+        if kind == _NT_GNU_BUILD_ID and notes[at + 12:at + 12 + name] == b"GNU\0":
+            return notes[start:start + value].hex()
+        at = start + value + -value % 4
+    return None

@@ -1,0 +1,34 @@
+"""Runs tests of networks on recording GPUs of capabilities 9.0, 10.0 and 12.0.
+
+    python tests/newer_gpus.py FOLDER
+
+FOLDER, a cache with MXNet's CUDA wheel, gets a folder `relabelled`: a cache with packs that have
+the wheel's code for 8.6 under these architectures. No code runs on a recording GPU.
+"""
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RUN = [sys.executable, "-W", "ignore"]
+
+
+def main(cache):
+    folder = cache / "relabelled"
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    for name in ("mxnet-cu112", *(path.name for path in cache.glob("recording-gpu-*"))):
+        link = folder / name
+        if not link.is_symlink():
+            link.symlink_to(cache / name)
+    for arch in (90, 100, 120):
+        path = folder / "kernels" / f"{arch}.pack"
+        subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--capability", "86", *RUN,
+                        ROOT / "tests" / "gpu" / "relabel.py", path, str(arch)], check=True)
+        subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--devices", "2", "--capability", str(arch),
+                        "--log", cache / f"log-{arch}.jsonl", "env", f"GLUON_AMP_CACHE={folder}",
+                        *RUN, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                        ROOT / "tests" / "gpu" / "test_gpu_networks.py",
+                        ROOT / "tests" / "gpu" / "test_gpu_operators.py"], check=True)
+
+
+main(Path(sys.argv[1]).resolve())

@@ -1,0 +1,217 @@
+"""The choice of CUDA libraries, and functions that call those of newer libraries."""
+import ctypes
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import gluon_amp
+import pytest
+from gluon_amp.cuda import libraries, load
+from gluon_amp.cuda.devices import GPU, Devices
+
+CUDA = Path(gluon_amp.__file__).parent / "cuda"
+A100, H100, B200, V100, RTX = (GPU(name, capability, f"GPU-{name}") for name, capability in (
+    ("A100", 80), ("H100", 90), ("B200", 100), ("V100", 70), ("RTX 5090", 120)))
+COMMON = ("libcudart.so.11.0", "libcurand.so.10", "libnccl.so.2")
+OF = {11: ("libcublas.so.11", "libcusolver.so.11", "libcufft.so.10", "libnvrtc.so.11.2",
+           "libcudnn.so.8"),
+      12: ("libcublas.so.12", "libcusolver.so.11", "libcufft.so.11", "libnvrtc.so.12",
+           "libcudnn.so.9"),
+      13: ("libcublas.so.13", "libcusolver.so.12", "libcufft.so.12", "libnvrtc.so.13",
+           "libcudnn.so.9")}
+VERSIONS = {"libnvrtc.so.11.2": (11, 8), "libnvrtc.so.12": (12, 9), "libnvrtc.so.13": (13, 0)}
+
+
+@pytest.fixture()
+def chosen(tmp_path, monkeypatch):
+    """The choice for GPUs on a machine with some versions of CUDA; its files are empty."""
+    def choose(installed, *gpus, driver=13000, cudnn=8906, nvrtc=VERSIONS, without=()):
+        for name in {*COMMON, *(name for cuda in installed for name in OF[cuda])} - set(without):
+            (tmp_path / name).touch()
+        monkeypatch.setattr(libraries, "folders", lambda: [tmp_path])
+        monkeypatch.setattr(libraries, "_nvrtc_version", lambda path: nvrtc[path.name])
+        monkeypatch.setattr(libraries, "_cudnn_version", lambda path: cudnn)
+        return libraries.choose(Devices(list(gpus), "580.1", driver))
+    return choose
+
+
+@pytest.mark.parametrize(("installed", "gpus", "cuda"), [
+    ((11, 12, 13), (A100,), 11), ((11, 13), (H100,), 11), ((11, 13), (B200,), 13),
+    ((11, 12), (RTX,), 12), ((11, 12, 13), (H100, RTX), 13), ((13,), (A100,), 13),
+    ((12,), (H100,), 12), ((12, 13), (V100, B200), 12), ((11, 13), (), 11), ((13,), (), 13)])
+def test_oldest_libraries_that_serve_all_gpus_are_chosen(installed, gpus, cuda, chosen):
+    choice = chosen(installed, *gpus)
+    assert (choice.cuda, choice.problem) == (cuda, "")
+    assert [path.name for path in choice.paths.values() if path.name not in COMMON] == \
+        list(OF[cuda])
+
+
+@pytest.mark.parametrize(("installed", "gpus", "settings", "reason"), [
+    ((11,), (B200,), {}, "not CUDA 11: B200 needs CUDA 12.8 or newer"),
+    ((11,), (H100,), {"cudnn": 8500}, "H100 needs cuDNN 8.6 or newer"),
+    ((13,), (B200,), {"driver": 12080}, "the driver 580.1 supports CUDA 12"),
+    ((13,), (V100, B200), {}, "it has no code for V100 (compute capability 7.0)"),
+    ((12,), (B200,), {"nvrtc": {"libnvrtc.so.12": (12, 4)}}, "B200 needs CUDA 12.8 or newer"),
+    ((13,), (RTX,), {"without": ["libnccl.so.2", "libcudart.so.11.0"]},
+     "libcudart.so.11.0, libnccl.so.2 not found")])
+def test_problem_names_gpu_reason_and_command(installed, gpus, settings, reason, chosen):
+    choice = chosen(installed, *gpus, **settings)
+    assert reason in choice.problem
+    assert "pip install 'gluon-amp[cu" in choice.problem
+
+
+def test_why_says_what_was_not_chosen(chosen):
+    assert chosen([13], H100).why == (
+        "not CUDA 11: libcublas.so.11, libcusolver.so.11, libcufft.so.10, libnvrtc.so.11.2, "
+        "libcudnn.so.8 not found; CUDA 13 serves H100 (compute capability 9.0)")
+
+
+# ---- functions that call a newer library
+
+# cuDNN 9, as far as these tests call it: 20 arguments, of both kinds of registers and the stack.
+CUDNN = """
+#include <stddef.h>
+static double sum;
+#define EMPTY(name) int name(void) { return 0; }
+%s
+const char* cudnnGetErrorString(int status) { return status == 3007 ? "ARCH of 9" : "text of 9"; }
+size_t cudnnGetVersion(void) { return 92801; }
+int cudnnSetStream(void* handle, void* stream) { return (int)(size_t)stream; }
+int cudnnBatchNormalizationBackward(long a, long b, long c, long d, long e, long f, long g, long h,
+    long i, long j, double x, long k, long l, long m, long n, long o, long p, double y, long q) {
+  sum = a + 2*b + 3*c + 4*d + 5*e + 6*f + 7*g + 8*h + 9*i + 10*j + 11*k + 12*l + 13*m + 14*n
+      + 15*o + 16*p + 17*q + x / 2 + y / 4;
+  return 0;
+}
+double last_sum(void) { return sum; }
+"""
+WRITTEN = ("cudnnGetErrorString", "cudnnGetVersion", "cudnnSetStream",
+           "cudnnBatchNormalizationBackward")
+
+
+def compiled(folder, name, source):
+    (folder / f"{name}.c").write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / name, folder / f"{name}.c"],
+                   check=True)
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def cudnn(tmp_path_factory):
+    """cuDNN 8's functions by those of a cuDNN 9."""
+    names = [function.name for function in libraries.functions()
+             if function.library == "libcudnn.so.8" and not function.removed
+             and function.name not in WRITTEN]
+    newer = compiled(tmp_path_factory.mktemp("cudnn"), "libcudnn.so.9",
+                     CUDNN % "\n".join(f"EMPTY({name})" for name in names))
+    library = ctypes.CDLL(str(CUDA / "_libcudnn.so"))
+    for function in (library.gluon_amp_forward_open, library.gluon_amp_forward_missing,
+                     library.cudnnGetErrorString):
+        function.restype = ctypes.c_char_p
+    assert library.gluon_amp_forward_open(str(newer).encode()) is None
+    library.newer = newer
+    return library
+
+
+def test_only_functions_that_cudnn_9_removed_are_missing(cudnn):
+    removed = [function.name for function in libraries.functions() if function.removed]
+    assert cudnn.gluon_amp_forward_missing().decode().split() == removed
+    assert len(removed) == 12
+
+
+def test_arguments_reach_newer_function(cudnn):
+    words = [ctypes.c_long(2 ** i) for i in range(17)]
+    cudnn.cudnnBatchNormalizationBackward(*words[:10], ctypes.c_double(3), *words[10:16],
+                                          ctypes.c_double(5), words[16])
+    last = ctypes.CDLL(str(cudnn.newer)).last_sum
+    last.restype = ctypes.c_double
+    assert last() == sum((i + 1) * 2 ** i for i in range(17)) + 3 / 2 + 5 / 4
+
+
+@pytest.mark.parametrize(("of_9", "of_8"), [
+    (0, 0), (1001, 1), (1002, 14), (1005, 10), (1006, 12), (1007, 13), (1008, 11), (2000, 3),
+    (2001, 5), (2003, 3), (3000, 9), (3002, 9), (3007, 6), (3008, 11), (4000, 4), (4002, 4),
+    (4003, 2), (4004, 2), (4006, 7), (5000, 8), (5003, 8)])
+def test_status_codes_of_cudnn_9_become_those_of_8(of_9, of_8, cudnn):
+    assert cudnn.cudnnSetStream(None, of_9) == of_8
+
+
+def test_error_text_is_that_of_the_newer_library(cudnn):
+    assert cudnn.cudnnGetErrorString(cudnn.cudnnSetStream(None, 3007)) == b"ARCH of 9"
+    assert cudnn.cudnnGetErrorString(3) == b"CUDNN_STATUS_BAD_PARAM"
+    assert cudnn.cudnnGetErrorString(0) == b"CUDNN_STATUS_SUCCESS"
+    cudnn.cudnnGetVersion.restype = ctypes.c_size_t
+    assert cudnn.cudnnGetVersion() == 92801
+
+
+def test_removed_function_is_not_supported_and_named(cudnn):
+    assert cudnn.cudnnRNNForwardTrainingEx(None) == 9
+    assert b"cuDNN 9 has no cudnnRNNForwardTrainingEx" in cudnn.cudnnGetErrorString(9)
+
+
+NVRTC = """
+#include <string.h>
+static char options[1000];
+%s
+int nvrtcGetNumSupportedArchs(int* n) { *n = 3; return 0; }
+int nvrtcGetSupportedArchs(int* archs) { archs[0] = 75; archs[1] = 90; archs[2] = 120; return 0; }
+int nvrtcCompileProgram(void* program, int n, const char* const* given) {
+  options[0] = 0;
+  for (int i = 0; i < n; i++) strcat(strcat(options, given[i]), " ");
+  return 7;
+}
+const char* last_options(void) { return options; }
+"""
+
+
+@pytest.mark.parametrize(("arch", "becomes"), [(90, 90), (103, 90), (120, 120), (121, 120),
+                                               (70, 70)])
+def test_fused_kernels_compile_with_options_that_newer_nvrtc_has(arch, becomes, tmp_path):
+    names = [function.name for function in libraries.functions()
+             if function.library == "libnvrtc.so.11.2" and function.name != "nvrtcCompileProgram"]
+    newer = compiled(tmp_path, "libnvrtc.so.13",
+                     NVRTC % "".join(f"int {name}(void) {{ return 0; }}\n" for name in names))
+    code = f"""
+        import ctypes
+        library = ctypes.CDLL({str(CUDA / "_libnvrtc.so")!r})
+        library.gluon_amp_forward_open({str(newer).encode()!r})
+        options = (ctypes.c_char_p * 3)(b"--gpu-architecture=compute_{arch}", b"--std=c++11", b"-G")
+        assert library.nvrtcCompileProgram(None, 3, options) == 7
+        last = ctypes.CDLL({str(newer)!r}).last_options
+        last.restype = ctypes.c_char_p
+        print(last().decode())"""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True,
+                          text=True)
+    assert done.stdout.split() == [f"--gpu-architecture=compute_{becomes}", "--std=c++17", "-G"], \
+        done.stderr
+
+
+def test_library_without_a_needed_function_is_refused(tmp_path):
+    newer = compiled(tmp_path, "libcufft.so.12", "int cufftDestroy(int plan) { return 0; }")
+    with pytest.raises(ImportError, match=r"libcufft\.so\.12 lacks functions that MXNet calls: "
+                                          "cufftExecC2C, cufftPlanMany"):
+        libraries._forward("libcufft.so.10", newer)
+    with pytest.raises(ImportError, match=r"does not load: .*absent\.so"):
+        libraries._forward("libcufft.so.10", tmp_path / "absent.so")
+
+
+# ---- kernels for GPUs that the wheel does not serve
+
+def test_other_builds_of_mxnet_are_named():
+    found = Devices([A100, H100], "580.1", 13000)
+    assert load._kernels(found, "mxnet-cu117, /site/mxnet/libmxnet.so") == ([], None, [
+        "this MXNet has no kernels for H100 (compute capability 9.0), and packs of kernels are "
+        "for mxnet-cu112 1.9.1 from PyPI only. Installed: mxnet-cu117, /site/mxnet/libmxnet.so"])
+    assert load._kernels(Devices([A100], "580.1", 13000), "mxnet-cu117") == ([], None, [])
+
+
+def test_mxnet_must_not_be_imported_before():
+    assert load._kernels(Devices([H100], "580.1", 13000), "") == ([], None, [
+        "mxnet was imported before gluon_amp and has no kernels for H100 (compute capability "
+        "9.0): import gluon_amp first"])
+
+
+def test_cpu_builds_prepare_nothing():
+    load.prepare(["mxnet"])
+    assert load.prepared is None
