@@ -367,7 +367,8 @@ class Step:
         losses = [to_float32(loss).asnumpy().ravel() for loss in self.pending.losses]
         with np.errstate(invalid="ignore", over="ignore"):
             mean = np.mean(np.concatenate(losses), dtype=np.float64) if losses else math.nan
-        weights = _not_finite(gradients, squares([g.weight for g in gradients]))
+        dense = [g for g in gradients if g.weight.stype == "default"]
+        weights = _not_finite(dense, squares([g.weight for g in dense]))
         cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
         if self.has_updated:
             cause += "If the loss has grown, lower the learning rate"
