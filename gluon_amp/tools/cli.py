@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
+from .._mxnet import mx
 from ..checks import Parser, counted, positive
 from ..cpu.library import KernelError
 from ..version import __version__
@@ -97,6 +98,8 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
         "network, as for --model; needs MXNet's CUDA wheel, but no GPU")
     add("--types", action="store_true", help="print only the type of each operator of --model, "
         "with the reason")
+    add("--verify", nargs="?", const="gluon-amp-verify.json", metavar="FILE", help="compare GPU "
+        "0's results with the CPU's, in two minutes; writes FILE (%(const)s) for a bug report")
     add("--json", action="store_true", help="print JSON")
 
 
@@ -114,9 +117,24 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.gpu_trace:
         return _gpu_trace(options)
     from . import doctor
+    if options.verify:
+        return _verify(options)
     facts = doctor.examine(options.model, options.batch_size, options.image_shape)
     print(json.dumps(facts, indent=2) if options.json else doctor.fit_width(doctor.describe(facts)))
     return 0 if facts["trains"] else 1
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from . import doctor, verify
+    machine = doctor.examine()
+    if not mx.context.num_gpus():
+        raise ValueError("--verify needs a GPU that MXNet finds: "
+                         f"{machine['why_no_gpus'] or 'this MXNet is a CPU build'}")
+    facts = {**verify.verify(mx.gpu(0)), "machine": machine}
+    verify.write(facts, Path(options.verify))
+    print(json.dumps(facts, indent=2) if options.json else
+          f"{verify.describe(facts)}\n\nwrote {options.verify}")
+    return 1 if facts["failed"] else 0
 
 
 def _types(options: argparse.Namespace) -> int:
@@ -299,6 +317,7 @@ COMMANDS = (
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
         "gluon-amp doctor --model mobilenet1.0 --types",
         "gluon-amp doctor --gpu-trace resnet18_v1 --batch-size 8",
+        "gluon-amp doctor --verify",
     ), _doctor_arguments, _doctor),
     _Command("demo", "train float32 and float16 side by side, on scanned digits", (
         "gluon-amp demo",

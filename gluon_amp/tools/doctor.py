@@ -18,14 +18,20 @@ from .._mxnet import installed_builds, message, mx, np
 from ..annotations import Context
 from ..checks import counted, in_names
 from ..cpu import library
+from ..cuda import load, wheel
+from ..cuda.libraries import Choice
 from ..gluon.convert import convert
 from ..policy import POLICIES
 from ..training.trainer import Trainer
 from ..version import __version__
-from .footprint import footprint, load
+from .footprint import footprint
+from .footprint import load as load_network
 
 _DRIVER = "libcuda.so.1"
-_CODE_FOR = ((5, 0), (6, 0), (7, 0), (8, 0), (8, 6))  # of MXNet 1.9.1's CUDA builds, without PTX
+# Functions that write a library's version to their argument.
+_VERSION_OF = {"libcudart.so.11.0": "cudaRuntimeGetVersion", "libcufft.so.10": "cufftGetVersion",
+               "libcusolver.so.11": "cusolverGetVersion", "libcurand.so.10": "curandGetVersion",
+               "libnccl.so.2": "ncclGetVersion"}
 _FEATURES = ("CUDA", "CUDNN", "NCCL", "MKLDNN", "ONEDNN", "OPENMP", "F16C", "CPU_AVX", "CPU_AVX2",
              "INT64_TENSOR_SIZE")
 # Name: MXNet's default, and the effect of each value.
@@ -61,10 +67,10 @@ class GPU(NamedTuple):
 
     @property
     def served(self) -> bool:
-        """Whether MXNet's CUDA builds support it: code of the same major version, and of its minor
-        version or a lower one."""
-        major, minor = self.capability
-        return any(major == code[0] and minor >= code[1] for code in _CODE_FOR)
+        """Whether MXNet's CUDA build has kernels for it: its own, or those of a pack in use."""
+        number = 10 * self.capability[0] + self.capability[1]
+        packs = load.prepared.packs if load.prepared else ()
+        return wheel.code_for(number) is not None or any(one.serves(number) for one in packs)
 
     @property
     def tensor_cores(self) -> bool:
@@ -107,7 +113,8 @@ def gpus() -> List[GPU]:
 
 def version_of_cudnn(number: int) -> str:
     """Returns cuDNN's version as text: 8.5.0 for 8500."""
-    return f"{number // 1000}.{number % 1000 // 100}.{number % 100}"
+    thousand = 10_000 if number >= 90_000 else 1000  # cuDNN 9 numbers its versions 9MMPP
+    return f"{number // thousand}.{number % thousand // 100}.{number % 100}"
 
 
 # ---- the examination
@@ -119,7 +126,8 @@ def examine(model: Optional[str] = None, batch_size: int = 32,
     Args:
         model: a network of MXNet's model zoo, or the file of an exported symbol.
     """
-    network = model and {"model": model, **footprint(load(model), (batch_size, *image_shape))}
+    network = model and {"model": model,
+                         **footprint(load_network(model), (batch_size, *image_shape))}
     enabled = {feature.name for feature in mx.runtime.feature_list() if feature.enabled}
     features = [name for name in _FEATURES if name in enabled]
     facts = {
@@ -127,7 +135,8 @@ def examine(model: Optional[str] = None, batch_size: int = 32,
         "gluon_amp": __version__, "python": platform.python_version(), "numpy": np.__version__,
         "mxnet": {"version": mx.__version__, "builds": installed_builds(), "features": features},
         "cudnn": _cudnn() if "CUDNN" in features else None,
-        **_gpus(), "kernels": _kernels(), "environment": [*_environment()], "network": network}
+        **_gpus(), "cuda": _cuda(), "kernels": _kernels(), "environment": [*_environment()],
+        "network": network}
     served = [mx.gpu(i) for i, gpu in enumerate(facts["gpus"]) if gpu["served"]]
     for device in [*(served if "CUDA" in features else []), mx.cpu()]:
         error = _error_of_a_step(device)
@@ -150,6 +159,46 @@ def _gpus() -> Dict[str, Any]:
                       "bytes": gpu.bytes, "served": gpu.served, "tensor_cores": gpu.tensor_cores,
                       "formats": gpu.formats}
                      for gpu in found], "why_no_gpus": why_none}
+
+
+def _cuda() -> Optional[Dict[str, Any]]:
+    """Returns the driver, the libraries and the packs that MXNet's CUDA build uses; None without
+    that build."""
+    found = load.prepared
+    if found is None:
+        return None
+    devices, choice = found.devices, found.choice
+    return {
+        "driver": devices and {"version": devices.driver,
+                               "cuda": f"{devices.cuda // 1000}.{devices.cuda % 1000 // 10}"},
+        "libraries": choice and [
+            {"name": name, "path": str(path), "version": _version(name, choice)}
+            for name, path in choice.paths.items()],
+        "why": choice.why if choice else "a software GPU",
+        "packs": [{"path": str(one.path), "arch": one.arch, "kind": one.kind,
+                   "kernels": sum(len(part.kernels()) for part in one.parts),
+                   "versions": one.manifest["versions"]} for one in found.packs],
+        "problems": list(found.problems)}
+
+
+def _version(name: str, choice: Choice) -> Optional[str]:
+    """Returns the version of a loaded library as it numbers it, or None."""
+    try:
+        loaded = ctypes.CDLL(str(choice.paths[name]))
+        if name == "libcudnn.so.8":
+            loaded.cudnnGetVersion.restype = ctypes.c_size_t
+            return version_of_cudnn(loaded.cudnnGetVersion())
+        numbers = [ctypes.c_int() for _ in range(3)]
+        if name == "libcublas.so.11":
+            failed = any(loaded.cublasGetProperty(i, byref(n)) for i, n in enumerate(numbers))
+            return None if failed else ".".join(str(n.value) for n in numbers)
+        if name == "libnvrtc.so.11.2":
+            failed = loaded.nvrtcVersion(byref(numbers[0]), byref(numbers[1]))
+            return None if failed else f"{numbers[0].value}.{numbers[1].value}"
+        return None if getattr(loaded, _VERSION_OF[name])(byref(numbers[0])) \
+            else str(numbers[0].value)
+    except (OSError, AttributeError):  # it does not load, or lacks the function
+        return None
 
 
 def _cudnn() -> str:
@@ -202,8 +251,10 @@ def _notes(facts: Dict[str, Any]) -> Iterator[str]:
     cuda = "CUDA" in facts["mxnet"]["features"]
     for gpu in facts["gpus"]:
         if not gpu["served"]:
+            arch = load.arch_for(int(gpu["capability"].replace(".", "")))
             yield f"{gpu['name']}: its compute capability is {gpu['capability']}, and MXNet " \
-                  "1.9.1's CUDA builds support 5.0 to 8.x; float16 runs on the CPU"
+                  "1.9.1's CUDA builds support 5.0 to 8.x; float16 runs on the CPU. Kernels for " \
+                  f"it: {load.commands(arch)}"
         elif not cuda:
             yield f"{gpu['name']} is not used, because this MXNet is a CPU build: pip uninstall " \
                   f"-y {' '.join(facts['mxnet']['builds'])}; pip install 'gluon-amp[cu112]'"
@@ -264,12 +315,30 @@ def _machine(facts: Dict[str, Any]) -> Iterator[Tuple[str, str]]:
                       f"{' and '.join(gpu['formats'][:2])}"
     if not facts["gpus"]:
         yield "GPU", f"none: {facts['why_no_gpus']}"
+    yield from _cuda_lines(facts["cuda"])
     if kernels["error"]:
         yield "CPU kernels", "do not load"
     else:
         instructions = ", ".join(kernels["instructions"]) or "no vector instructions: slow"
         yield "CPU kernels", f"{kernels['variant']} ({instructions})"
         yield "", kernels["path"]
+
+
+def _cuda_lines(cuda: Optional[Dict[str, Any]]) -> Iterator[Tuple[str, str]]:
+    if cuda is None:
+        return
+    if cuda["driver"]:
+        yield "driver", f"{cuda['driver']['version']}, for CUDA up to {cuda['driver']['cuda']}"
+    yield "CUDA libraries", cuda["why"]
+    for each in cuda["libraries"] or ():
+        yield "", f"{each['name']}: {each['path']}" + (
+            f" ({each['version']})" if each["version"] else "")
+    for one in cuda["packs"]:
+        code = "PTX" if one["kind"] == "ptx" else "machine code"
+        yield "GPU kernels", f"{one['path']}: {one['kernels']:,} kernels, {code} for " \
+                             f"{one['arch'] // 10}.{one['arch'] % 10}"
+    for problem in cuda["problems"]:
+        yield "problem", problem
 
 
 def _tensor_cores(gpu: Dict[str, Any]) -> str:

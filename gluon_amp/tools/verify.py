@@ -1,0 +1,247 @@
+"""`gluon-amp doctor --verify`: compares a GPU's results with the CPU's, in under two minutes.
+
+Operators run forward and backward, and small networks train some steps, in float32 and float16. The
+reference is the CPU's float32 result for the same inputs, rounded to the type that is verified.
+"""
+import json
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+from .._mxnet import message, mx, np
+from ..annotations import Array, Context
+from ..checks import counted
+from ..files import replace_text
+from ..gluon.convert import convert
+from ..training.trainer import Trainer
+from ..version import __version__
+
+SECONDS = 110.0  # no other case starts after this time
+TYPES = ("float32", "float16")
+# The largest difference, relative to the largest number of the reference. Float32 products may
+# round their inputs to TF32, and losses of a network sum the errors of all its layers.
+_BOUNDS = {"float32": 4e-3, "float16": 2e-2}
+_STEPS, _TIMED = 4, 10
+
+
+class _Operator(NamedTuple):
+    name: str
+    run: Callable[..., Array]
+    shapes: Sequence[Tuple[int, ...]]
+
+
+class _Network(NamedTuple):
+    name: str
+    make: Callable[[], Any]
+    shape: Tuple[int, ...]
+
+
+def _operators() -> List[_Operator]:
+    nd = mx.nd
+    return [
+        _Operator("a * b + a", lambda a, b: a * b + a, [(64, 100)] * 2),
+        _Operator("broadcast_add", lambda a, b: nd.broadcast_add(a, b), [(64, 100), (1, 100)]),
+        _Operator("exp, sqrt, tanh", lambda a: nd.tanh(nd.sqrt(nd.exp(a))), [(64, 100)]),
+        _Operator("sum", lambda a: a.sum(axis=1), [(64, 1000)]),
+        _Operator("max", lambda a: a.max(axis=0), [(64, 1000)]),
+        _Operator("softmax", lambda a, b: nd.softmax(a) * b, [(64, 1000)] * 2),
+        _Operator("log_softmax", lambda a: nd.log_softmax(a), [(64, 100)]),
+        _Operator("LayerNorm", lambda a, g, b: nd.LayerNorm(a, g, b), [(64, 768), (768,), (768,)]),
+        _Operator("BatchNorm", _batch_norm, [(16, 32, 14, 14), (32,), (32,)]),
+        _Operator("dot", lambda a, b: nd.dot(a, b), [(64, 128), (128, 96)]),
+        _Operator("batch_dot", lambda a, b: nd.batch_dot(a, b), [(8, 64, 32), (8, 32, 64)]),
+        _Operator("FullyConnected", lambda a, w, b: nd.FullyConnected(a, w, b, num_hidden=96),
+                  [(64, 128), (96, 128), (96,)]),
+        _Operator("Convolution", lambda a, w, b: nd.Convolution(
+            a, w, b, kernel=(3, 3), pad=(1, 1), num_filter=32), [(4, 16, 28, 28), (32, 16, 3, 3),
+                                                                (32,)]),
+        _Operator("depthwise Convolution", lambda a, w: nd.Convolution(
+            a, w, no_bias=True, kernel=(3, 3), pad=(1, 1), num_filter=16, num_group=16),
+            [(4, 16, 28, 28), (16, 1, 3, 3)]),
+        _Operator("Deconvolution", lambda a, w: nd.Deconvolution(
+            a, w, kernel=(2, 2), stride=(2, 2), num_filter=8), [(4, 16, 14, 14), (16, 8, 2, 2)]),
+        _Operator("average Pooling", lambda a: nd.Pooling(
+            a, kernel=(2, 2), stride=(2, 2), pool_type="avg"), [(4, 16, 28, 28)]),
+        _Operator("max Pooling", lambda a: nd.Pooling(
+            a, kernel=(3, 3), stride=(2, 2), pool_type="max"), [(4, 16, 28, 28)]),
+        _Operator("LeakyReLU (gelu)", lambda a: nd.LeakyReLU(a, act_type="gelu"), [(64, 100)]),
+        _Operator("transpose, slice, concat", lambda a: nd.concat(
+            a.T.slice_axis(0, 3, 50), a.T, dim=0), [(64, 100)]),
+        _Operator("Embedding", lambda w: nd.Embedding(
+            nd.array([[1, 2, 2], [0, 5, 9]], ctx=w.context), w, 10, 16), [(10, 16)]),
+        _Operator("take", lambda w: nd.take(w, nd.array([1, 7, 3], ctx=w.context)), [(10, 16)]),
+        _Operator("where", lambda a, b: nd.where(a > b, a, b), [(64, 100)] * 2),
+    ]
+
+
+def _batch_norm(data: Array, gamma: Array, beta: Array) -> Array:
+    float32 = [each.astype("float32") for each in (gamma, beta)]
+    mean, variance = mx.nd.zeros(32, data.context), mx.nd.ones(32, data.context)
+    return mx.nd.BatchNorm(data, *float32, mean, variance, fix_gamma=False)
+
+
+def _networks() -> List[_Network]:
+    nn, rnn = mx.gluon.nn, mx.gluon.rnn
+
+    def convolutions() -> Any:
+        net = nn.HybridSequential()
+        net.add(nn.Conv2D(16, 3, padding=1, use_bias=False), nn.BatchNorm(), nn.Activation("relu"),
+                nn.MaxPool2D(), nn.Conv2D(32, 3), nn.GlobalAvgPool2D(), nn.Dense(10))
+        return net
+
+    def dense() -> Any:
+        net = nn.HybridSequential()
+        net.add(nn.Dense(128, "relu"), nn.LayerNorm(), nn.Dense(64), nn.GELU(), nn.Dense(10))
+        return net
+
+    def recurrent() -> Any:
+        net = nn.HybridSequential()
+        net.add(rnn.LSTM(32, layout="NTC"), nn.Dense(10))
+        return net
+
+    return [_Network("convolutions, batch norm", convolutions, (16, 3, 16, 16)),
+            _Network("dense, layer norm", dense, (32, 64)),
+            _Network("LSTM", recurrent, (16, 12, 24))]
+
+
+def verify(device: Context) -> Dict[str, Any]:
+    """Returns the facts of all cases as JSON-serializable values.
+
+    Each row has `case`, `type`, the `difference` from the CPU and its `bound`, `ms`, and `error`:
+    None, or why it fails. Networks have the time of a step.
+    """
+    begin = time.monotonic()
+    rows: List[Dict[str, Any]] = []
+    for case, dtype, run in _cases(device):
+        row = {"case": case, "type": dtype, "bound": _BOUNDS[dtype], "difference": None,
+               "ms": None, "error": None}
+        rows.append(row)
+        if time.monotonic() - begin > SECONDS:
+            row["error"] = f"not run: {SECONDS:g} s have passed"
+            continue
+        try:
+            row["difference"], row["ms"] = run()
+        except Exception as error:  # any error is the result
+            row["error"] = message(error)
+            continue
+        if not row["difference"] <= row["bound"]:  # NaN, too
+            row["error"] = "differs from the CPU"
+    return {"gluon_amp": __version__, "mxnet": mx.__version__, "device": str(device),
+            "seconds": round(time.monotonic() - begin, 1), "cases": rows,
+            "failed": sum(row["error"] is not None for row in rows)}
+
+
+def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], Tuple[float, float]]]]:
+    for operator in _operators():
+        for dtype in TYPES:
+            yield operator.name, dtype, lambda o=operator, t=dtype: _compare(o, t, device)
+    yield "sort", "float32", lambda: _sorted(device)
+    yield "random_normal", "float32", lambda: _drawn(device)
+    for network in _networks():
+        for dtype in TYPES:
+            yield network.name, dtype, lambda n=network, t=dtype: _train(n, t, device)
+
+
+def _compare(operator: _Operator, dtype: str, device: Context) -> Tuple[float, float]:
+    """Returns the largest difference of results and gradients from the CPU's, and the milliseconds
+    of a forward and a backward pass, the first one included."""
+    rng = np.random.default_rng(0)
+    inputs = [rng.standard_normal(shape).astype(dtype) for shape in operator.shapes]
+    wanted = _passes(operator, [each.astype("float32") for each in inputs], mx.cpu())
+    begin = time.perf_counter()
+    found = _passes(operator, inputs, device)
+    seconds = time.perf_counter() - begin
+    return max(_distance(a, b) for a, b in zip(found, wanted)), 1e3 * seconds
+
+
+def _passes(operator: _Operator, inputs: Sequence[Any], device: Context) -> List[Any]:
+    arrays = [mx.nd.array(each, device, each.dtype) for each in inputs]
+    for array in arrays:
+        array.attach_grad()
+    with mx.autograd.record():
+        output = operator.run(*arrays)
+    head = np.random.default_rng(1).standard_normal(output.shape)
+    output.backward(mx.nd.array(head, device, output.dtype))
+    return [array.astype("float32").asnumpy() for array in [output, *(a.grad for a in arrays)]]
+
+
+def _distance(found: Any, wanted: Any) -> float:
+    return float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-6))
+
+
+def _sorted(device: Context) -> Tuple[float, float]:
+    values = np.random.default_rng(0).standard_normal((64, 1000)).astype("float32")
+    begin = time.perf_counter()
+    found = mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy()
+    return _distance(found, np.sort(values, 1)), 1e3 * (time.perf_counter() - begin)
+
+
+def _drawn(device: Context) -> Tuple[float, float]:
+    """Devices draw different numbers: compares the standard deviation of a million with 1."""
+    begin = time.perf_counter()
+    found = mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy()
+    return abs(float(found.std()) - 1), 1e3 * (time.perf_counter() - begin)
+
+
+def _train(network: _Network, dtype: str, device: Context) -> Tuple[float, float]:
+    """Returns the largest difference of the losses of some steps from the CPU's in float32, and the
+    milliseconds of a step."""
+    rng = np.random.default_rng(0)
+    data = rng.standard_normal(network.shape).astype("float32")
+    label = rng.integers(10, size=len(data))
+    initial = network.make()
+    initial.initialize(mx.init.Xavier())
+    initial(mx.nd.array(data))  # infers shapes
+    weights = [p.data() for p in initial.collect_params().values()]
+
+    def losses(kind: str, where: Context) -> Tuple[List[float], float]:
+        net = network.make()
+        net.initialize(ctx=where)
+        x, y = mx.nd.array(data, where), mx.nd.array(label, where)
+        net(x)
+        for parameter, weight in zip(net.collect_params().values(), weights):
+            parameter.set_data(weight)
+        convert(net, kind)
+        net.hybridize(static_alloc=True, static_shape=True)
+        loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+        trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9},
+                          loss_scale=128 if kind == "float16" else None)
+
+        def step() -> Array:
+            with mx.autograd.record():
+                loss = loss_fn(net(x), y)
+            trainer.backward(loss)
+            trainer.step(len(data))
+            return loss.mean()
+
+        found = [float(step().asscalar()) for _ in range(_STEPS)]
+        begin = time.perf_counter()
+        for _ in range(_TIMED if where != mx.cpu() else 0):
+            step()
+        mx.nd.waitall()
+        return found, 1e3 * (time.perf_counter() - begin) / _TIMED
+
+    wanted, _ = losses("float32", mx.cpu())
+    found, milliseconds = losses(dtype, device)
+    return _distance(np.array(found), np.array(wanted)), milliseconds
+
+
+def describe(facts: Dict[str, Any]) -> str:
+    """Returns the facts as a table, the conclusion first."""
+    rows = [("case", "type", "difference", "bound", "ms", "")]
+    for row in facts["cases"]:
+        rows.append((row["case"], row["type"],
+                     "" if row["difference"] is None else f"{row['difference']:.1e}",
+                     f"{row['bound']:.0e}", "" if row["ms"] is None else f"{row['ms']:.2f}",
+                     row["error"] or "ok"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+             for row in rows]
+    failed, total = facts["failed"], counted(len(facts["cases"]), "case")
+    verdict = f"{failed} of {total} fail" if failed else f"all {total} agree with the CPU"
+    return "\n".join([f"{facts['device']}: {verdict} ({facts['seconds']:g} s).", "", *table])
+
+
+def write(facts: Dict[str, Any], path: Path) -> None:
+    """Writes the facts as JSON."""
+    replace_text(str(path), json.dumps(facts, indent=2) + "\n")
