@@ -2,6 +2,7 @@
 
 Other operators are refused. `tests/test_onnx.py` runs every row in onnxruntime.
 """
+import ast
 from typing import Any, Callable, Dict
 
 from .._mxnet import np
@@ -28,21 +29,25 @@ def _same(op: str) -> Write:
 # ---- operators with one equivalent -------------------------------------------
 
 for _names, _op in {
-        "relu": "Relu", "elemwise_add _plus _Plus broadcast_add broadcast_plus": "Add",
-        "elemwise_sub broadcast_sub broadcast_minus": "Sub", "elemwise_mul broadcast_mul": "Mul",
-        "elemwise_div broadcast_div": "Div", "broadcast_maximum _maximum": "Max",
-        "broadcast_minimum _minimum": "Min", "negative": "Neg", "abs": "Abs"}.items():
+        "relu _npx_relu": "Relu",
+        "elemwise_add _plus _Plus broadcast_add broadcast_plus _npi_add": "Add",
+        "elemwise_sub broadcast_sub broadcast_minus _npi_subtract": "Sub",
+        "elemwise_mul broadcast_mul _npi_multiply": "Mul",
+        "elemwise_div broadcast_div _npi_true_divide": "Div", "broadcast_maximum _maximum": "Max",
+        "broadcast_minimum _minimum": "Min", "negative": "Neg", "abs _npi_absolute": "Abs",
+        "_npi_matmul": "MatMul"}.items():
     row(*_names.split())(_same(_op))
 for _names, _op in {
-        "sigmoid": "Sigmoid", "tanh": "Tanh", "exp": "Exp", "log": "Log", "sqrt": "Sqrt",
-        "erf": "Erf", "sin": "Sin", "cos": "Cos", "softsign": "Softsign", "floor": "Floor",
-        "ceil": "Ceil", "reciprocal": "Reciprocal", "add_n ElementWiseSum": "Sum",
-        "broadcast_power _power": "Pow"}.items():
+        "sigmoid _npx_sigmoid": "Sigmoid", "tanh _npi_tanh": "Tanh", "exp _npi_exp": "Exp",
+        "log _npi_log": "Log", "sqrt _npi_sqrt": "Sqrt", "erf": "Erf", "sin _npi_sin": "Sin",
+        "cos _npi_cos": "Cos", "softsign": "Softsign", "floor _npi_floor": "Floor",
+        "ceil _npi_ceil": "Ceil", "reciprocal _npi_reciprocal": "Reciprocal",
+        "add_n ElementWiseSum": "Sum", "broadcast_power _power _npi_power": "Pow"}.items():
     row(*_names.split(), wide=True)(_same(_op))
 
 
-@row("identity", "_copy", "BlockGrad", "stop_gradient", "Dropout", "LinearRegressionOutput",
-     "MAERegressionOutput")
+@row("identity", "_copy", "_np_copy", "BlockGrad", "stop_gradient", "Dropout",
+     "LinearRegressionOutput", "MAERegressionOutput")
 def _identity(node: Operator) -> str:
     node.ignore("p", "mode", "axes", "grad_scale")
     if node.node.op == "Dropout" and node.node.attrs.get("mode", "training") != "training":
@@ -61,20 +66,23 @@ def _cast(node: Operator) -> str:
     return node.writer.cast(node.input(0), node.text("dtype"))
 
 
-for _name, _op, _turned in (
-        ("_plus_scalar", "Add", False), ("_minus_scalar", "Sub", False),
-        ("_rminus_scalar", "Sub", True), ("_mul_scalar", "Mul", False),
-        ("_div_scalar", "Div", False), ("_rdiv_scalar", "Div", True),
-        ("_power_scalar", "Pow", False), ("_maximum_scalar", "Max", False),
+for _names, _op, _turned in (
+        ("_plus_scalar _npi_add_scalar", "Add", False),
+        ("_minus_scalar _npi_subtract_scalar", "Sub", False),
+        ("_rminus_scalar _npi_rsubtract_scalar", "Sub", True),
+        ("_mul_scalar _npi_multiply_scalar", "Mul", False),
+        ("_div_scalar _npi_true_divide_scalar", "Div", False),
+        ("_rdiv_scalar _npi_rtrue_divide_scalar", "Div", True),
+        ("_power_scalar _npi_power_scalar", "Pow", False), ("_maximum_scalar", "Max", False),
         ("_minimum_scalar", "Min", False)):
     def _scalar(node: Operator, op: str = _op, turned: bool = _turned) -> str:
         node.ignore("is_int")
         both = [node.input(0), node.constant(node.number("scalar"))]
         return node.add(op, *(reversed(both) if turned else both))
-    row(_name, wide=True)(_scalar)
+    row(*_names.split(), wide=True)(_scalar)
 
 
-@row("square", wide=True)
+@row("square", "_npi_square", wide=True)
 def _square(node: Operator) -> str:
     x = node.input(0)
     return node.add("Mul", x, x)
@@ -207,6 +215,13 @@ def _dot(node: Operator) -> str:
     return node.add("MatMul", a, b)
 
 
+@row("_np_dot")
+def _np_dot(node: Operator) -> str:
+    if len(node.shape(1)) > 2:
+        node.refuse("its second array must have 1 or 2 axes")
+    return node.add("MatMul", *node.x)
+
+
 row("RNN", wide=True)(recurrent)
 
 
@@ -302,33 +317,38 @@ def _adaptive(node: Operator) -> str:
     return node.add("GlobalAveragePool", node.input(0))
 
 
-@row("mean", "sum", "sum_axis", "max", "min", wide=True)
+@row("mean", "sum", "sum_axis", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min",
+     wide=True)
 def _reduce(node: Operator) -> str:
     node.only("exclude", "False", "0")
+    node.only("initial", "None")
+    node.only("dtype", "None")
     axes = [axis % len(node.shape()) for axis in node.several("axis", tuple(range(
         len(node.shape()))))]
     x, keep = node.input(0), int(node.flag("keepdims"))
-    op = {"mean": "ReduceMean", "max": "ReduceMax", "min": "ReduceMin"}.get(node.node.op)
+    op = {"mean": "ReduceMean", "max": "ReduceMax", "min": "ReduceMin"}.get(
+        node.node.op.split("_")[-1])
     if op is None:
         made = node.add("ReduceSum", x, node.constant(axes, "int64"), keepdims=keep)
     else:
         made = node.add(op, x, axes=axes, keepdims=keep)
-    if len(axes) == len(node.shape()) and not keep:  # MXNet has no 0-d arrays
-        return node.reshape(made, (1,))
+    if len(axes) == len(node.shape()) and not keep:  # mx.nd has no 0-d arrays
+        return node.reshape(made, node.made_shape)
     return made
 
 
 # ---- operators that copy values ----------------------------------------------
 
 
-@row("Reshape", "reshape", "Flatten", "flatten", "expand_dims", "squeeze", "reshape_like")
+@row("Reshape", "reshape", "Flatten", "flatten", "expand_dims", "squeeze", "reshape_like",
+     "_np_reshape", "_npx_reshape", "_np_squeeze")
 def _reshape(node: Operator) -> str:
     """Writes operators that change the shape only, with the shape that MXNet infers."""
     node.unread.clear()
     return node.reshape(node.input(0), node.made_shape)
 
 
-@row("transpose")
+@row("transpose", "_np_transpose")
 def _transpose(node: Operator) -> str:
     axes = node.several("axes", tuple(reversed(range(len(node.shape())))))
     return node.add("Transpose", node.input(0), perm=axes)
@@ -347,7 +367,14 @@ def _concat(node: Operator) -> str:
     return node.add("Concat", *node.x, axis=node.axis("dim", 1))
 
 
-@row("stack")
+@row("_npi_concatenate")
+def _concatenate(node: Operator) -> str:
+    if node.text("axis", "0") == "None":
+        node.refuse("ONNX has no equivalent of axis=None")
+    return node.add("Concat", *node.x, axis=node.axis(default=0))
+
+
+@row("stack", "_npi_stack")
 def _stack(node: Operator) -> str:
     dims = len(node.shape()) + 1
     axis = node.axis(default=0, dims=dims)
@@ -362,6 +389,36 @@ def _slice_axis(node: Operator) -> str:
     size = node.shape()[axis]
     return node.add("Slice", node.input(0), *(node.constant([n], "int64") for n in (
         node.whole("begin"), size if end == "None" else int(end), axis)))
+
+
+@row("slice")
+def _slice(node: Operator) -> str:
+    parts = [ast.literal_eval(node.text(name, "()")) or () for name in ("begin", "end", "step")]
+    found = []
+    for axis, size in zip(range(len(parts[0])), node.shape()):
+        begin, end, step = slice(*(part[axis] if axis < len(part) else None
+                                   for part in parts)).indices(size)
+        if step < 0:
+            node.refuse("its steps must be positive")
+        if (begin, end, step) != (0, size, 1):  # of an axis that may have any size
+            found.append((begin, end, axis, step))
+    if not found:
+        return node.input(0)
+    return node.add("Slice", node.input(0), *(node.constant(column, "int64")
+                                              for column in zip(*found)))
+
+
+@row("_split_v2")
+def _split_v2(node: Operator) -> Any:
+    """`mx.np.split`: `indices` are where parts begin, the first one at 0."""
+    begins, axis = node.several("indices"), node.axis(default=0)
+    count = node.whole("sections") or len(begins)
+    size = node.shape()[axis]
+    sizes = np.diff([*begins, size]) if begins else [size // count] * count
+    made = node.outputs("Split", count, node.input(0), node.constant(sizes, "int64"), axis=axis)
+    if node.flag("squeeze_axis"):
+        return [node.add("Squeeze", name, node.constant([axis], "int64")) for name in made]
+    return made
 
 
 @row("SliceChannel", "split")
