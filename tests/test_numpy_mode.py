@@ -272,3 +272,136 @@ def test_transformer_trains_and_translates(policy, rng):
     losses = trained(net, lambda net: LOSS(net(source, lengths, target), source).mean(), 40)
     assert losses[-1] < losses[0] / 3
     assert len(net.translate(source[:1], lengths[:1], np.ones((1, 1)), 7)) == 7
+
+
+# ---- kinds of networks and of data -------------------------------------------
+
+
+class Words(gluon.HybridBlock):
+    """A network of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = nn.Embedding(9, 6), nn.Dense(4)
+
+    def hybrid_forward(self, F, words):
+        return self.dense(self.embedding(words).mean(axis=1))
+
+
+class Numbers(gluon.HybridBlock):
+    """A network of floating numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.norm, self.dense = nn.Dense(6), nn.BatchNorm(), nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        return self.dense(F.np.tanh(self.norm(self.hidden(x))))
+
+
+class Read(gluon.Block):
+    """A plain Block around a network, which reads a value."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out * 0 if float(out.mean()) > 1e6 else out
+
+
+DATA = {
+    "float64": (Numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float64")),
+    "float16": (Numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float16")),
+    "int32": (Words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int32")),
+    "int64": (Words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int64")),
+    "batch of 1": (Numbers, lambda rng: np.array(rng.standard_normal((1, 5)), dtype="float32")),
+}
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("kind", ["hybridized", "never hybridized", "plain"])
+@pytest.mark.parametrize("data", DATA)
+def test_every_tool_takes_every_kind_of_network_and_data(data, kind, policy, rng, tmp_path):
+    make, values_of = DATA[data]
+    x, file = values_of(rng), str(tmp_path / "file")
+    y = np.array(rng.integers(0, 4, len(x)))
+    net = Read(make()) if kind == "plain" else make()
+    net.initialize(mx.init.Xavier(), ctx=[mx.cpu(0), mx.cpu(1)])
+    if kind == "hybridized":
+        net.hybridize()
+    amp.convert(net, policy)
+    net(x)
+    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3}, clip_norm=1.0)
+    with amp.Monitor(net, trainer, file, interval=1):
+        for _ in range(2):
+            with autograd.record():
+                losses = [LOSS(net(x.as_in_ctx(mx.cpu(i))), y.as_in_ctx(mx.cpu(i)))
+                          for i in range(2)]
+            trainer.backward(losses)
+            assert trainer.step(2 * len(x))
+    net.save_parameters(file)
+    before = values(net)
+    net.load_parameters(file)
+    assert same(before, values(net))
+    trainer.save_states(file)
+    trainer.load_states(file)
+    net.collect_params().reset_ctx(mx.cpu())
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3})
+    assert amp.lr_find(net, trainer, LOSS, [(x, y)], steps=10).rates
+    view = amp.xray(net, [(x, y)], LOSS)
+    assert view.loss_scale[1] >= 1
+    assert amp.explain(net, (x, y), LOSS) is None
+    if kind != "plain":
+        assert amp.types(net)
+        net.export(file)
+        served = gluon.SymbolBlock.imports(f"{file}-symbol.json", ["data"], f"{file}-0000.params")
+        if not data.startswith("float"):
+            assert onp.allclose(served(x).asnumpy(), net(x).asnumpy(), atol=0.02)
+        dtype = "float16" if policy == "float16" else "bfloat16"
+        amp.export_onnx(net, file, x.shape, dtype)
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"])
+def test_empty_arrays_are_predicted(policy, hybridized):
+    """MXNet's layers do not train on them, in float32 either."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(6, in_units=5), nn.HybridLambda(lambda F, x: F.np.tanh(x) * 2),
+            nn.LayerNorm(in_channels=6), nn.Dense(3, in_units=6))
+    net.initialize()
+    if hybridized:
+        net.hybridize()
+    amp.convert(net, policy)
+    assert net(np.zeros((0, 5))).asnumpy().shape == (0, 3)
+    assert net(np.ones((2, 5))).asnumpy().shape == (2, 3)
+    assert low([]).asnumpy().shape == (0,)
+
+
+def test_accumulated_gradients_start_at_zero(batch):
+    net = convolutional("float16", batch[0])
+    net.collect_params().setattr("grad_req", "add")
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    found = amp.lr_find(net, trainer, LOSS, [batch], start=1e-3, end=1, steps=10)
+    assert len(found.rates) == 10
+    assert not any(p.grad().asnumpy().any() for p in net.collect_params().values()
+                   if p.grad_req == "add")
+
+
+def test_states_of_other_mode_are_refused_by_its_name(tmp_path):
+    def made(arrays):
+        net = nn.Dense(2, in_units=3)
+        net.initialize()
+        trainer = amp.Trainer(net.collect_params(), "adam")
+        with autograd.record():
+            loss = net(arrays.ones((1, 3))).sum()
+        trainer.backward(loss)
+        trainer.step(1)
+        return trainer
+
+    npx.reset_np()
+    made(mx.nd).save_states(str(tmp_path / "states"))
+    npx.set_np()
+    with pytest.raises(ValueError, match=r"present mode of npx\.set_np\(\)"):
+        made(np).load_states(str(tmp_path / "states"))

@@ -34,7 +34,8 @@ class AdamW(mx.optimizer.Optimizer):
                                                           "50"))))
 
     def create_state(self, index: Index, weight: Array) -> Tuple[Any, Any]:
-        return mx.nd.zeros_like(weight), mx.nd.zeros_like(weight)
+        zeros = mx.nd.zeros_like(weight.as_nd_ndarray())
+        return zeros, zeros.copy()
 
     def update(self, index: Indices, weight: Arrays, grad: Arrays, state: object) -> None:
         self._run("multi_adamw_update", *_lists(index, weight, grad, state))

@@ -14,7 +14,7 @@ import warnings
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
-from .._mxnet import mx, np
+from .._mxnet import message, mx, np
 from .._numpy import CORE
 from ..annotations import Optimizer, Updater
 from ..checks import counted, order_of
@@ -121,6 +121,9 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
         if stream.read(1):
             raise ValueError("it has data after its end")
     except Exception as error:  # unpickling foreign bytes may raise any error
+        if "np shape semantics" in str(error):
+            raise ValueError(f"{fname} was not written in the present mode of npx.set_np(), which "
+                             f"MXNet requires: {message(error)}") from error
         raise ValueError(f"{wrong}: {str(error) or repr(error)}") from error
     states, optimizer = loaded if isinstance(loaded, tuple) and len(loaded) == 2 else (loaded, None)
     if not isinstance(states, dict) \

@@ -140,4 +140,11 @@ def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
     """Sets accumulated gradients to 0."""
     for parameter in parameters:
         if parameter.grad_req == "add":
-            parameter.zero_grad()
+            set_to_zero(parameter)
+
+
+def set_to_zero(parameter: "mx.gluon.Parameter") -> None:
+    """Sets a parameter's gradients to 0; MXNet's `zero_grad` fails in numpy mode."""
+    for gradient in parameter._grad or ():
+        classic = gradient.as_nd_ndarray()
+        mx.nd.zeros_like(classic, out=classic)

@@ -28,7 +28,7 @@ from .checkpoint import (
     read_states,
 )
 from .following import weights_unwritten
-from .gradients import Gradients
+from .gradients import Gradients, set_to_zero
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .static_pair import GivenLossScale
@@ -476,7 +476,7 @@ class Trainer(mx.gluon.Trainer):
         would update the parameter, with stale gradients in the sum."""
         reached, anywhere = self._reached()
         for i in set(anywhere) - set(reached):
-            self._params[i].zero_grad()
+            set_to_zero(self._params[i])
             for weight in self._params[i].list_data():
                 weight._fresh_grad = True
         if self._step.scaling:
