@@ -21,9 +21,9 @@ OLD = ["nvidia-cuda-runtime-cu11==11.8.89", "nvidia-cublas-cu11==11.11.3.6",
        "nvidia-cusolver-cu11==11.4.1.48", "nvidia-curand-cu11==10.3.0.86",
        "nvidia-cuda-nvrtc-cu11==11.8.89", "nvidia-cusparse-cu11==11.7.5.86",
        "nvidia-nvtx-cu11==11.8.86"]
-NEW = ["nvidia-cublas>=13,<14", "nvidia-cudnn-cu13>=9,<10", "nvidia-cufft>=12,<13",
-       "nvidia-cusolver>=12,<13", "nvidia-curand>=10,<11", "nvidia-cuda-nvrtc>=13,<14",
-       "nvidia-cusparse>=12,<13", "nvidia-nvjitlink>=13,<14"]
+NEW = ["nvidia-cuda-runtime>=13,<14", "nvidia-cublas>=13,<14", "nvidia-cudnn-cu13>=9,<10",
+       "nvidia-cufft>=12,<13", "nvidia-cusolver>=12,<13", "nvidia-curand>=10,<11",
+       "nvidia-cuda-nvrtc>=13,<14", "nvidia-cusparse>=12,<13", "nvidia-nvjitlink>=13,<14"]
 IN_BOTH = ("libcublas.so.11", "libcusolver.so.11", "libcufft.so.10", "libcurand.so.10",
            "libnvrtc.so.11.2", "libcudnn.so.8")
 REGISTERS, COPIED = 6, 32  # words of arguments in registers, and on the stack: forward.cc

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gluon_amp
 import pytest
-from gluon_amp.cuda import libraries, load
+from gluon_amp.cuda import libraries, load, wheel
 from gluon_amp.cuda.devices import GPU, Devices
 
 CUDA = Path(gluon_amp.__file__).parent / "cuda"
@@ -204,6 +204,17 @@ def test_other_builds_of_mxnet_are_named():
         "this MXNet has no kernels for H100 (compute capability 9.0), and packs of kernels are "
         "for mxnet-cu112 1.9.1 from PyPI only. Installed: mxnet-cu117, /site/mxnet/libmxnet.so"])
     assert load._kernels(Devices([A100], "580.1", 13000), "mxnet-cu117") == ([], None, [])
+
+
+def test_build_id_identifies_a_library(tmp_path):
+    library = wheel.library()
+    notes = subprocess.run(["readelf", "-n", library], capture_output=True, text=True, check=True)
+    found = wheel.build_id(library)
+    assert f"Build ID: {found}" in notes.stdout
+    assert found != wheel.BUILD_ID
+    for content in (b"", b"\x7fELF", b"text" * 100):
+        (tmp_path / "libmxnet.so").write_bytes(content)
+        assert wheel.build_id(tmp_path / "libmxnet.so") is None
 
 
 def test_mxnet_must_not_be_imported_before():

@@ -38,6 +38,8 @@ def build_id(path: Path) -> Optional[str]:
     try:
         with open(path, "rb") as file:
             head = file.read(64)
+            if not head.startswith(b"\x7fELF"):
+                return None
             start, = struct.unpack_from("<Q", head, 32)
             size, count = struct.unpack_from("<HH", head, 54)
             file.seek(start)
@@ -49,7 +51,7 @@ def build_id(path: Path) -> Optional[str]:
                     found = _gnu_build_id(file.read(length))
                     if found:
                         return found
-    except struct.error:  # no ELF file
+    except struct.error:  # the file is truncated
         pass
     return None
 

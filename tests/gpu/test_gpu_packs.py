@@ -177,6 +177,14 @@ def test_pack_for_newer_driver_is_refused(cache, monkeypatch, tmp_path):
     assert "needs a driver of CUDA 13 or newer. Installed: 580.65.06" in refused(tmp_path, 90)
 
 
+def test_runtime_that_was_loaded_before_is_an_error(cache):
+    done = run("import ctypes\nctypes.CDLL('libcudart.so.11.0', mode=ctypes.RTLD_GLOBAL)\n"
+               "import gluon_amp", cache, 90)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: MXNet does not use the kernels of {cache}/kernels/90.pack, because "
+        "libcudart.so.11.0 was loaded before: import gluon_amp first")
+
+
 def test_table_of_functions_equals_imports_of_library():
     library = environment.cuda_mxnet() / "mxnet" / "libmxnet.so"
     listed = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True,
