@@ -108,6 +108,23 @@ def test_trainer_with_lower_minimum_or_without_scale_is_judged_by_its_own():
         assert amp.xray(net, batches[:1], loss_fn, trainer).verdict.startswith(said)
 
 
+@pytest.mark.parametrize(("loss_scale", "said"), [
+    ("dynamic", "Training runs: "),
+    (None, "Training runs and loses gradients, because they need a loss scale of at least 2^"),
+    (2.0, "Training runs and loses gradients, because they need a loss scale of at least 2^")])
+def test_gradients_that_need_a_larger_scale_than_the_trainings(loss_scale, said):
+    net, batches = network(), regression(0)
+
+    def small(output, label):
+        return gluon.loss.L2Loss()(output, label) * 2e-7
+    net(batches[0][0])
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
+                          loss_scale=loss_scale)
+    view = amp.xray(net, batches, small, trainer)
+    assert view.verdict.startswith(said)
+    assert view.severity == ("good" if loss_scale == "dynamic" else "warning")
+
+
 def test_bfloat16_needs_no_loss_scale():
     view = amp.xray(network(policy="bfloat16"), regression(5e4), gluon.loss.L2Loss())
     assert (view.severity, view.findings) == ("good", [])

@@ -80,10 +80,11 @@ class Training(NamedTuple):
     """The training that an X-ray judges.
 
     Attributes:
-        smallest: its smallest loss scale.
+        smallest, largest: its smallest and its largest loss scale.
         checks: whether it skips steps with gradients that are not finite.
     """
     smallest: float = 1.0
+    largest: float = 2.0 ** 24
     checks: bool = True
 
     @classmethod
@@ -93,8 +94,9 @@ class Training(NamedTuple):
             return cls()
         step = getattr(trainer, "_step", None)
         if step is None:  # MXNet's
-            return cls(checks=False)
-        return cls(getattr(step.loss_scale, "minimum", step.loss_scale.scale),
+            return cls(largest=1.0, checks=False)
+        scale = step.loss_scale
+        return cls(getattr(scale, "minimum", scale.scale), getattr(scale, "maximum", scale.scale),
                    step.checks_gradients)
 
     @property
@@ -105,7 +107,7 @@ class Training(NamedTuple):
     @property
     def ends(self) -> str:
         """The smallest loss scale as text."""
-        return f"{self.smallest:g}" if self.smallest >= 1 else as_power(self.smallest)
+        return as_power(self.smallest) if self.smallest != 1 else "1"
 
 
 class Window(NamedTuple):

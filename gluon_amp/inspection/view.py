@@ -24,6 +24,7 @@ from .advice import (
     Overflow,
     Training,
     Window,
+    as_power,
     findings,
     first_overflow,
     goes_forward,
@@ -75,7 +76,7 @@ class View:
         converts: the start of `keep_line`.
         lost: the share of a gradient's norm that may underflow at the low end of a window.
         goes_forward: whether no forward tensor overflows.
-        training: the training's smallest loss scale, and whether it checks gradients.
+        training: the training's loss scales, and whether it checks gradients.
         outcome: what the training does, the start of `verdict`.
     """
     name: str
@@ -174,6 +175,8 @@ class View:
         found = {finding.severity for finding in self.findings}
         if self.window and self.window.low > self.window.high:
             found.add("error")
+        elif self.window and self.window.low > self.training.largest:
+            found.add("warning")
         if self.steps and len(self.left_out) == len(self.steps):
             return "note"
         return next((kind for kind in ("error", "warning") if kind in found), "good")
@@ -241,6 +244,10 @@ class View:
             return f"{fails} gradients overflow at its smallest loss scale, {self.training.ends}"
         if self.window and self.window.low > self.window.high:
             return "Training runs and loses gradients, because no loss scale fits all of them"
+        if self.window and self.window.low > self.training.largest:
+            return "Training runs and loses gradients, because they need a loss scale of at " \
+                f"least {as_power(self.window.low)}, and its largest is " \
+                f"{as_power(self.training.largest)}"
         if any(finding.reason.startswith("range above") for finding in self.findings):
             return "Training runs on these batches, and may overflow on others"
         return "Training runs, with less accuracy than in float32" if self.findings \

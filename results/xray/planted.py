@@ -223,7 +223,8 @@ def examine(name, fault):
            "found": any("planted_" in node for node in first) if fault else not view.findings,
            "keep": " ".join(view.keep)}
     kept, _ = made(name, FAULTS.get(fault), keep=view.keep)
-    row["named after"] = " ".join(f.node for f in amp.xray(kept, batches, LOSS, steps=2).findings)
+    row["named after"] = " ".join(
+        f.node for f in amp.xray(kept, batches, LOSS, steps=2).findings if not f.remedy)
     try:
         high = view.loss_scale[1] if view.loss_scale else 2.0 ** 16
         losses = [trained(name, FAULTS.get(fault), "float32"),
