@@ -84,7 +84,7 @@ def test_three_seeds_do_not_fill_a_plot_with_bands():
     runs = seeds("float32", [70, 71, 72]) + seeds("float16", [70, 71, 73])
     drawn = {plot.name: plot for plot in plots(groups(runs), accuracy=0.7)}
     assert "PolyCollection" not in drawn["share_reached"].svg
-    assert "bands" not in drawn["share_reached"].caption
+    assert "; in brackets: 95 % intervals (Wilson)." in drawn["share_reached"].caption
     runs = seeds("float32", range(60, 72))
     drawn = {plot.name: plot for plot in plots(groups(runs), accuracy=0.65)}
     assert "bands: 95 % intervals (Wilson)." in drawn["share_reached"].caption

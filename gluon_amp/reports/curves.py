@@ -12,7 +12,7 @@ from .runs import Run
 MOST_LINES = 8  # lines of a plot; more groups are drawn as quantiles
 MOST_POINTS = 200  # of one line
 FEW_RUNS = 5  # below it, intervals of the mean are far wider than the runs: the band is their range
-FEW_SHARED = 10  # below it, the interval of a share covers most of the plot: there is no band
+FEW_SHARED = 10  # below it, the interval of a share would cover most of the plot: no band is drawn
 
 
 class Point(NamedTuple):
@@ -131,8 +131,7 @@ def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray
 def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
             end: float) -> Optional[Line]:
     """Returns the share of finished runs that have reached an accuracy, with its 95 % interval
-    (Wilson) if there are at least FEW_SHARED runs. A run that was killed might have reached it, so
-    it is left out."""
+    (Wilson). A run that was killed might have reached it, so it is left out."""
     runs = [run for group in groups for run in group.finished or group.runs if run.best]
     if not runs:
         return None
@@ -144,14 +143,11 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
         counts.append(counts[-1] + when[at])
     xs.append(max(end, xs[-1]))
     counts.append(counts[-1])
+    each = [stats.binomtest(count, len(runs)).proportion_ci(method="wilson") for count in counts]
     first = groups[0]
-    made = Line(name, first.dtype, first.model, len(runs), np.array(xs),
-                np.array(counts) / len(runs))
-    if len(runs) >= FEW_SHARED:
-        each = [stats.binomtest(n, len(runs)).proportion_ci(method="wilson") for n in counts]
-        made.low, made.high = (np.array([getattr(ci, end) for ci in each])
-                               for end in ("low", "high"))
-    return made
+    return Line(name, first.dtype, first.model, len(runs), np.array(xs),
+                np.array(counts) / len(runs), np.array([ci.low for ci in each]),
+                np.array([ci.high for ci in each]))
 
 
 def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:

@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from .colors import GREY, INK, color
 from .compare import Comparison, Group
-from .curves import FEW_RUNS, Line, Point, line, pool, reached
+from .curves import FEW_RUNS, FEW_SHARED, Line, Point, line, pool, reached
 from .runs import ACCURACY, FLOAT32, Run, headed, plain, unit_of_time
 from .verdict import in_points
 
@@ -234,7 +234,7 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
             drawstyle = "steps-post" if chart.steps else "default"
             axes.plot(one.x, one.y, **look, linewidth=2.6 if beneath else 1.4,
                       zorder=2 if beneath else 3, drawstyle=drawstyle)
-            if one.low is not None and one.high is not None:
+            if one.low is not None and one.high is not None and not _is_too_wide(chart, one):
                 axes.fill_between(one.x, one.low, one.high, color=place[0], alpha=0.15, zorder=1,
                                   linewidth=0, step="post" if chart.steps else None)
         axes.set_title(chart.title, loc="left", fontsize=10)
@@ -246,6 +246,11 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
         png, svg = image(figure)
         return Plot(chart.name, chart.title, _caption(chart, lines), png, svg,
                     _hover(figure, axes, chart, unit, lines))
+
+
+def _is_too_wide(chart: Chart, one: Line) -> bool:
+    """Whether the band of a line would fill the plot: the interval of a share of few runs."""
+    return chart.name == REACHED.name and one.runs < FEW_SHARED
 
 
 @contextmanager
@@ -354,9 +359,8 @@ def _words(chart: Chart, one: Line, i: int) -> str:
 def _caption(chart: Chart, lines: List[Line]) -> str:
     """Returns the caption: the meaning of bands, and the ends of the lines."""
     if chart.name == REACHED.name:
-        bands = " The share of runs that had reached it by then" + (
-            "; bands: 95 % intervals (Wilson)." if any(one.low is not None for one in lines)
-            else ".")
+        where = "in brackets" if all(_is_too_wide(chart, one) for one in lines) else "bands"
+        bands = f" The share of runs that had reached it by then; {where}: 95 % intervals (Wilson)."
     elif any(one.recipes > 1 for one in lines):
         bands = " Medians; bands: from 5 to 95 % of the runs."
     elif any(one.runs > 1 for one in lines) and chart.steps:
