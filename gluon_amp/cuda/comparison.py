@@ -1,22 +1,18 @@
 """The kernels of the wheel mxnet-cu112, and the comparison with them."""
 import hashlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Set, Tuple
 
-from . import elf, pack
+from . import elf, pack, wheel
 from .environment import cuda_mxnet
 
 
 def libmxnet() -> Path:
     """Returns libmxnet.so of mxnet-cu112 1.9.1: of the installed package, else of the wheel."""
-    spec = importlib.util.find_spec("mxnet")  # does not import it
-    if spec is not None and spec.origin is not None:
-        library = Path(spec.origin).with_name("libmxnet.so")
-        if library.exists() and sha256(library) == pack.LIBMXNET:
-            return library
-    library = cuda_mxnet() / "mxnet" / "libmxnet.so"
+    library = wheel.library()
+    if library is None or wheel.build_id(library) != wheel.BUILD_ID:
+        library = cuda_mxnet() / "mxnet" / "libmxnet.so"
     found = sha256(library)
     if found != pack.LIBMXNET:
         raise ValueError(f"{library} must be of {pack.MXNET}, SHA-256 {pack.LIBMXNET}. Received: "
