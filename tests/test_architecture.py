@@ -132,7 +132,8 @@ def objects():
     return {"Block": net, "HybridBlock": net, "Parameter": net.weight, "NDArray": nd.ones(1),
             "Optimizer": trainer._optimizer, "gluon.Trainer": trainer, "Module": module,
             "BucketingModule": bucketing, "Executor": module._exec_group.execs[0],
-            "mx.gluon.block._BlockScope": net._scope, "mx.kv.KVStore": mx.kv.create("local")}
+            "mx.gluon.block._BlockScope": net._scope, "mx.kv.KVStore": mx.kv.create("local"),
+            "mx.name.NameManager": mx.name.NameManager()}
 
 
 @pytest.mark.parametrize("of", listed())

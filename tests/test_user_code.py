@@ -3,6 +3,8 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.cpu.library import dispatched
+from gluon_amp.graph.build import build
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from processes import printed
@@ -79,6 +81,115 @@ def test_xray_accepts_custom_operator_without_keywords(rng):
     found = amp.search(net, batches, loss, seeds=1)
     assert found.keep == []
     assert found.best.snr > 40
+
+
+class Part(nn.HybridBlock):
+    """A block whose nodes may have its parent's prefix."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.dense = nn.Dense(4, in_units=4)
+
+    def hybrid_forward(self, F, x):
+        x = F.Custom(self.dense(x) + 1, op_type="squares_without_keywords")
+        return F.relu(x, name="named")
+
+
+class Parts(nn.HybridBlock):
+    def __init__(self):
+        super().__init__(prefix="parts_")
+        with self.name_scope():
+            self.first, self.second = Part(), Part(prefix="")
+            data = mx.sym.var("data")
+            inner = mx.sym.FullyConnected(data, num_hidden=4, no_bias=True,
+                                          name="inner_fc")
+            self.third = gluon.SymbolBlock(mx.sym.relu(inner, name="inner_relu"), data)
+            self.last = nn.Dense(2, in_units=4)
+
+    def hybrid_forward(self, F, x):
+        return self.last(self.third(F.relu(self.second(F.relu(self.first(x))))))
+
+
+@pytest.mark.parametrize(("part", "nodes"), [
+    ("first", "parts_part0_dense0_fwd parts_part0__plusscalar0 parts_part0_custom0 "
+              "parts_part0_named"),
+    ("second", "parts_dense0_fwd parts__plusscalar0 parts_custom0 parts_named"),
+    ("third", "parts_inner_fc parts_inner_relu")])
+def test_kept_block_keeps_its_nodes_without_an_attribute(part, nodes, tmp_path, rng):
+    net, x = Parts(), nd.array(rng.random((3, 4)))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, keep=[getattr(net, part)])
+    net.infer_shape(x)  # MXNet traces the network, too
+    net(x)
+    kept = [row.node for row in amp.types(net) if row.rule == "kept by keep="]
+    assert kept == nodes.split()
+    for row in amp.types(net):
+        if row.node in kept:
+            assert {*row.inputs} == {row.output} == {"float32"}
+    net.export(str(tmp_path / "net"))
+    assert "gluon_amp" not in (tmp_path / "net-symbol.json").read_text()
+    assert "gluon_amp" not in net(mx.sym.var("data")).tojson()
+
+
+def test_converted_symbol_has_no_attribute_and_its_kept_nodes_are_found():
+    x = mx.sym.var("data")
+    for layer in range(3):
+        x = mx.sym.FullyConnected(x, num_hidden=4, name=f"fc{layer}")
+        x = mx.sym.Custom(x, op_type="squares_without_keywords", name=f"custom{layer}")
+    out = mx.sym.SoftmaxOutput(mx.sym.relu(x, name="relu"), mx.sym.var("label"), name="softmax")
+    symbol = amp.convert_symbol(out, keep=["custom.", "fc1", "relu"])
+    assert "gluon_amp" not in symbol.tojson()
+    assert [r.node for r in amp.types(symbol) if r.rule == "kept by keep="] == ["fc1"]
+
+
+class Beyond(nn.HybridBlock):
+    """A CustomOp whose result is beyond float16, read by a layer."""
+
+    def __init__(self):
+        super().__init__(prefix="beyond_")
+        with self.name_scope():
+            self.below = nn.Dense(4, in_units=4, weight_initializer=mx.init.Constant(100))
+            self.above = nn.Dense(2, in_units=4)
+
+    def hybrid_forward(self, F, x):
+        x = F.Custom(self.below(x), op_type="squares_without_keywords")
+        return self.above(x)
+
+
+def test_explain_names_the_line_of_a_custom_operator_that_overflows():
+    net = Beyond()
+    net.initialize()
+    amp.convert(net)
+    found = str(amp.explain(net, (nd.ones((3, 4)), nd.array([0, 1, 0])),
+                            gluon.loss.SoftmaxCrossEntropyLoss()))
+    assert "x = F.Custom(self.below(x)" in found
+
+
+@pytest.mark.parametrize("policy", [
+    "float16", "mixed_float8",
+    amp.Policy("e5m3", compute=amp.Format("e5m3", exponent=5, fraction=3))],
+    ids=["float16", "mixed_float8", "e5m3"])
+def test_settings_are_on_nodes_of_the_engine_only(policy, rng):
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense = nn.Dense(4, in_units=4)
+
+        def hybrid_forward(self, F, x):
+            x = F.Dropout(self.dense(x), 0.1)
+            x = F.contrib.boolean_mask(x, F.ones(3))
+            return self.dense(F.Custom(x, op_type="squares_without_keywords"))
+
+    net = Net()
+    net.initialize()
+    amp.convert(net, policy)
+    net(nd.array(rng.random((3, 4)))).wait_to_read()
+    graph, types = net.mixed_graph(["float32"])
+    built = build(graph, types, net._amp.policy, watch=True)
+    settings = {node.op for node in built.nodes() if any("gluon_amp" in key for key in node.attrs)}
+    assert {"FullyConnected", "Dropout"} <= settings <= dispatched()
 
 
 @mx.operator.register("pulls_to_zero")

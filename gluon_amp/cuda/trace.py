@@ -7,12 +7,13 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Network
 from ..cpu.arrays import dtype_name
-from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.converted import ConvertedHybridBlock, blocks_kept
+from ..gluon.state import recording_names
 from ..graph.graph import Graph
 from ..policy import Policy, get_policy
 from .environment import environment
@@ -158,19 +159,19 @@ def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArra
     data = list(batch) if isinstance(batch, (list, tuple)) else [batch]
     if not isinstance(net, mx.gluon.HybridBlock):
         raise TypeError(f"gpu_trace takes a HybridBlock. Received: {type(net).__name__}")
-    keep: List[str] = []
+    keep: Set[str] = set()
     if isinstance(net, ConvertedHybridBlock):
         policy = net._amp.policy
-        keep = sorted(net._amp.keep_nodes)
+        keep |= net._amp.keep_nodes
     before, net._cached_graph = net._cached_graph, ()
     try:
-        with mx.autograd.train_mode():
+        with mx.autograd.train_mode(), recording_names(blocks_kept(net), keep.add):
             inputs, outputs = net._get_graph(*data)
     finally:
         net._cached_graph = before
     return trace_symbol(outputs, [i.name for i in inputs],
                         [(tuple(a.shape), dtype_name(a.dtype)) for a in data], policy, optimizer,
-                        capability, keep)
+                        capability, sorted(keep))
 
 
 def trace_symbol(symbol: "mx.sym.Symbol", names: Sequence[str], data: Data,

@@ -14,8 +14,22 @@ import functools
 import logging
 import re
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+)
 from weakref import WeakKeyDictionary, WeakSet
 
 from mxnet import autograd
@@ -27,8 +41,9 @@ from ..annotations import Array, Block, Context, Parameter
 from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
 from ..files import replace_file
 from ..graph.build import build, cached_op
-from ..graph.casts import KEEP, insert_casts
+from ..graph.casts import insert_casts
 from ..graph.graph import Graph
+from ..graph.keep import operator_names
 from ..graph.refusals import (
     check_device,
     check_trains_on_cpus,
@@ -37,7 +52,7 @@ from ..graph.refusals import (
 )
 from ..graph.sparse import declared, storage_types
 from .parameter import cast, complete_copy, follows, value_of
-from .state import Op, State, Trace, blocks_in, parameters_in
+from .state import Op, State, Trace, blocks_in, parameters_in, recording_names
 
 log = logging.getLogger("gluon_amp")
 
@@ -82,7 +97,8 @@ class ConvertedBlock:
         if make is not copyreg.__newobj__ or not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__} defines its own pickling: restore the network "
                             "first")
-        state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None)}
+        state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None,
+                                              kept=frozenset(), recorders=())}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
@@ -133,8 +149,10 @@ class ConvertedHybridBlock(ConvertedBlock):
         if not self._active and not traced:
             args = tuple(map(_to_float32, args))
         try:
-            with mx.AttrScope(**({KEEP: "True"} if self._amp.keep else {})):
-                return super().forward(*args, **kwargs)
+            if traced and isinstance(self, mx.gluon.SymbolBlock):  # its nodes have their names
+                for name in operator_names(Graph.read(self._cached_graph[1])):
+                    _record(self._amp.recorders, name)
+            return super().forward(*args, **kwargs)
         except _ONLY_ARRAYS as error:
             if traced and self._may_run_imperatively():
                 raise _NoGraph from error
@@ -145,6 +163,11 @@ class ConvertedHybridBlock(ConvertedBlock):
                 raise
             self._run_imperatively(no_graph)
         return self.forward(*args, **kwargs)
+
+    def name_scope(self) -> Any:
+        """Returns the scope of the block's names. During a trace, it records them."""
+        scope, recorders = super().name_scope(), self._amp.recorders
+        return _recorded(scope, recorders) if recorders else scope
 
     def _may_run_imperatively(self) -> bool:
         return self._amp.keep and not self._amp.active
@@ -195,7 +218,11 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _trace(self, *args: Any) -> Trace:
         """Traces the graph into `_cached_graph` and initializes the parameters."""
         parameters = dict(self.collect_params().items())
-        self._get_symbols(*args)
+        if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
+            self._cached_graph = ()
+        kept: Set[str] = set()
+        with recording_names(blocks_kept(self), kept.add):
+            self._get_symbols(*args)
         arrays = [a for a in _flatten(args, "input")[0] if a is not None]
         for i, storage in storage_types(arrays).items():
             self._cached_graph[0][i]._set_attr(**declared(storage))
@@ -207,8 +234,10 @@ class ConvertedHybridBlock(ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
+        if self._amp.keep:
+            kept |= operator_names(clean)
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
-                     devices=devices_that_wait(clean))
+                     kept=frozenset(kept), devices=devices_that_wait(clean))
 
     def _get_symbols(self, *args: Any) -> None:
         """Traces the block. A network that was never hybridized may read shapes or values."""
@@ -238,7 +267,6 @@ class ConvertedHybridBlock(ConvertedBlock):
         there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
         if there != set(made.clean.variables()):
             super()._build_cache(*args)  # raises, or warns of unused parameters
-            made = self._trace(*args)
         return made
 
     def _call_cached_op(self, *args: Any) -> Any:
@@ -283,12 +311,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         state = self._amp
         mode = autograd.is_recording(), autograd.is_training(), structure
         if mode not in state.traces:
-            if state.traces:
-                if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
-                    self._cached_graph = ()
-                made = self._trace(*args)
-            else:
-                made = self._first_trace(*args)
+            made = self._trace(*args) if state.traces else self._first_trace(*args)
             for block in blocks_in(self):
                 _TRACED_IN.setdefault(block, WeakSet()).add(self)
             state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
@@ -296,6 +319,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         # bypasses MXNet's __setattr__, which takes several microseconds
         vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
                           _out_format=trace.out_format)
+        state.kept = trace.kept
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
@@ -333,13 +357,17 @@ class ConvertedHybridBlock(ConvertedBlock):
         types.update(zip((d.name for d in data), dtypes))
         return self.with_casts(clean or Graph.read(traced), types), types
 
+    def kept_nodes(self) -> FrozenSet[str]:
+        """Returns the nodes of the current graph that stay float32 by `keep=`."""
+        return self._amp.kept.union(*(state.keep_nodes for state in _states(self)))
+
     def with_casts(self, clean: Graph, types: Mapping[str, str],
                    also: Iterable[str] = ()) -> Graph:
         """Returns a traced graph with casts for variables of these types.
 
         `also` names nodes that stay float32 besides those of `convert`.
         """
-        keep = frozenset(also).union(*(state.keep_nodes for state in _states(self)))
+        keep = self.kept_nodes().union(also)
         policy, parameters = self._amp.policy, parameters_in(self)
         wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
         return insert_casts(clean, types, policy, parameters, keep, wide)
@@ -367,9 +395,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         graph = Graph.read(clean)
         if not remove_amp_cast:
             graph, _ = self.mixed_graph(["float32"] * len(data))
-        for node in graph.nodes_within():
-            node.attrs.pop(KEEP, None)
-            if node.is_variable and remove_amp_cast:
+        for node in graph.nodes() if remove_amp_cast else ():
+            if node.is_variable:
                 node.attrs.pop("__dtype__", None)
         symbol = graph.symbol()
         kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
@@ -429,6 +456,37 @@ def _on_plain_cpu(value: object) -> Any:
         moved = [_on_plain_cpu(v) for v in value]
         return moved if any(a is not b for a, b in zip(moved, value)) else value
     return value
+
+
+class _Names(mx.name.NameManager):
+    """Records the names that the enclosing manager gives to nodes."""
+
+    def __init__(self, recorders: Iterable[Callable[[str], object]]) -> None:
+        super().__init__()
+        self._recorders = recorders
+
+    def get(self, name: Optional[str], hint: str) -> str:
+        given: str = self._old_manager.get(name, hint)
+        _record(self._recorders, given)
+        return given
+
+
+def _record(recorders: Iterable[Callable[[str], object]], name: str) -> None:
+    for record in recorders:
+        record(name)
+
+
+@contextmanager
+def _recorded(scope: Any, recorders: Iterable[Callable[[str], object]]) -> Iterator[Any]:
+    """Enters a block's scope and records the names that it gives."""
+    with scope as entered, _Names(recorders):
+        yield entered
+
+
+def blocks_kept(net: Block) -> List[Any]:
+    """Returns the converted blocks in `keep=`, with the blocks inside them."""
+    return [block for block in blocks_in(net)
+            if isinstance(block, ConvertedBlock) and block._amp.keep]
 
 
 def _states(net: Block) -> Iterator[State]:

@@ -1,6 +1,18 @@
 """The state of a converted block, its traced graphs, and traversal of blocks."""
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, FrozenSet, Iterator, List, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from ..annotations import Block, Network
 from ..cpu.scales import Scales
@@ -19,12 +31,14 @@ class Trace:
     out_format: Any
     ops: Dict[Any, Op] = field(default_factory=dict)  # by (whether on a GPU, the inputs' types)
     untrainable: Dict[Any, str] = field(default_factory=dict)  # likewise; "" if it trains
+    kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
     devices: int = 1  # devices that synchronize in training
 
     def is_alike(self, other: "Trace") -> bool:
         """Whether both graphs compute the same; names of operators may differ."""
+        mine, theirs = (t.clean.structure(t.kept) for t in (self, other))
         return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
-            and self.clean.structure() == other.clean.structure()
+            and mine == theirs
 
 
 @dataclass
@@ -42,6 +56,9 @@ class State:
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
+    kept: FrozenSet[str] = frozenset()  # those of the block's current trace
+    # called with the names of the nodes that the block creates
+    recorders: Tuple[Callable[[str], object], ...] = ()
 
 
 def blocks_in(net: Network) -> Iterator[Any]:
@@ -54,6 +71,19 @@ def blocks_in(net: Network) -> Iterator[Any]:
             seen.add(id(block))
             yield block
             stack.extend(reversed(list(block._children.values())))
+
+
+@contextmanager
+def recording_names(blocks: Iterable[Any], record: Callable[[str], object]) -> Iterator[None]:
+    """Calls `record` with the name of each node that these converted blocks create."""
+    before = [(block._amp, block._amp.recorders) for block in blocks]
+    for state, recorders in before:
+        state.recorders = (*recorders, record)
+    try:
+        yield
+    finally:
+        for state, recorders in before:
+            state.recorders = recorders
 
 
 def paths_in(net: Network, path: str = "") -> Dict[Any, str]:

@@ -1,8 +1,8 @@
 """Builds the graph that a device runs: the network's graph with casts and settings on its nodes.
 
-A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__`, which MXNet's
-parsers skip; cpu/engine.h lists them. On a CPU the engine runs all 16-bit nodes, and nodes of any
-type that have a setting.
+A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__` of a node that the
+engine runs, whose parser skips it; cpu/engine.h lists them. On a CPU the engine runs all 16-bit
+nodes, and nodes of any type that have a setting.
 
 Emulated formats (TF32, float8) run on CPUs only: MXNet has no arrays of them. Their tensors are
 float32 arrays. A node's attributes select the inputs and outputs that the engine rounds.
@@ -214,7 +214,7 @@ class _Rewriting:
         if any(map(self._is_rounded, self._outputs(node))):
             for key, number in numbers(node):  # rounded to float32 first, as on a GPU
                 new.attrs[key] = repr(float(policy.between.nearest.round(np.float32(number))))
-        if node.op in LEFT_ALONE:
+        if not _runs_engine(node):  # a parser may refuse settings, or pass them to the user's code
             return
         if PRODUCT in node.attrs:
             check_formats(node, policy.name)

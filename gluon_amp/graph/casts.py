@@ -26,7 +26,6 @@ from . import operators
 from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
 from .sparse import sparse_nodes, touches_sparse
 
-KEEP = "__gluon_amp_keep__"  # the attribute of nodes that stay float32
 PRODUCT = "__gluon_amp_product__"  # the attribute of products that round their inputs
 
 
@@ -42,7 +41,7 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
         types: the type of each variable.
         policy: the formats.
         parameters: the variables that are cast to the type of the activations they meet.
-        keep: names of nodes that stay float32, besides those with the attribute KEEP.
+        keep: names of nodes that stay float32.
         wide: float32 variables with values beyond float16, which are never cast.
     """
     casting = _Casting(policy, types, set(parameters) - set(wide), keep, set(wide))
@@ -175,7 +174,7 @@ class _Casting:
         return self.product
 
     def _kept(self, node: Node) -> bool:
-        return KEEP in node.attrs or node.name in self.keep or touches_sparse(node, self.sparse)
+        return node.name in self.keep or touches_sparse(node, self.sparse)
 
     def output(self, entry: Entry) -> Entry:
         """Returns the entry in the type of the network's outputs; indices stay float32."""

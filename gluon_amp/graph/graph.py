@@ -10,6 +10,7 @@ import json
 from typing import (
     Any,
     Callable,
+    Collection,
     Dict,
     Iterable,
     Iterator,
@@ -154,13 +155,16 @@ class Graph:
                 yield from body.nodes_within()
             yield node
 
-    def structure(self) -> List[Any]:
-        """Returns what the graph computes without the operators' names; equal for equal graphs."""
+    def structure(self, marked: Collection[str] = ()) -> List[Any]:
+        """Returns what the graph computes without the operators' names; equal for equal graphs.
+
+        Operators with these names are marked.
+        """
         nodes = self.nodes()
         number = {node: i for i, node in enumerate(nodes)}
-        return [[(n.op, n.name if n.is_variable else "", n.attrs,
+        return [[(n.op, n.name if n.is_variable else n.name in marked, n.attrs,
                   [(number[e.node], e.output) for e in n.inputs],
-                  [body.structure() for body in n.subgraphs]) for n in nodes],
+                  [body.structure(marked) for body in n.subgraphs]) for n in nodes],
                 [(number[e.node], e.output) for e in self.outputs]]
 
     def variables(self) -> List[str]:

@@ -15,7 +15,7 @@ from ..annotations import Array, Batch, Block, Module, Network
 from ..checks import listed
 from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..gluon.convert import convert
-from ..graph.casts import KEEP, insert_casts
+from ..graph.casts import insert_casts
 from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
 from ..graph.sparse import sparse_nodes
@@ -25,6 +25,7 @@ from .statistics import Key
 
 _WIDE = "float32"
 Types = Dict[str, str]
+Reads = Dict[str, Tuple[Node, Tuple[Any, ...]]]  # operators and the types of their inputs, by name
 
 
 class ModuleBlock(mx.gluon.SymbolBlock):
@@ -126,16 +127,27 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
 
     policy = Policy("as its symbol", low_if(low in map(types.get, parameters)), low,
                     low_in(NORM), low_in(SENSITIVE), low_if(low in map(found.get, mixed.outputs)))
-    kept = {node.name for node in clean.nodes_within() if KEEP in node.attrs}
-    for _ in range(2):
-        now = _reads(insert_casts(clean, types, policy, parameters, kept), types)
-        others = {name for name, (_, read) in now.items() if read != wanted[name][1]}
-        kept |= others  # casts that convert_symbol did not insert
-    if others:
+    kept: Set[str] = set()
+    differs = _others(clean, types, policy, parameters, kept, wanted)
+    while differs and not differs <= kept:
+        kept |= differs
+        differs = _others(clean, types, policy, parameters, kept, wanted)
+    if differs:
         raise ValueError("xray supports only the casts of convert_symbol, and this symbol has "
                          "others: convert the float32 symbol with convert_symbol, and list in "
                          "keep= what stays float32")
     return clean, policy, kept
+
+
+def _others(clean: Graph, types: Types, policy: Policy, parameters: Set[str], kept: Set[str],
+            wanted: Reads) -> Set[str]:
+    """Returns the first nodes that read other types than in the module's symbol: those whose
+    inputs do not come from such nodes."""
+    mixed = insert_casts(clean, types, policy, parameters, kept)
+    others = {name for name, (_, read) in _reads(mixed, types).items() if read != wanted[name][1]}
+    return {name for name in others if not any(
+        e.node.name in others for before in wanted[name][0].inputs
+        for e in (before.node.inputs if before.node.op in CASTS else [before]))}
 
 
 def _without_casts(graph: Graph, types: Types) -> Graph:
@@ -159,7 +171,7 @@ def _without_casts(graph: Graph, types: Types) -> Graph:
     return graph.rewrite(make)
 
 
-def _reads(graph: Graph, types: Types) -> Dict[str, Tuple[Node, Tuple[Any, ...]]]:
+def _reads(graph: Graph, types: Types) -> Reads:
     """Returns operators and the types of their inputs, by name, those in loops included."""
     found, made = graph.types(types), {}
     for node in graph.nodes():

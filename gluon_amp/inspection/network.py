@@ -10,11 +10,10 @@ from types import FrameType
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set
 
 from .._mxnet import message, mx
-from ..annotations import Array, Block, Network
+from ..annotations import Block, Network
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
-from ..gluon.state import Op, blocks_in
-from ..graph.graph import Graph
+from ..gluon.state import Op, blocks_in, recording_names
 
 
 def outputs_of(net: Network, data: List[Any]) -> object:
@@ -131,27 +130,7 @@ def keep_line(net: Network, kept: Iterable[str], names: Iterable[str]) -> List[s
 
 # ---- lines of code -------------------------------------------------------------------------------
 
-_LINE = "__gluon_amp_line__"
 _NOT_THE_USERS = ("mxnet", "gluon_amp")
-
-
-class _Lines(Dict[str, str]):
-    """The attributes of an MXNet scope, which adds the line of code as one more.
-
-    MXNet copies the attributes for each new node and for each nested scope.
-    """
-
-    def copy(self) -> "_Lines":
-        return _Lines(self, **{_LINE: _line_of_the_user()})
-
-
-class _Scope(mx.AttrScope):
-    _attr: Dict[str, str]
-
-    def __enter__(self) -> "_Scope":
-        super().__enter__()
-        self._attr = _Lines(self._attr).copy()  # not empty: MXNet skips empty attributes
-        return self
 
 
 def _line_of_the_user() -> str:
@@ -194,13 +173,9 @@ def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -
         return ""
     lines: Dict[str, str] = {}
 
-    def look(block: Block, key: Any, arrays: List[Array]) -> Op:
-        for made in Graph.read(block._cached_graph[1]).nodes_within():
-            lines.setdefault(made.name, made.attrs.get(_LINE, ""))
-        return make(block, key, arrays)
-
-    with random_numbers_kept(), _traced_anew(net), _Scope(), mx.autograd.record(), \
-            standing_in(net, look):
+    blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
+    with random_numbers_kept(), _traced_anew(net), mx.autograd.record(), standing_in(net, make), \
+            recording_names(blocks, lambda name: lines.setdefault(name, _line_of_the_user())):
         outputs_of(net, data)
     line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]
     if line:

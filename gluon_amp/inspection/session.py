@@ -16,7 +16,18 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    List,
+    NamedTuple,
+    Optional,
+    Set,
+    Tuple,
+)
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Batch, Block, LossFunction, Network
@@ -72,12 +83,14 @@ class Ran(NamedTuple):
 
 
 class BlockGraph(NamedTuple):
-    """A hybrid block's graph as it was called: the names of its data, their types and shapes."""
+    """A hybrid block's graph as it was called: the names of its data, their types and shapes, and
+    the nodes that blocks in `keep=` have created."""
     block: Any
     clean: Graph
     names: List[str]
     dtypes: Tuple[str, ...]
     shapes: List[Tuple[int, ...]]
+    kept: FrozenSet[str]
 
     @classmethod
     def from_block(cls, net: Network, block: Block, arrays: List[Any]) -> "BlockGraph":
@@ -91,7 +104,7 @@ class BlockGraph(NamedTuple):
                     node.name = block.prefix + node.name
             names = [block.prefix + name for name in names]
         return cls(block, graph, names, tuple(dtype_name(a.dtype) for a in arrays),
-                   [a.shape for a in arrays])
+                   [a.shape for a in arrays], block._amp.kept)
 
 
 class _Traced(Exception):
@@ -242,11 +255,12 @@ class Graphs:
         wide = [name for name in types
                 if not follows(self.session.parameters[name], policy.between)]
         return insert_casts(of.clean, known, policy, types,
-                            () if self.policy.is_float32 else self.keep, wide), known
+                            () if self.policy.is_float32 else self.keep | of.kept, wide), known
 
     @cached_property
     def layout(self) -> Layout:
-        return Layout(self.typed(), self.policy, self.session.parameters, self.keep,
+        kept = self.keep.union(*(of.kept for of in self.session.graphs.values()))
+        return Layout(self.typed(), self.policy, self.session.parameters, kept,
                       self.session.data)
 
     @cached_property

@@ -8,7 +8,6 @@ from .._mxnet import np
 from ..formats import FLOAT32, FORMATS, Format
 from ..graph import operators
 from ..graph.build import LEFT_ALONE
-from ..graph.casts import KEEP
 from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
 from ..graph.operators import LOSSES, PRODUCTS
 from ..policy import Policy
@@ -287,7 +286,7 @@ class Layout:
 
     def is_cast_back(self, node: Node) -> bool:
         """Whether a node computes in float32 and a cast rounds its result."""
-        if KEEP in node.attrs or node.name in self.keep or self._types[Entry(node)] != "float32":
+        if node.name in self.keep or self._types[Entry(node)] != "float32":
             return False
         return node.op in PRODUCTS or operators.gives_back(node) \
             and node.inputs[0].node.op in CASTS

@@ -9,7 +9,19 @@
 import re
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 from mxnet import autograd
 
@@ -18,8 +30,9 @@ from ..annotations import Array, Network, Symbol
 from ..cpu.arrays import HALVES, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
-from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.converted import ConvertedHybridBlock, blocks_kept
 from ..gluon.parameter import value_of
+from ..gluon.state import recording_names
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
 from ..policy import POLICIES, Policy, get_policy
@@ -126,7 +139,8 @@ def _block(net: Network, count: int, dtype: str,
                            f"{net.name} on data once first")
     numpy_mode = mx.util.is_np_array()
     data = [mx.sym.var(name) for name in names]
-    with autograd.pause():
+    recorded: Set[str] = set()
+    with autograd.pause(), recording_names(blocks_kept(net), recorded.add):
         made = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
     clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in made]))
     outputs = clean.symbol().list_outputs()
@@ -142,7 +156,7 @@ def _block(net: Network, count: int, dtype: str,
         graph = clean
     elif isinstance(net, ConvertedHybridBlock):
         _check_policy(net._amp.policy, dtype)
-        graph = net.with_casts(clean, types, kept)
+        graph = net.with_casts(clean, types, recorded.union(kept))
     else:
         policy = get_policy(dtype)
         wide = float32_variables(clean, policy, kept)

@@ -8,7 +8,7 @@ from .._mxnet import mx
 from ..checks import listed
 from ..cpu.arrays import dtype_name
 from ..cpu.finite import beyond_float16
-from ..graph.casts import KEEP, float32_variables, insert_casts
+from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators
 from ..policy import IN_SYMBOLS, Policy, get_policy
@@ -49,9 +49,6 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     parameters = parameter_names(graph)
     types = _types(graph, parameters, policy, kept)
     mixed = insert_casts(graph, types, policy, parameters, kept)
-    for node in mixed.nodes_within():
-        if node.name in kept and node.op != "Custom":  # Custom receives all attributes
-            node.attrs[KEEP] = "True"
     for node in mixed.nodes():
         if node.op == "amp_cast":  # MXNet does not save amp_cast, but saves the types below
             node.op, node.name = "Cast", node.name.replace("_amp_cast_", "_cast_")

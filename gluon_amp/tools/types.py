@@ -1,15 +1,15 @@
 """The types that the operators of a network run in, with the reasons."""
 import itertools
 from dataclasses import dataclass
-from typing import Collection, List, Mapping, Optional, Tuple
+from typing import Collection, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Network
 from ..checks import counted
+from ..cpu.arrays import HALVES
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
-from ..graph.casts import KEEP
 from ..graph.graph import CASTS, Entry, Graph, Node
 from ..graph.sparse import sparse_nodes, touches_sparse
 from ..symbolic.convert import declared_types
@@ -71,7 +71,8 @@ def types(net: Network) -> Types:
     if isinstance(net, mx.sym.Symbol):
         graph = Graph.read(net)
         declared = declared_types(graph)
-        return _rows(graph, {name: declared.get(name, "float32") for name in graph.variables()})
+        known = {name: declared.get(name, "float32") for name in graph.variables()}
+        return _rows(graph, known, _kept(graph, known))
     is_converted: bool = isinstance(net, ConvertedHybridBlock)
     if not is_converted:
         raise TypeError("types takes a converted HybridBlock or a symbol. "
@@ -79,7 +80,26 @@ def types(net: Network) -> Types:
     if not net._cached_graph:
         raise RuntimeError(f"types needs the graph: run {net.name} on data once first")
     graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
-    return _rows(graph, known, net._amp.keep_nodes, net._amp.policy.between)
+    return _rows(graph, known, net.kept_nodes(), net._amp.policy.between)
+
+
+def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
+    """Returns the nodes of a symbol that read float32 although their rule is another: those that
+    `keep=` of convert_symbol listed. Nodes that follow them read float32 by their rules."""
+    found: Mapping[Entry, Optional[str]] = graph.types(known)
+    kept: Set[str] = set()
+    for node in graph.nodes() if not set(HALVES).isdisjoint(found.values()) else ():
+        for body in node.bodies(found):
+            kept |= _kept(body.graph, body.types)
+        read = [e for e in node.inputs if found.get(e) in ("float32", *HALVES)]
+        wide = bool(read) and all(found[e] == "float32" for e in read)
+        were_low = all(e.node.op in CASTS and found[e.node.inputs[0]] in HALVES for e in read)
+        runs = operators.runs_in(node)
+        if wide and node.op not in CASTS and (
+                runs == operators.PRODUCT or runs == operators.INPUTS and were_low
+                and operators.holds_numbers(node, FLOAT16)):
+            kept.add(node.name)
+    return kept
 
 
 def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
@@ -97,14 +117,12 @@ def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
         output = found.get(Entry(node)) or "unknown"
         casts = sum(e.node.op in CASTS for e in node.inputs)
         rule = "float32: sparse tensors" if touches_sparse(node, sparse) \
-            else _rule(node, inputs, kept, between)
+            else "kept by keep=" if node.name in kept else _rule(node, inputs, between)
         made.append(Row(node.name, node.op, inputs, output, rule, casts))
     return made
 
 
-def _rule(node: Node, inputs: Collection[str], kept: Collection[str], between: Format) -> str:
-    if KEEP in node.attrs or node.name in kept:
-        return "kept by keep="
+def _rule(node: Node, inputs: Collection[str], between: Format) -> str:
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
     runs = operators.runs_in(node)
     if runs == operators.FLOAT32 and (rule is None or rule.runs == operators.INPUTS):
