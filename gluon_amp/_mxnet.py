@@ -76,6 +76,7 @@ def _import_mxnet() -> Any:
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
     _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)
+    _leave_batch_unknown(mxnet.gluon.rnn.rnn_layer._RNNLayer, mxnet)
     _add_advice(mxnet.base, sys.modules["mxnet._ffi._ctypes.function"])
     return mxnet
 
@@ -120,6 +121,20 @@ def _add_advice(base: Any, functions: Any) -> None:
         return type(error)(f"{error}\ngluon_amp: {said}") if said else error
 
     base.get_last_ffi_error = functions.get_last_ffi_error = get_last_ffi_error
+
+
+def _leave_batch_unknown(layer: Any, mxnet: Any) -> None:
+    """Lets RNN layers in graphs create their states in numpy mode, where an unknown size is -1:
+    MXNet writes 0, which is the size of an empty array."""
+    begin = layer.begin_state
+
+    @functools.wraps(begin)
+    def begin_state(self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros,
+                    **kwargs: Any) -> Any:
+        unknown = batch_size == 0 and func is mxnet.sym.zeros and mxnet.util.is_np_shape()
+        return begin(self, -1 if unknown else batch_size, func, **kwargs)
+
+    layer.begin_state = begin_state
 
 
 def _sum_in_float64(metric: Any) -> None:

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import gluon_amp  # noqa: F401  (before mxnet: it makes numpy 1.24 and later fit)
 import mxnet as mx
 import numpy as np
+import numpy_mode
 import pytest
 from ranks import Ranks
 
@@ -21,20 +22,34 @@ LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_h
         "test_rank_mistakes", "test_networks", "test_zoo", "test_xray")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--numpy", action="store_true", help="run tests in npx.set_np()")
+
+
+def pytest_configure(config):
+    if config.getoption("numpy"):
+        numpy_mode.prepare_networks()
+
+
+def pytest_collection_modifyitems(config, items):
     """Runs long files first, so that two processes that share the files end together."""
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (
         item.path.name != "test_packaging.py", "stories" not in item.path.parts,
         item.path.stem not in LONG, -tests[item.path], item.path))
+    if config.getoption("numpy"):
+        numpy_mode.prepare_modules()
 
 
 @pytest.fixture(autouse=True)
-def same_numbers():
+def same_numbers(request):
     """Seeds random numbers before each test, and waits for MXNet after it."""
     mx.random.seed(7)
     np.random.seed(7)
+    if request.config.getoption("numpy"):
+        mx.npx.set_np()
     yield
+    mx.npx.reset_np()
     mx.nd.waitall()
 
 

@@ -8,7 +8,7 @@ import numpy as onp
 import pytest
 from gluon_amp.cpu.arrays import dtype_name
 from mxnet import autograd, gluon, np, npx
-from mxnet.gluon import nn
+from mxnet.gluon import nn, rnn
 from numpy_networks import Bert, Transformer
 
 POLICIES = ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "mixed_float8"]
@@ -377,6 +377,21 @@ def test_empty_arrays_are_predicted(policy, hybridized):
     assert net(np.zeros((0, 5))).asnumpy().shape == (0, 3)
     assert net(np.ones((2, 5))).asnumpy().shape == (2, 3)
     assert low([]).asnumpy().shape == (0,)
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("layer", [rnn.LSTM, rnn.GRU, rnn.RNN])
+def test_recurrent_layers_in_graphs_begin_with_zeros(layer, policy, tmp_path):
+    net = nn.HybridSequential()
+    net.add(layer(8, 2, bidirectional=True), nn.Dense(3, flatten=False))
+    net.initialize(mx.init.Xavier())
+    x = np.random.normal(size=(5, 2, 6))
+    expected = net(x).asnumpy()
+    net.hybridize()
+    amp.convert(net, policy)
+    assert onp.allclose(net(x).asnumpy(), expected, atol=0.03)
+    assert trained(net, lambda net: (net(x) ** 2).mean(), 3)[-1] < (expected ** 2).mean()
+    amp.export_onnx(net, str(tmp_path / "net.onnx"), x.shape, policy)
 
 
 def test_accumulated_gradients_start_at_zero(batch):

@@ -324,7 +324,8 @@ def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
 # Constant folding of operators that copy or round values: from inputs, node and output shape.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
     **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
-    **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze"),
+    **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze", "_np_reshape",
+                     "_npx_reshape", "_np_squeeze"),
                     lambda x, node, shape, dtype: x[0].reshape(shape)),
     "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
     **dict.fromkeys(("_zeros", "zeros_like"),

@@ -1,0 +1,100 @@
+"""Runs tests that are written for `mx.nd` in numpy mode: `pytest --numpy=all`, or `--numpy=quick`.
+
+In test modules, `nd` and `mx.nd` become functions that return `mx.np` arrays. `F` of their
+networks becomes functions that take them. Everything else, gluon_amp included, is as users have it
+after `npx.set_np()`.
+"""
+import functools
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import mxnet as mx
+
+HERE = Path(__file__).parent
+
+
+def classic(value):
+    """Replaces arrays and symbols of numpy mode in a value by those of `mx.nd` and `mx.sym`."""
+    return _replaced(value, (mx.np.ndarray, mx.sym.numpy._Symbol), "as_nd_ndarray")
+
+
+def numpy(value):
+    """The reverse of `classic`. Sparse arrays do not change."""
+    return _replaced(value, (mx.nd.NDArray, mx.sym.Symbol), "as_np_ndarray")
+
+
+def _replaced(value, classes, method):
+    if isinstance(value, dict):
+        return {name: _replaced(one, classes, method) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        made = [_replaced(one, classes, method) for one in value]
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+    if isinstance(value, classes) and getattr(value, "stype", "default") == "default":
+        return getattr(value, method)()
+    return value
+
+
+class Functions:
+    """A module of MXNet whose functions take and return arrays, or symbols, of numpy mode."""
+
+    def __init__(self, module):
+        self._module = module
+
+    def __getattr__(self, name):
+        found = getattr(self._module, name)
+        if name in ("np", "npx") or inspect.isclass(found) or not mx.util.is_np_array():
+            return found
+        if isinstance(found, ModuleType):
+            return Functions(found)
+        if not callable(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args, **kwargs):
+            return numpy(found(*classic(args), **classic(kwargs)))
+        return call
+
+
+class Mxnet:
+    """MXNet for tests."""
+    nd = Functions(mx.nd)
+
+    def __getattr__(self, name):
+        return getattr(mx, name)
+
+
+def _forward(theirs):
+    """Wraps a `hybrid_forward` of a test."""
+    @functools.wraps(theirs)
+    def hybrid_forward(self, F, *args, **kwargs):
+        return theirs(self, Functions(F) if mx.util.is_np_array() else F, *args, **kwargs)
+    return hybrid_forward
+
+
+def _is_ours(name):
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return Path(file).parent == HERE
+
+
+def prepare_networks():
+    """Wraps `hybrid_forward` of each class that a test defines from now on."""
+    def __init_subclass__(cls, **kwargs):
+        super(mx.gluon.HybridBlock, cls).__init_subclass__(**kwargs)
+        if "hybrid_forward" in vars(cls) and _is_ours(cls.__module__):
+            cls.hybrid_forward = _forward(cls.hybrid_forward)
+    mx.gluon.HybridBlock.__init_subclass__ = classmethod(__init_subclass__)
+    for cls in (mx.gluon.nn.HybridLambda,):
+        cls.hybrid_forward = _forward(cls.hybrid_forward)
+
+
+def prepare_modules():
+    """Replaces MXNet in all modules of tests that are imported."""
+    for name, module in list(sys.modules.items()):
+        if _is_ours(name) and name not in (__name__, "conftest"):
+            for key, value in list(vars(module).items()):
+                if value is mx:
+                    setattr(module, key, Mxnet())
+                elif value is mx.nd:
+                    setattr(module, key, Mxnet.nd)
