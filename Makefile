@@ -7,6 +7,7 @@
 # make test-wheel     test the wheel in an empty venv of each installed Python from 3.8 to 3.13
 # make test-pythons   the same from training to report, with numpy 1 and 2: a minute each
 # make fuzz N=1000   compare random float16 operator calls with MXNet's float32 code; SEED=S repeats one
+# make test-weight-gradients   weight gradients of convolutions of all small shapes, in ten minutes; PART=0/4: a quarter
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/published.py lists the checkouts
 # make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/foreign.py lists them; NAMES="arcface wgan": only those
@@ -38,7 +39,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
              tests/test_networks.py tests/test_xray_counts.py tests/test_dispatch.py \
              tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
-             tests/test_bfloat16_blocks.py
+             tests/test_bfloat16_blocks.py tests/test_weight_gradients.py
 
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
@@ -46,7 +47,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -96,6 +97,9 @@ test-mxnet-float16: .venv/test
 
 fuzz: .venv/test
 	@$(BIN)/python -W ignore tests/fuzz.py $(if $(SEED),one $(SEED),$(or $(N),1000) $(or $(FROM),0))
+
+test-weight-gradients: .venv/test
+	@PART="$(or $(PART),0/1)" $(BIN)/python -W ignore tests/weight_gradients.py
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@
 
 #include "attributes.h"
 #include "blocks.h"
+#include "depth.h"
 #include "gradients.h"
 #include "plan.h"
 #include "watch.h"
@@ -338,6 +339,8 @@ Operator describe(const nnvm::Op* x) {
   of.op = x;
   of.compute = found<mxnet::FCompute>(x, "FCompute<cpu>");
   of.compute_ex = found<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
+  if (of.compute_ex && (x->name == "_backward_Convolution" || x->name == "_backward_Deconvolution"))
+    of.compute_ex = with_right_depth(of.compute_ex, x->name == "_backward_Deconvolution");
   of.stateful = found<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
   of.stateful_ex = found<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
   of.create_state = found<mxnet::FCreateOpState>(x, "FCreateOpState");

@@ -12,6 +12,7 @@
 #include <numeric>
 
 #include "blocks.h"
+#include "depth.h"
 #include "watch.h"
 
 namespace gluon_amp {
@@ -342,8 +343,12 @@ struct Convolution {
     return false;
   }
 
+  bool has_wrong_depth() const {
+    return x.size() == 5 && Depth{x[2], y[2], w[w.size() - 3], stride[0], dilate[0], pad[0]}.is_wrong();
+  }
+
   std::shared_ptr<Product> product(int pass) const {
-    if (pass == kBackwardWeights && has_idle_weights()) return nullptr;
+    if (pass == kBackwardWeights && (has_idle_weights() || has_wrong_depth())) return nullptr;
     const Sizes none, types{parameters, data};
     return Product::find(
         key_of("convolution", pass, {&x, &w, &y, &stride, &dilate, &pad, bias ? bias : &none, &types}), [&] {
