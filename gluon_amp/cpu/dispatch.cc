@@ -8,6 +8,7 @@
 #include <set>
 
 #include "attributes.h"
+#include "averages.h"
 #include "blocks.h"
 #include "depth.h"
 #include "gradients.h"
@@ -138,6 +139,7 @@ void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& 
 void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
              const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
              const std::vector<TBlob>& out) {
+  const Averages finite(of, in);
   if (taken(of, attrs, half_of(in, out)))
     run_stateless(of, attrs, context, in, req, out);
   else
@@ -159,6 +161,7 @@ void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& con
     training.is_train = true;
     return compute_ex(of, attrs, training, in, req, out);
   }
+  const Averages finite(of, in);
   if (!taken(of, attrs, half_of(in, out)) || !all_dense(in) || !all_dense(out))
     return of.compute_ex(attrs, context, in, req, out);
   std::vector<NDArray> copies;
@@ -288,6 +291,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
 void stateful(const Operator& of, const OpStatePtr& state, const OpContext& context,
               const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
               const std::vector<TBlob>& out) {
+  const Averages finite(of, in);
   if (State* made = state_of<State>(state)) made->run(of, bool(of.create_state), context, in, req, out);
   else of.stateful(state, context, in, req, out);
 }
@@ -295,6 +299,7 @@ void stateful(const Operator& of, const OpStatePtr& state, const OpContext& cont
 void stateful_ex(const Operator& of, const OpStatePtr& state, const OpContext& context,
                  const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
                  const std::vector<NDArray>& out) {
+  const Averages finite(of, in);
   State* made = state_of<State>(state);
   if (!made) return of.stateful_ex(state, context, in, req, out);
   std::vector<NDArray> copies;
@@ -318,6 +323,14 @@ const std::set<std::string> kLeaveOutputs = {
     "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
     "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
     "_backward_npi_einsum"};
+
+// The inputs of operators that are moving averages, which they update.
+const std::map<std::string, std::vector<size_t>> kAverages = {
+    {"BatchNorm", {3, 4}}, {"_backward_BatchNorm", {6, 7}},
+    {"_contrib_BatchNormWithReLU", {3, 4}}, {"_backward_contrib_BatchNormWithReLU", {6, 7}},
+    {"_contrib_SyncBatchNorm", {3, 4}}, {"_backward__contrib_SyncBatchNorm", {5, 6}},
+    {"BatchNorm_v1", {3, 4}}, {"_backward_BatchNorm_v1", {5, 6}},
+    {"_backward_IdentityAttachKLSparseReg", {2}}};
 
 // Operators that create or copy values. LEFT_ALONE of graph/build.py lists the same.
 const std::set<std::string> kMoves = {
@@ -357,6 +370,7 @@ Operator describe(const nnvm::Op* x) {
                          x->name == "FullyConnected";
   of.has_parameters = contains(x->name, "Convolution") || contains(x->name, "FullyConnected");
   of.forgets_bias = x->name == "_backward_FullyConnected";
+  if (kAverages.count(x->name)) of.averages = kAverages.at(x->name);
   of.casts = x->name == "Cast" || x->name == "amp_cast" || x->name == "amp_multicast";
   return of;
 }

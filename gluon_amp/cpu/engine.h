@@ -46,6 +46,7 @@ struct Operator {
   bool casts;              // its `dtype` is the type of its result
   bool has_parameters;     // a convolution or a dense layer, or its backward pass (kParametersKey)
   bool forgets_bias;       // oneDNN's code writes the bias gradient (2) only with the weight's (1)
+  std::vector<size_t> averages;  // the inputs that are moving averages, which it updates
 
   bool has_generic() const { return compute || compute_ex; }
 

@@ -12,7 +12,18 @@ does not load, s multiplies a zero that has the gradient of x:
 import ctypes
 import os
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Union,
+)
 
 from .._mxnet import mx
 from ..annotations import Context, DType
@@ -100,6 +111,7 @@ class Bindable(mx.sym.Symbol):
     has_loss: bool = False  # whether any node starts gradients
     may_begin: bool = False  # whether nodes may start gradients without the scale
     devices: int = 1  # devices that synchronize in training
+    averages: FrozenSet[str] = frozenset()  # names of moving averages of MXNet's operators
 
     @classmethod
     def from_symbol(cls, symbol: "mx.sym.Symbol",
@@ -112,6 +124,9 @@ class Bindable(mx.sym.Symbol):
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
         made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
         made.devices = devices_that_wait(graph)
+        users = {entry.node.name for node in graph.nodes() if node.op == "Custom"
+                 for entry in node.inputs}
+        made.averages = frozenset(symbol.list_auxiliary_states()) - users
         return made
 
     def simple_bind(self, ctx: Context, grad_req: GradReq = "write",

@@ -29,6 +29,7 @@ from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..training import checkpoint as files
+from ..training.averages import Averages, Named
 from ..training.following import weights_unwritten
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.static_pair import GivenLossScale
@@ -88,6 +89,7 @@ class _Module:
         """Creates the step's state; called before MXNet's `__init__`."""
         self._workers = Workers(names=True)
         self._step = Step(loss_scale, clip_norm, self._workers, heads="outputs")
+        self._step.averages = Averages(self._averages_to_check)
         self._checkpoint = files.Checkpoint(self._step)
 
     @property
@@ -173,6 +175,7 @@ class _Module:
 
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """The same as MXNet's."""
+        self._step.averages.begin()
         if not self._step.searching and not self._checks_heads():
             self._averages = None
             super().forward(data_batch, is_train)
@@ -324,6 +327,15 @@ class _Module:
         return [grad for executor in group.execs
                 for name, grad in zip(group.arg_names, executor.grad_arrays)
                 if grad is not None and group.grad_req[name] == "add"]
+
+    def _averages_to_check(self) -> Named:
+        """Returns the moving averages on GPUs, which the step keeps finite."""
+        module = self._module()
+        if not self._step.checks_gradients or module._context[0].device_type != "gpu":
+            return []
+        group = module._exec_group
+        return [(name, arrays) for name, arrays in zip(group.aux_names, group.aux_arrays)
+                if name in module._symbol.averages]
 
     def _clear(self) -> None:
         for grad in self._adding_up():

@@ -24,6 +24,7 @@ from ..cpu.finite import all_finite, not_finite, squares
 from ..cpu.library import started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
+from .averages import Averages
 from .loss_scale import LossScaleError
 from .static_pair import GivenLossScale, as_loss_scale
 
@@ -105,6 +106,7 @@ class Step:
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         pending: the state since the last step.
+        averages: the moving averages that the step keeps finite.
     """
 
     def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
@@ -117,6 +119,7 @@ class Step:
         self.has_updated = False
         self.weights_replaced = False
         self.pending = Pending()
+        self.averages = Averages()
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
@@ -222,7 +225,7 @@ class Step:
     def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
-        sums = _sums_of_squares(gradients)
+        sums = self._check(gradients)
         overflow = bool(_not_finite(gradients, sums))
         devices = {g.place[1] for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
@@ -310,7 +313,8 @@ class Step:
             update: updates with gradients multiplied by a number.
             clear: sets accumulated gradients to 0 after an overflow.
         """
-        sums = self._sums(gradients)
+        known = self._checked_sums(gradients)
+        sums = self._check(gradients) if known is None else known
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
         self.updated = not self.workers.any_after_sum(bool(self._last_overflowed)) \
@@ -323,10 +327,12 @@ class Step:
                             "the network once before you create the Trainer to avoid this")
             elif self.updated:
                 update(self._multiplier(rescale_grad, gradients, sums))
+                self.averages.copy()
                 self.skipped_in_a_row, self.has_updated = 0, True
                 self.loss_scale.update(True)
             else:
                 clear()
+                self.averages.restore()
                 self._skip(gradients)
         finally:
             self.forget()
@@ -334,12 +340,23 @@ class Step:
         return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the sum of squares of each gradient, from `settle` if the arrays are the same."""
+        """Returns the sum of squares of each gradient."""
+        known = self._checked_sums(gradients)
+        return _sums_of_squares(gradients) if known is None else known
+
+    def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
+        """Returns the same, and checks copies of moving averages in the same synchronization."""
+        sums = squares([*(g.array for g in gradients), *self.averages.unchecked()])
+        self.averages.check(np.isfinite(sums[len(gradients):]).tolist())
+        return sums[:len(gradients)]
+
+    def _checked_sums(self, gradients: Sequence[Gradient]) -> Optional["np.ndarray[Any, Any]"]:
+        """Returns the sums of squares of `settle`, if the arrays are the same."""
         if self.pending.checked is None:
-            return _sums_of_squares(gradients)
+            return None
         checked, sums = self.pending.checked
         same = [id(g.array) for g in checked] == [id(g.array) for g in gradients]
-        return sums if same else _sums_of_squares(gradients)
+        return sums if same else None
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Returns the norm of all gradients together, without scaling."""

@@ -16,6 +16,7 @@ from ..cpu.arrays import is_half, to_float32
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS, Workers
+from .averages import Averages, Named
 from .backward import Backward, check_losses
 from .checkpoint import (
     Checkpoint,
@@ -98,6 +99,8 @@ class Trainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
         self._gradients = Gradients(self._params, self._step)
+        self._step.averages = Averages(self._averages)
+        self._step.averages.begin()
         # otherwise in the first backward pass, when all parameters have their shapes
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
             if self._servers_update():
@@ -350,6 +353,13 @@ class Trainer(mx.gluon.Trainer):
             self._workers.compared = True
             self.check_ranks()
         return self._step.updated
+
+    def _averages(self) -> Named:
+        """Returns the moving averages on GPUs, which the step keeps finite."""
+        if not self._step.checks_gradients or self._contexts[0].device_type != "gpu":
+            return []
+        return [(p.name, p.list_data()) for p in self._params
+                if p.grad_req == "null" and p._data is not None and _is_average(p)]
 
     # ---- many workers
 

@@ -216,3 +216,72 @@ def test_products_can_accumulate_as_tensor_cores():
                           env={**os.environ, "RECORDING_GPU_TENSOR_CORE": "8,24",
                                "RECORDING_GPU_LOG": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm, gluon.contrib.nn.SyncBatchNorm])
+@pytest.mark.parametrize("contexts", [GPU, GPUS], ids=len)
+def test_overflow_leaves_averages_finite(contexts, norm):
+    if norm is not nn.BatchNorm:
+        def norm(in_channels):
+            return gluon.contrib.nn.SyncBatchNorm(in_channels=in_channels,
+                                                  num_devices=len(contexts))
+    net = network(contexts, norm=norm)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}, loss_scale=8)
+
+    def averages():
+        return [array.asnumpy() for p in net.collect_params(".*running.*").values()
+                for array in p.list_data()]
+
+    for number, (images, labels) in enumerate(batches(3)):
+        before = averages()
+        bad = images.copy()
+        bad[:, 0, 0, 0] = 7e4  # beyond float16, on each device
+        step(net, trainer, bad, labels, contexts)
+        assert trainer.skipped == number + 1
+        for one, other in zip(averages(), before):
+            np.testing.assert_array_equal(one, other)
+        step(net, trainer, images, labels, contexts)
+        assert trainer.skipped == number + 1
+        for one, other in zip(averages(), before):
+            assert not np.array_equal(one, other)
+    for context in contexts:
+        assert np.isfinite(net(images.as_in_context(context)).asnumpy()).all()
+
+
+def test_finite_averages_of_skipped_step_stay():
+    """They change in the forward pass; so do those of layers before the overflow."""
+    net = nn.HybridSequential()
+    for _ in range(40):  # more averages than a launch copies
+        net.add(nn.BatchNorm(in_channels=2))
+    net.add(nn.Conv2D(1, 1, in_channels=2), nn.BatchNorm(in_channels=1))
+    net.initialize(ctx=GPU)
+    amp.convert(net)
+    net[40].weight.set_data(nd.full((1, 2, 1, 1), 6e4))
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}, clip_norm=1,
+                          loss_scale=8)
+    x = nd.random.normal(10, 5, (8, 2, 3, 3)).as_in_context(GPU[0])
+    with autograd.record():
+        loss = net(x).sum()
+    trainer.backward(loss)
+    assert not trainer.step(8)
+    moved = [p.data().asnumpy() for p in net.collect_params(".*running_mean").values()]
+    assert all((values != 0).all() for values in moved[:1])
+    assert (moved[-1] == 0).all()
+    assert all(np.isfinite(p.data().asnumpy()).all() for p in net.collect_params().values())
+
+
+def test_overflow_leaves_averages_of_module_finite():
+    x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4)
+    x = mx.sym.FullyConnected(mx.sym.BatchNorm(x, name="norm"), num_hidden=3)
+    module = amp.Module(amp.convert_symbol(mx.sym.SoftmaxOutput(x, name="softmax")), context=GPU,
+                        loss_scale="dynamic")
+    module.bind([("data", (4, 2))], [("softmax_label", (4,))])
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer()
+    x, y = nd.array([[1, 2], [3, 4], [5, 6], [7, 9]]), nd.array([0, 1, 2, 1])
+    for data, good in ((x * 7e4, False), (x, True), (x * 7e4, False), (x, True)):
+        before = {k: v.asnumpy() for k, v in module.get_params()[1].items()}
+        module.forward_backward(mx.io.DataBatch([data], [y]))
+        assert module.update() == good
+        for name, array in module.get_params()[1].items():
+            assert np.array_equal(array.asnumpy(), before[name]) == (not good)

@@ -1,0 +1,115 @@
+"""Moving averages stay finite on GPUs.
+
+On a CPU the engine writes no infinity or NaN into a moving average (cpu/averages.h). MXNet's
+kernels for GPUs do: after one batch with an overflow, all predictions would be NaN. Here a copy of
+the averages follows each update. The next step checks it with its gradients; a skipped step
+restores from it the averages that are not finite.
+"""
+from typing import Any, Callable, List, Sequence, Tuple
+
+from .._mxnet import mx
+
+Named = Sequence[Tuple[str, List[Any]]]  # names of averages, and their arrays on each device
+
+_MOST_IN_A_LAUNCH = 60  # the limit of MXNet's kernel
+
+
+class Averages:
+    """The moving averages of a Trainer or a Module.
+
+    Args:
+        read: returns the averages on GPUs.
+    """
+
+    def __init__(self, read: Callable[[], Named] = list) -> None:
+        self._read = read
+        self._devices: List[_OnDevice] = []
+
+    def begin(self) -> None:
+        """Copies the averages before the first forward pass."""
+        if not self._devices:
+            self._devices = [_OnDevice(arrays) for arrays in _by_device(self._read())]
+            for device in self._devices:
+                device.finite.read(device.arrays)
+
+    def unchecked(self) -> List[Any]:
+        """Returns the copies that `check` has not seen, one array for each device."""
+        return [device.new.flat for device in self._devices if device.is_unchecked]
+
+    def check(self, finite: Sequence[bool]) -> None:
+        """Uses the unchecked copies from now on, if they are finite; `finite`: whether each is."""
+        for device, is_finite in zip([d for d in self._devices if d.is_unchecked], finite):
+            device.is_unchecked = False
+            if is_finite:
+                device.finite, device.new = device.new, device.finite
+            else:  # although all gradients were finite
+                device.restore()
+
+    def copy(self) -> None:
+        """Copies the averages after an update. The caller has waited for gradients, because MXNet's
+        engine does not track what batch norms write."""
+        self._find()
+        for device in self._devices:
+            device.new.read(device.arrays)
+            device.is_unchecked = True
+
+    def restore(self) -> None:
+        """Restores the averages that are not finite."""
+        self._find()
+        for device in self._devices:
+            device.restore()
+
+    def _find(self) -> None:
+        """Finds averages that were initialized since the last step, or moved."""
+        named = self._read()
+        arrays = _by_device(named)
+        if [list(map(id, some)) for some in arrays] == \
+                [list(map(id, device.arrays)) for device in self._devices]:
+            return
+        self._devices = [_OnDevice(some) for some in arrays]
+        for device in self._devices:
+            for (name, _), part in zip(named, device.finite.parts):
+                part[:] = int(name.endswith("var"))  # as MXNet initializes them
+
+
+class _OnDevice:
+    """The averages on a device, a copy of their last finite values, and memory for the next."""
+
+    def __init__(self, arrays: List[Any]) -> None:
+        self.arrays = arrays
+        self.finite, self.new = _Copy(arrays), _Copy(arrays)
+        self.is_unchecked = False  # whether `new` has a copy that may not be finite
+
+    def restore(self) -> None:
+        for part, array in zip(self.finite.parts, self.arrays):
+            lost = (1 - _is_finite(array)) * _is_finite(part)
+            mx.nd.where(lost, part, array.as_nd_ndarray()).copyto(array)
+
+
+class _Copy:
+    """A copy of float32 arrays in one array; `parts` are its parts with the arrays' shapes."""
+
+    def __init__(self, arrays: List[Any]) -> None:
+        self.flat = mx.nd.zeros(sum(array.size for array in arrays), arrays[0].context)
+        self.parts: List[Any] = []
+        at = 0
+        for array in arrays:
+            self.parts.append(self.flat[at:at + array.size].reshape(array.shape))
+            at += array.size
+
+    def read(self, arrays: List[Any]) -> None:
+        """Copies the arrays, 60 in one launch. An infinity becomes NaN."""
+        for i in range(0, len(arrays), _MOST_IN_A_LAUNCH):
+            some = arrays[i:i + _MOST_IN_A_LAUNCH]
+            # array - 0 * array, by the only operator of MXNet that writes many arrays in one launch
+            mx.nd.multi_sgd_update(*(array for array in some for _ in range(2)),
+                                   num_weights=len(some), lrs=[0.0] * len(some),
+                                   wds=[0.0] * len(some), out=self.parts[i:i + _MOST_IN_A_LAUNCH])
+
+
+def _is_finite(array: Any) -> Any:
+    return mx.nd.contrib.isfinite(array.as_nd_ndarray())
+
+
+def _by_device(named: Named) -> List[List[Any]]:
+    return [list(arrays) for arrays in zip(*(on_devices for _, on_devices in named))]
