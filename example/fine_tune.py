@@ -11,6 +11,7 @@ float16, create the Trainer. The script also takes the flags of image_classifica
 import os
 import warnings
 
+import gluon_amp as amp
 import image_classification as recipe
 import mxnet as mx
 import recipes
@@ -25,7 +26,7 @@ def pretrained_features(args, device):
         raise SystemExit(f"{path} does not exist")
     if args.pretrained_symbol:
         symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
-                                      args.layer_before_fullc, args.bn_momentum)
+                                      args.layer_before_fullc, args.bn_momentum, args.freeze)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
             features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
@@ -77,11 +78,18 @@ def set_momentum(features, momentum):
 
 
 def freeze(features, layers):
-    """Freezes the first `layers` layers that have parameters."""
-    names = list(dict.fromkeys(n.rsplit("_", 1)[0] for n in features.collect_params()))
-    for name, parameter in features.collect_params().items():
-        if name.rsplit("_", 1)[0] in names[:layers]:
-            parameter.grad_req = "null"
+    """Freezes the first `layers` layers that have parameters, with their batch norms' averages."""
+    names = recipes.first_layers(features.collect_params(), layers)
+    if isinstance(features, gluon.SymbolBlock):  # without_head has set its batch norms
+        for name, parameter in features.collect_params().items():
+            if name.rsplit("_", 1)[0] in names:
+                parameter.grad_req = "null"
+        return
+
+    def one(block):
+        if block.prefix[:-1] in names:
+            amp.freeze(block)
+    features.apply(one)
 
 
 def network(args, devices):

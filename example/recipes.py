@@ -795,20 +795,31 @@ def _signature(symbol, image):
             symbol.infer_type(data="float32"))
 
 
-def without_head(symbol, layer=None, bn_momentum=None, freeze=False):
+def first_layers(parameters, count):
+    """Returns the names of the first layers of parameters in the order of a network."""
+    return list(dict.fromkeys(name.rsplit("_", 1)[0] for name in parameters))[:count]
+
+
+def without_head(symbol, layer=None, bn_momentum=None, freeze=0):
     """Returns a classifier's features: its symbol up to its last fully connected layer.
 
     Args:
         layer: the last layer of the features instead.
         bn_momentum: the momentum of all batch norms; a short training needs a lower one.
-        freeze: whether batch norms use their moving statistics, without updates.
+        freeze: the number of layers, from the first, whose batch norms use their moving averages
+            and do not change them.
     """
     graph = json.loads(symbol.tojson(remove_amp_cast=False))
+    frozen = first_layers([n for n in symbol.list_arguments() if n != "data"], freeze)
     for node in graph["nodes"]:
-        if node["op"] == "BatchNorm" and bn_momentum is not None:
-            node.setdefault("attrs", {})["momentum"] = str(bn_momentum)
-        if node["op"] == "BatchNorm" and freeze:
-            node.setdefault("attrs", {})["use_global_stats"] = "True"
+        if "BatchNorm" not in node["op"]:
+            continue
+        attributes = node.setdefault("attrs", {})
+        if bn_momentum is not None:
+            attributes["momentum"] = str(bn_momentum)
+        gamma = graph["nodes"][node["inputs"][1][0]]["name"]
+        if gamma.rsplit("_", 1)[0] in frozen:
+            attributes["use_global_stats"] = "True"
     internals = mx.sym.load_json(json.dumps(graph)).get_internals()
     name = (layer or _head(graph)).replace("_output", "")
     layers = [one[:-len("_output")] for one in internals.list_outputs() if one.endswith("_output")]

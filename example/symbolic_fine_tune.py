@@ -35,9 +35,9 @@ def load(name):
             {n: values[n] for n in auxiliary})
 
 
-def with_new_head(symbol, num_classes, before=None, bn_momentum=None, freeze=False):
+def with_new_head(symbol, num_classes, before=None, bn_momentum=None):
     """Returns the network up to a layer, with a new classifier."""
-    features = recipes.without_head(symbol, before, bn_momentum, freeze)
+    features = recipes.without_head(symbol, before, bn_momentum)
     head = mx.sym.FullyConnected(features, num_hidden=num_classes, name="new_fc")
     return features, mx.sym.SoftmaxOutput(head, name="softmax")
 
@@ -56,7 +56,7 @@ def main(arguments=None):
 
     symbol, arg_params, aux_params = load(args.pretrained_model)
     features, symbol = with_new_head(symbol, args.num_classes, args.layer_before_fullc,
-                                     args.bn_momentum, bool(args.freeze))
+                                     args.bn_momentum)
     body = set(features.list_arguments()) - {"data"}
     missing = sorted((body | set(features.list_auxiliary_states()))
                      - {*arg_params, *aux_params})

@@ -10,6 +10,7 @@ from .cpu.library import KernelError
 from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
+from .gluon.freeze import freeze
 from .gluon.parameter import warn_of_plain_trainers
 from .inspection.monitor import Monitor
 from .inspection.search import search
@@ -37,8 +38,8 @@ warn_of_plain_trainers()
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",
            "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
-           "export_onnx", "gpu_trace", "lr_find", "optimizer", "read_logs", "report", "restore",
-           "scale_loss", "search", "tensor_core_dot", "types", "xray"]
+           "export_onnx", "freeze", "gpu_trace", "lr_find", "optimizer", "read_logs", "report",
+           "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

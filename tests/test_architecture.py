@@ -133,7 +133,7 @@ def objects():
             "Optimizer": trainer._optimizer, "gluon.Trainer": trainer, "Module": module,
             "BucketingModule": bucketing, "Executor": module._exec_group.execs[0],
             "mx.gluon.block._BlockScope": net._scope, "mx.kv.KVStore": mx.kv.create("local"),
-            "mx.name.NameManager": mx.name.NameManager()}
+            "mx.name.NameManager": mx.name.NameManager(), "nn.BatchNorm": nn.BatchNorm()}
 
 
 @pytest.mark.parametrize("of", listed())

@@ -84,7 +84,7 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         _check_symbol(block)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     _convert_blocks(blocks, kept, policy, Scales(), paths_in(net))
-    for outer in _blocks_around(net, set(blocks)):
+    for outer in blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
     if not any(isinstance(block, HybridBlock) for block in blocks):
@@ -143,7 +143,7 @@ def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
                         paths_in(child, path))
 
 
-def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
+def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
     """Yields the blocks that contain this one. A block has no reference to its parents, so this
     searches the referrers that Python's garbage collector lists."""
     for children in gc.get_referrers(block):
@@ -155,7 +155,7 @@ def _blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
                 if isinstance(outer, Block) and outer._children is children and outer not in seen:
                     seen.add(outer)
                     yield outer
-                    yield from _blocks_around(outer, seen)
+                    yield from blocks_around(outer, seen)
 
 
 def _was_hybridized(block: Block) -> bool:

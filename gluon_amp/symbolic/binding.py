@@ -31,7 +31,7 @@ from ..cpu import library
 from ..cpu.arrays import HALVES, array_type, dtype_name
 from ..graph.build import build
 from ..graph.graph import VARIABLE, Entry, Graph, Node
-from ..graph.operators import LOSSES, MAY_BEGIN
+from ..graph.operators import BATCH_NORMS, LOSSES, MAY_BEGIN
 from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wait
 from ..policy import POLICIES
 
@@ -137,9 +137,10 @@ class Bindable(mx.sym.Symbol):
         entries = graph.types(types)
         used = set(entries.values())
         low = not used.isdisjoint(HALVES)
-        if not low and self.loss_scale is None:
-            return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         requests = _requests(grad_req, self.list_arguments())
+        frozen = _freeze(graph, requests)
+        if not low and not frozen and self.loss_scale is None:
+            return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.loss_scale is not None:
@@ -214,6 +215,23 @@ class _Executor(mx.executor.Executor):
         if self._monitor is not None:
             self._reshaped[key].set_monitor_callback(*self._monitor)
         return self._reshaped[key]
+
+
+def _freeze(graph: Graph, requests: Mapping[str, str]) -> bool:
+    """Makes batch norms normalize with their moving averages, without updates, if the graph trains
+    but none of their parameters. Returns whether there are any."""
+    trains = any(request != "null" for request in requests.values())
+    frozen = [node for node in graph.nodes() if trains and node.op in BATCH_NORMS
+              and all(requests.get(entry.node.name) == "null" for entry in _parameters_of(node))]
+    for node in frozen:
+        node.attrs["use_global_stats"] = "True"
+    return bool(frozen)
+
+
+def _parameters_of(norm: Node) -> List[Entry]:
+    """Returns gamma and beta of a batch norm; beta alone if it fixes gamma at 1."""
+    fixed = norm.attrs.get("fix_gamma", "True") in ("True", "true", "1")
+    return norm.inputs[2 if fixed else 1:3]
 
 
 def _requests(grad_req: Any, arguments: List[str]) -> Dict[str, str]:

@@ -1,0 +1,65 @@
+"""`freeze`: excludes a part of a network from training."""
+from typing import Any, List
+
+from mxnet.gluon import Block, Constant, HybridBlock, SymbolBlock, nn
+
+from .._mxnet import mx
+from ..graph.graph import Graph
+from ..graph.operators import BATCH_NORMS
+from .convert import blocks_around
+from .converted import discard_traces
+from .state import blocks_in
+
+
+def freeze(block: Block) -> Block:
+    """Freezes a network or a part of it, in place, and returns it.
+
+    Parameters get `grad_req="null"`. Batch norms get `use_global_stats=True`: in training, too,
+    they normalize with their moving averages, which no longer change. With `grad_req="null"` alone,
+    a converted network's batch norms still update them, as MXNet's do on GPUs.
+
+    Call it before or after `convert`, and before the Trainer's next backward pass.
+
+    Args:
+        block: a gluon Block.
+
+    Raises:
+        TypeError: `block` is not a Block.
+        ValueError: a block of your own has moving averages. Nothing changes.
+    """
+    if not isinstance(block, Block):
+        raise TypeError(f"freeze takes a gluon Block. Received: {type(block).__name__}")
+    inside = list(blocks_in(block))
+    _check_averages(inside)
+    for one in inside:
+        if isinstance(one, nn.basic_layers._BatchNorm):
+            one._kwargs["use_global_stats"] = True
+        elif isinstance(one, SymbolBlock):
+            inputs, symbol = one._cached_graph
+            graph = Graph.read(symbol)
+            for node in graph.nodes_within():
+                if node.op in BATCH_NORMS:
+                    node.attrs["use_global_stats"] = "True"
+            frozen = graph.symbol()
+            is_np = isinstance(symbol, mx.sym.numpy._Symbol)
+            one._cached_graph = inputs, frozen.as_np_ndarray() if is_np else frozen
+    block.collect_params().setattr("grad_req", "null")
+    for one in [*inside, *blocks_around(block, set(inside))]:
+        discard_traces(one)
+        if isinstance(one, HybridBlock):
+            one._clear_cached_op()
+    return block
+
+
+def _check_averages(blocks: List[Any]) -> None:
+    """Refuses blocks whose batch norms this module cannot set."""
+    for block in blocks:
+        if isinstance(block, (nn.basic_layers._BatchNorm, SymbolBlock)):
+            continue
+        names = [p.name for p in block.params.values()
+                 if not p._differentiable and not isinstance(p, Constant)]
+        if names:
+            raise ValueError(
+                f"{type(block).__name__} {block.name!r} has moving averages of its own "
+                f"({', '.join(names)}), which freeze cannot stop: pass use_global_stats=True to "
+                "its F.BatchNorm, and set grad_req='null' on its parameters")
