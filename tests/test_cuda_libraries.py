@@ -203,7 +203,8 @@ def test_other_builds_of_mxnet_are_named():
     assert load._kernels(found, "mxnet-cu117, /site/mxnet/libmxnet.so") == ([], None, [
         "this MXNet has no kernels for H100 (compute capability 9.0), and packs of kernels are "
         "for mxnet-cu112 1.9.1 from PyPI only. Installed: mxnet-cu117, /site/mxnet/libmxnet.so"])
-    assert load._kernels(Devices([A100], "580.1", 13000), "mxnet-cu117") == ([], None, [])
+    served_or_too_old = Devices([A100, GPU("K80", 37, "GPU-K80")], "580.1", 13000)
+    assert load._kernels(served_or_too_old, "mxnet-cu117") == ([], None, [])
 
 
 def test_build_id_identifies_a_library(tmp_path):

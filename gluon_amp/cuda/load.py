@@ -14,6 +14,7 @@ from . import fatbin, libraries, pack, wheel
 from .devices import GPU, Devices, visible
 from .kernels import Kernels
 
+_FIRST_OF_PACKS = 90  # the wheel has code for 5.0 to 8.9, and nothing has for older GPUs
 _CUDA_OF_ABI = {8: 13000}  # the driver that machine code of an ELF ABI version needs
 
 
@@ -78,7 +79,7 @@ def _kernels(devices: Optional[Devices], other_build: str) \
     """Prepares kernels for the GPUs that the wheel does not serve. Returns the packs, what
     registers them, and what is wrong."""
     gpus = devices.gpus if devices else []
-    new = [gpu for gpu in gpus if wheel.code_for(gpu.capability) is None]
+    new = [gpu for gpu in gpus if gpu.capability >= _FIRST_OF_PACKS]
     if not new:
         return [], None, []
     if other_build:
@@ -91,8 +92,9 @@ def _kernels(devices: Optional[Devices], other_build: str) \
     kept = {wheel.code_for(gpu.capability) for gpu in gpus}
     if packs:  # the driver loads a source file's code when a kernel of it first runs
         os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    return packs, Kernels(packs, sorted(arch for arch in kept if arch), _advice(new, packs)), \
-        _without_pack(new, packs)
+    bare = [gpu for gpu in new if not any(one.serves(gpu.capability) for one in packs)]
+    return packs, Kernels(packs, sorted(arch for arch in kept if arch), _advice(bare, packs)), \
+        _without_pack(bare)
 
 
 def check() -> None:
@@ -142,17 +144,17 @@ def _check(one: pack.Pack, devices: Optional[Devices]) -> None:
                           f"Installed: {devices.driver}. Replace it: {commands(one.arch)}")
 
 
-def _without_pack(gpus: Sequence[GPU], packs: Sequence[pack.Pack]) -> List[str]:
-    bare = [gpu for gpu in gpus if not any(one.serves(gpu.capability) for one in packs)]
-    if not bare:
+def _without_pack(gpus: Sequence[GPU]) -> List[str]:
+    if not gpus:
         return []
-    names = ", ".join(dict.fromkeys(map(str, bare)))
+    names = ", ".join(dict.fromkeys(map(str, gpus)))
     return [f"MXNet 1.9.1 has no kernels for {names}: every operator fails there with \"no kernel "
-            f"image is available\". Install them by {commands(arch_for(bare[0].capability))}"]
+            f"image is available\". Install them by {commands(arch_for(gpus[0].capability))}"]
 
 
-def _advice(gpus: Sequence[GPU], packs: Sequence[pack.Pack]) -> str:
-    if not packs:
-        return f"Install MXNet's kernels by {commands(arch_for(gpus[0].capability))}"
+def _advice(without_pack: Sequence[GPU], packs: Sequence[pack.Pack]) -> str:
+    """Returns what a user can do about a kernel without code."""
+    if without_pack:
+        return f"Install MXNet's kernels by {commands(arch_for(without_pack[0].capability))}"
     return f"{', '.join(str(one.path) for one in packs)} lacks it: make a pack of all kernels by " \
            f"gluon-amp cuda build --arch {packs[0].arch}"
