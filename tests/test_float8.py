@@ -18,6 +18,7 @@ from gluon_amp.policy import get_policy
 from halves import AT_RANDOM
 from mxnet import autograd, gluon, nd
 from networks import Calling
+from processes import printed
 
 E4M3, E5M2 = FORMATS["float8_e4m3"], FORMATS["float8_e5m2"]
 
@@ -419,3 +420,44 @@ def test_products_in_loop_have_their_own_histories():
         with autograd.record():
             outside, inside = net(x)
     assert np.array_equal(outside.asnumpy(), 1024 * inside[0].asnumpy())
+
+
+RACE = """
+import threading
+import gluon_amp as amp, mxnet as mx
+from gluon_amp.cpu.library import table
+from gluon_amp.cpu.scales import scales_of
+from mxnet import autograd, nd
+net = mx.gluon.nn.Dense(64, in_units=4096)
+net.initialize()
+amp.convert(net, amp.Policy("mine", product="float8_e4m3", scaling="delayed", history=64))
+x = nd.ones((256, 4096))
+
+def step():
+    with autograd.record():
+        loss = net(x).sum()
+    loss.backward()
+
+step()
+scales, = scales_of(net.collect_params().values())
+ended = threading.Event()
+
+def replace():
+    while not ended.is_set():
+        table().set_scales(scales.id, b"")
+
+thread = threading.Thread(target=replace)
+thread.start()
+for _ in range(20):
+    step()
+mx.nd.waitall()
+ended.set()
+thread.join()
+step()
+print(len(scales.read().splitlines()))
+"""
+
+
+def test_histories_may_be_deleted_while_the_network_runs():
+    """glibc overwrites freed memory here, so a write to a freed history ends the process."""
+    assert printed(RACE, MALLOC_PERTURB_="85", OMP_NUM_THREADS="1") == "3\n"

@@ -83,25 +83,25 @@ int exponent_of(const Grid& grid, const Scaling& scaling, const OpContext& conte
   if (!scaling.delayed) return exponent_for(grid, kernels->largest(numbers, n), scaling.margin);
   const std::string device = " cpu" + std::to_string(context.run_ctx.ctx.dev_id);
   const bool trains = backward || context.is_train;
+  const std::string node = scaling.node + device, key = scaling.node + " " + place + device;
   std::unique_lock<std::mutex> guard(lock);
-  Memory& memory = memories[scaling.id][scaling.node + " " + place + device];
   auto& waits = waiting[scaling.id];
-  if (backward) waits.erase(scaling.node + device);
-  else if (trains) waits.insert(scaling.node + device);
-  if (again) return memory.to_read_again;
-  const bool remembers = trains || !waits.count(scaling.node + device);
+  if (backward) waits.erase(node);
+  else if (trains) waits.insert(node);
+  const Memory& before = memories[scaling.id][key];
+  if (again) return before.to_read_again;
   float most = 0;
-  for (float one : memory.largest) most = std::max(most, one);
-  if (!trains && most > 0) {
-    const int exponent = exponent_for(grid, most, scaling.margin);
-    if (remembers) memory.to_read_again = exponent;
-    return exponent;
+  for (float one : before.largest) most = std::max(most, one);
+  float here = 0;
+  if (trains || most == 0) {
+    guard.unlock();
+    here = kernels->largest(numbers, n);
+    guard.lock();
   }
-  guard.unlock();
-  const float here = kernels->largest(numbers, n);
+  // Meanwhile others may have replaced or deleted the histories, so references to them may be invalid.
+  Memory& memory = memories[scaling.id][key];
   const int exponent = exponent_for(grid, most > 0 ? most : here, scaling.margin);
-  guard.lock();
-  if (remembers) memory.to_read_again = exponent;
+  if (trains || !waiting[scaling.id].count(node)) memory.to_read_again = exponent;
   if (!trains) return exponent;
   memory.exponent = exponent;
   if (here > 0) memory.largest.push_back(here);
