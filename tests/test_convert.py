@@ -5,6 +5,7 @@ import json
 import logging
 import pickle
 import threading
+from collections import namedtuple
 from typing import Generic, TypeVar
 
 import gluon_amp as amp
@@ -13,7 +14,7 @@ import networks
 import numpy as np
 import pytest
 from converting import Net, holding, make, step, types, values
-from gluon_amp.cpu.arrays import to_float32
+from gluon_amp.cpu.arrays import dtype_name, to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
@@ -253,6 +254,63 @@ def test_kept_block_that_cannot_be_traced_runs_imperatively(build, dtype):
     amp.restore(net)
     assert not net._active
     assert net(x.astype("float32")).dtype == np.float32
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Adds(nn.HybridBlock):
+    """Reads the values of two arrays, in any nesting, and mixes them with a child's result."""
+
+    def __init__(self):
+        super().__init__(prefix="adds_")
+        with self.name_scope():
+            self.dense = nn.Dense(4)
+            self.factor = self.params.get("factor", shape=(1, 4), init="ones")
+
+    def hybrid_forward(self, F, pair, factor):
+        first, second = pair
+        assert not isinstance(pair, Pair) or pair.second is second
+        assert {a.dtype for a in (first, second, factor)} == {np.float32}
+        return self.dense(first) * factor + self.dense(second) * float(first.asnumpy().std())
+
+
+class CallsAdds(gluon.Block):
+    def __init__(self, nest):
+        super().__init__(prefix="calls_")
+        self.nest = nest
+        with self.name_scope():
+            self.below, self.adds, self.above = nn.Dense(5), Adds(), nn.Dense(2)
+
+    def forward(self, x):
+        x = self.below(x)
+        return self.above(self.adds(self.nest(x, x + 1)))
+
+
+@pytest.mark.parametrize("nest", [Pair, lambda *pair: list(pair), lambda *pair: pair])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_imperative_kept_block_is_float32_if_others_return_halves(nest, dtype):
+    mx.random.seed(1)
+    net = CallsAdds(nest)
+    net.initialize(mx.init.Xavier())
+    x = nd.random.normal(shape=(3, 5))
+    exact = net(x).asnumpy()
+    amp.convert(net, amp.Policy("halves", parameter=dtype, compute=dtype, output=dtype), keep=Adds)
+    with autograd.record():
+        out = net(x)
+    out.backward()
+    assert dtype_name(out.dtype) == dtype
+    assert np.abs(out.astype("float32").asnumpy() - exact).max() < 0.03 * np.abs(exact).max()
+    assert net.adds.dense.weight.grad().dtype == np.float32
+    assert net.below.weight.grad().astype("float32").norm().asscalar() > 0
+
+
+def test_named_tuple_in_shared_memory_keeps_its_class():
+    net = Adds()
+    net.initialize()
+    amp.convert(net, keep=Adds)
+    pair = Pair(*(nd.ones((2, 3), ctx=mx.Context("cpu_shared", 0)) for _ in range(2)))
+    assert net(pair).shape == (2, 4)
 
 
 class Round(autograd.Function):

@@ -144,10 +144,10 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_caller(args)
-        args = tuple(map(_on_plain_cpu, args))
+        args = _map_arrays(_on_plain_cpu, args)
         traced = any(isinstance(a, mx.sym.Symbol) for a in args)
         if not self._active and not traced:
-            args = tuple(map(_to_float32, args))
+            args = _map_arrays(_to_float32, args)
         try:
             if traced and isinstance(self, mx.gluon.SymbolBlock):  # its nodes have their names
                 for name in operator_names(Graph.read(self._cached_graph[1])):
@@ -174,14 +174,17 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def _run_imperatively(self, why: Exception) -> None:
         """Makes the block imperative and float32, because a block in keep= cannot be traced.
-        Its children run as separate graphs, as those of a plain Block do."""
+        Its children run as separate graphs, as those of a plain Block do, and return float32."""
         log.info("%s runs imperatively in float32: a block in keep= cannot be traced (%s)",
                  self.name, why.__cause__)
         self._active = False
         for parameter in self._reg_params.values():
-            if dtype_name(parameter.dtype) == "float16":
+            if dtype_name(parameter.dtype) in HALVES:
                 cast(parameter, "float32")
                 parameter.__class__ = mx.gluon.Parameter
+        for state in _states(self):
+            state.policy = replace(state.policy, output="float32")
+            state.traces.clear()
 
     def _check_caller(self, args: Sequence[Any]) -> None:
         """Refuses a hybridized caller that is not converted: its graph would have no casts."""
@@ -440,22 +443,27 @@ def _keep_float32(state: Parameter) -> None:
         state._differentiable = False
 
 
-def _to_float32(value: object) -> Any:
-    """Casts the arrays of a block that runs imperatively to float32."""
+def _map_arrays(function: Callable[[Any], Any], value: object) -> Any:
+    """Applies a function to the arrays in nested lists, tuples and named tuples."""
+    if isinstance(value, mx.nd.NDArray):
+        return function(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_to_float32, value))
-    half = isinstance(value, mx.nd.NDArray) and dtype_name(value.dtype) == "float16"
-    return value.astype("float32") if half else value
-
-
-def _on_plain_cpu(value: object) -> Any:
-    """Moves arrays in shared or pinned memory to the CPU context that a graph requires."""
-    if isinstance(value, mx.nd.NDArray) and value.context.device_type in _OTHER_CPUS:
-        return value.as_in_context(mx.cpu(value.context.device_id))
-    if isinstance(value, (list, tuple)):
-        moved = [_on_plain_cpu(v) for v in value]
-        return moved if any(a is not b for a, b in zip(moved, value)) else value
+        made = [_map_arrays(function, each) for each in value]
+        if all(a is b for a, b in zip(made, value)):
+            return value
+        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
+
+
+def _to_float32(array: Array) -> Array:
+    return array.astype("float32") if dtype_name(array.dtype) in HALVES else array
+
+
+def _on_plain_cpu(array: Array) -> Array:
+    """Moves an array in shared or pinned memory to the CPU context that a graph requires."""
+    if array.context.device_type not in _OTHER_CPUS:
+        return array
+    return array.as_in_context(mx.cpu(array.context.device_id))
 
 
 class _Names(mx.name.NameManager):
