@@ -315,8 +315,8 @@ def train(args, make_network, validates_first=False):
             with autograd.record():
                 outputs = [net(x) for x in datas]
                 losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
-            scale, lr = trainer.loss_scale, trainer.learning_rate
             trainer.backward(losses)
+            scale, lr = trainer.loss_scale, trainer.learning_rate  # `step` may change both
             updated = trainer.step(images)
 
             metric.update(labels, outputs)

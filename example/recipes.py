@@ -959,6 +959,7 @@ class ModuleLog:
     """Logs `Module.fit` to a `TrainingLog`; its methods are the callbacks of `fit`.
 
     Args:
+        module: an `AddingModule`.
         interval: the number of batches between two log lines.
         ranks: the ranks; all of them must use these callbacks.
     """
@@ -966,7 +967,7 @@ class ModuleLog:
     def __init__(self, log, module, interval, batch_size, ranks=None):
         self.log, self.module, self.interval = log, module, interval
         self.batch_size, self.ranks = batch_size, ranks or Ranks()
-        self.scale, self.skipped = module.loss_scale, module.skipped
+        self.skipped = module.skipped
         self.validation = []
         self._start()
 
@@ -980,8 +981,8 @@ class ModuleLog:
         if param.nbatch == 0:
             self.log.start_epoch()
         module, optimizer = self.module, self.module._optimizer
-        scale, updated = self.scale, module.skipped == self.skipped
-        self.scale, self.skipped, self.batches = module.loss_scale, module.skipped, param.nbatch + 1
+        scale, updated = module.gradient_scale, module.skipped == self.skipped
+        self.skipped, self.batches = module.skipped, param.nbatch + 1
         factor = optimizer.rescale_grad / scale
         gradients = [grads[0] for grads in module._exec_group.grad_arrays if grads[0] is not None]
         loss = cross_entropy(module.get_outputs()[0], param.locals["data_batch"].label[0])
@@ -1406,11 +1407,15 @@ class AddingModule(amp.Module):
 
     Args:
         batches: the number of batches of an update.
+
+    Attributes:
+        gradient_scale: the loss scale of the last gradients; `update` may change `loss_scale`.
     """
 
     def __init__(self, *args, batches=1, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches, self.added = batches, 0
+        self.gradient_scale = self.loss_scale
 
     def bind(self, *args, **kwargs):
         super().bind(*args, **kwargs, grad_req="add" if self.batches > 1 else "write")
@@ -1423,5 +1428,6 @@ class AddingModule(amp.Module):
         super().forward_backward(data_batch)
 
     def update(self):
+        self.gradient_scale = self.loss_scale
         self.added = (self.added + 1) % self.batches
         return self.added > 0 or super().update()

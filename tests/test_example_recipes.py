@@ -1,13 +1,18 @@
-"""The recipes for a language model and for detection train, in each type."""
+"""The recipes for a language model and for detection train, in each type; logs of gradients."""
+import json
 import re
+from types import SimpleNamespace
 
 import fine_tune
+import gluon_amp as amp
 import image_classification
 import language_model
 import lr_find
+import mxnet as mx
 import numpy as np
 import object_detection
 import pytest
+import recipes
 import symbolic_fine_tune
 import train_imagenet
 from traces import at_most_traces
@@ -108,3 +113,40 @@ def test_help_of_recipe_groups_flags(script, capsys):
     options, *groups = re.split(r"^\S.*:\n", text.partition("\noptions:\n")[2], flags=re.MULTILINE)
     assert re.findall(r"^  (?:-\w, )?(--\S+)", options, re.MULTILINE) == ["--help", "--config"]
     assert len(groups) >= 3
+
+
+class Lines(recipes.TrainingLog):
+    def __init__(self):
+        super().__init__(SimpleNamespace(tensorboard=None), None)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rng):
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
+    net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), "float16")
+    data, label = 4 * rng.standard_normal((16, 6)), np.arange(16) % 3
+    weights = {"fc_weight": mx.nd.array(0.1 * rng.standard_normal((3, 6))),
+               "fc_bias": mx.nd.zeros(3)}
+    norms = []
+    for loss_scale in (1, amp.DynamicLossScale(2.0 ** 24)):
+        module = recipes.AddingModule(net, loss_scale=loss_scale, batches=batches)
+        record = Lines()
+        module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,
+                   batch_end_callback=recipes.ModuleLog(record, module, batches, 4).batch_end,
+                   optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / 4 / batches})
+        norms.append([line["gradient_norm"] for line in record.lines])
+    assert record.lines[0]["loss_scale"] < 2.0 ** 24
+    assert len(norms[0]) == 4 // batches
+    np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
+
+
+def test_first_gradient_norm_is_that_of_the_scale_which_the_search_found(tmp_path):
+    first = []
+    for scale in ("1", "dynamic"):
+        folder = tmp_path / scale
+        image_classification.main(["--dtype", "float16", "--loss-scale", scale, "--epochs", "1",
+                                   "--log-interval", "1", "--save-dir", str(folder)])
+        lines = (folder / "log.jsonl").read_text().splitlines()
+        first.append(next(line for line in map(json.loads, lines) if "batch" in line))
+    assert first[1]["loss_scale"] < 2.0 ** 16
+    assert first[1]["gradient_norm"] == pytest.approx(first[0]["gradient_norm"], rel=0.01)
