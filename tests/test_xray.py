@@ -14,6 +14,7 @@ from gluon_amp.inspection.statistics import Counts
 from gluon_amp.tools.cli import main
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from processes import printed
 from xray_networks import (
     LOSS,
     Mean,
@@ -159,6 +160,34 @@ def test_random_state_is_restored_after_operator_error():
     with pytest.raises(mx.MXNetError, match="potrf"):
         draws_and_fails()
     np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
+
+
+COPIES = """
+import gluon_amp, mxnet as mx
+from gluon_amp.cpu.library import random_numbers_kept
+from mxnet import nd
+
+def draw(count):
+    return [nd.random.uniform(shape=3).asnumpy().tolist() for _ in range(count)]
+
+for before in range(4):
+    for within in range(5):
+        mx.random.seed(3)
+        draw(before)
+        expected = draw(7)
+        mx.random.seed(3)
+        draw(before)
+        with random_numbers_kept() as put_back:
+            first = draw(within)
+            put_back()
+            assert draw(within) == first, (before, within)
+        assert draw(7) == expected, (before, within)
+"""
+
+
+@pytest.mark.parametrize("copies", ["1", "3"])
+def test_random_state_includes_all_parallel_generators(copies):
+    printed(COPIES, MXNET_CPU_PARALLEL_RAND_COPY=copies)
 
 
 def test_xray_with_trainer_trains_and_counts_updates():

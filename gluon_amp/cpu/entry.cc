@@ -225,25 +225,46 @@ void count_updates(const NDArray* const* weights, float* const* before, int64_t 
   }
 }
 
-// Writes this thread's state of MXNet's CPU random generator to `bytes` or, with `back`, reads it from there.
+using Generator = mxnet::common::random::RandGenerator<mshadow::cpu, float>;
+
+Generator* next_generator() {
+  using mxnet::ResourceRequest;
+  return static_cast<Generator*>(mxnet::ResourceManager::Get()->Request(
+      mxnet::Context::CPU(), ResourceRequest(ResourceRequest::kParallelRandom)).ptr_);
+}
+
+// This thread's parallel generators, MXNET_CPU_PARALLEL_RAND_COPY of them, in the order in which MXNet's
+// operators get them. The next operator gets the first.
+std::vector<Generator*> generators() {
+  std::vector<Generator*> made{next_generator()};
+  for (Generator* next; (next = next_generator()) != made[0];) made.push_back(next);
+  for (size_t i = 1; i < made.size(); ++i) next_generator();
+  return made;
+}
+
+// Writes this thread's state of MXNet's CPU random generators to `bytes` or, with `back`, reads it from there.
 // Returns its size, also for a null `bytes`.
 int64_t random_state(unsigned char* bytes, int back) {
   using mxnet::ResourceRequest;
-  auto* resources = mxnet::ResourceManager::Get();
-  const mxnet::Context cpu = mxnet::Context::CPU();
-  auto* one = static_cast<mshadow::Random<mshadow::cpu, float>*>(
-      resources->Request(cpu, ResourceRequest(ResourceRequest::kRandom)).ptr_);
-  auto* many = static_cast<mxnet::common::random::RandGenerator<mshadow::cpu, float>*>(
-      resources->Request(cpu, ResourceRequest(ResourceRequest::kParallelRandom)).ptr_);
-  const std::pair<void*, int64_t> parts[] = {
-      {&one->GetRndEngine(), sizeof(std::mt19937)},
-      {many->GetStates(), many->kNumRandomStates * int64_t(sizeof(std::mt19937))}};
-  int64_t at = 0;
-  for (const auto& part : parts) {
-    if (bytes && back) std::memcpy(part.first, bytes + at, part.second);
-    if (bytes && !back) std::memcpy(bytes + at, part.first, part.second);
-    at += part.second;
+  auto* one = static_cast<mshadow::Random<mshadow::cpu, float>*>(mxnet::ResourceManager::Get()->Request(
+      mxnet::Context::CPU(), ResourceRequest(ResourceRequest::kRandom)).ptr_);
+  std::vector<Generator*> parallel = generators();
+  const int64_t list = parallel.size() * sizeof(Generator*);
+  int64_t at = list;
+  if (bytes && back) {
+    std::memcpy(parallel.data(), bytes, list);
+    while (generators()[0] != parallel[0]) next_generator();
+  } else if (bytes) {
+    std::memcpy(bytes, parallel.data(), list);
   }
+  const auto move = [&](void* state, int64_t size) {
+    if (bytes && back) std::memcpy(state, bytes + at, size);
+    if (bytes && !back) std::memcpy(bytes + at, state, size);
+    at += size;
+  };
+  move(&one->GetRndEngine(), sizeof(std::mt19937));
+  for (Generator* each : parallel)
+    move(each->GetStates(), each->kNumRandomStates * int64_t(sizeof(std::mt19937)));
   return at;
 }
 
