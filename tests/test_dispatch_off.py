@@ -91,3 +91,58 @@ except amp.KernelError as error:
 
 def test_engine_off_does_not_change_mxnet():
     printed(OFF, GLUON_AMP_ENGINE="off")
+
+
+FAILING = """
+import os
+import gluon_amp as amp, mxnet as mx
+from gluon_amp.cpu import library
+from mxnet import nd
+
+half = nd.ones((2, 2), dtype="float16")
+
+def mxnet_refuses_float16():
+    try:
+        nd.dot(half, half).asnumpy()
+    except mx.MXNetError as error:
+        return "dot only supports" in str(error)
+
+def reason():
+    try:
+        library.load()
+    except amp.KernelError as error:
+        return str(error)
+
+def planned():
+    x = mx.sym.var("x")
+    net = mx.sym.exp(mx.sym.sin(mx.sym.cos(x)))
+    return net.simple_bind(mx.cpu(), x=(3, 4)).forward(x=nd.ones((3, 4)))[0].asnumpy().tolist()
+
+assert "GLUON_AMP_ISA must be one of" in reason()
+del os.environ["GLUON_AMP_ISA"]
+names = library._operator_names
+before = planned()
+for lasts in (["no_such_operator"], ["Custom", "no_such_operator"]):
+    library._operator_names = lambda: [*names(), *lasts]
+    library.start()
+    assert "no_such_operator" in reason()
+    assert mxnet_refuses_float16()
+    assert not library.table().dispatched(), library.table().dispatched()
+    assert planned() == before
+library._operator_names = names
+library.start()
+assert reason() is None
+assert (nd.dot(half, half).asnumpy() == 2).all()
+net = mx.gluon.nn.Dense(2)
+net.initialize()
+amp.convert(net)
+with mx.autograd.record():
+    loss = net(nd.ones((2, 2))).sum()
+amp.Trainer(net.collect_params(), "sgd").backward(loss)
+mx.nd.waitall()
+print("trained")
+"""
+
+
+def test_start_that_fails_replaces_no_operator():
+    assert printed(FAILING, GLUON_AMP_ISA="none") == "trained\n"

@@ -557,6 +557,7 @@ bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::Shape
 void dispatch(nnvm::Op& op) {
   const auto* of = new Operator(describe(&op));  // never deleted
   dispatched[&op] = of;
+  undo.push_back([&op] { dispatched.erase(&op); });
   replace_functions(*of, op);
   replace_types(*of, op);
   if (op.name == "_identity_with_attr_like_rhs")

@@ -80,7 +80,8 @@ const char* probe(const void* symbol, const void* variable, int64_t operators) {
 
 char why[512];
 
-// Dispatches MXNet's operators and registers ours. Returns 0, or -1 with the reason in `reason`.
+// Dispatches MXNet's operators and registers ours. Returns 0; or -1, with the reason in `reason` and MXNet's
+// operators as they were.
 int start(const char* isa, int count, const char** names, int constants, const char** constant_names) {
   try {
     const bool avx512 = !std::strcmp(isa, "avx512"), avx2 = !std::strcmp(isa, "avx2");
@@ -89,14 +90,16 @@ int start(const char* isa, int count, const char** names, int constants, const c
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
     set_constants(constants, constant_names);
-    replace_gpu_functions();  // first, because it may fail before anything is replaced
+    replace_gpu_functions();
     register_training();
     dispatch_operators(count, names);
     plan_by_type();
     guard_user_code();
     register_tensor_core();
+    undo.clear();
     return 0;
   } catch (const std::exception& error) {
+    for (; !undo.empty(); undo.pop_back()) undo.back()();
     std::snprintf(why, sizeof why, "%s", error.what());
     return -1;
   }

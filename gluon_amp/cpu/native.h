@@ -75,9 +75,9 @@ template <class T>
 struct Setting {
   static inline nnvm::Op* op;
   static inline const char* key;
-  static inline const T* value;
+  static inline std::pair<T, int> value;  // and its level; 0: the operator does not have the attribute
 
-  static void store(dmlc::any* map) {
+  static void exchange(dmlc::any* map) {
     if (map->empty()) {
       nnvm::OpMap<T> made;
       made.attr_name_ = key;
@@ -85,16 +85,26 @@ struct Setting {
     }
     auto& values = nnvm::get<nnvm::OpMap<T>>(*map).data_;
     if (values.size() <= op->index_) values.resize(op->index_ + 1, std::make_pair(T(), 0));
-    values[op->index_] = std::make_pair(*value, 10);
+    std::swap(values[op->index_], value);
   }
 };
 
+// Exchanges an operator's attribute with `value`, and returns the former one.
 template <class T>
-void set(nnvm::Op& op, const char* key, const T& value) {
+std::pair<T, int> exchange(nnvm::Op& op, const char* key, const std::pair<T, int>& value) {
   Setting<T>::op = &op;
   Setting<T>::key = key;
-  Setting<T>::value = &value;
-  nnvm::Op::UpdateAttrMap(key, by_value<void, dmlc::any*>(&Setting<T>::store));
+  Setting<T>::value = value;
+  nnvm::Op::UpdateAttrMap(key, by_value<void, dmlc::any*>(&Setting<T>::exchange));
+  return std::move(Setting<T>::value);
+}
+
+// Functions that undo the replacements of MXNet's functions, the newest last. `start` calls them if it fails.
+inline std::vector<std::function<void()>> undo;
+
+template <class T>
+void set(nnvm::Op& op, const char* key, const T& value) {
+  undo.push_back([&op, key, former = exchange<T>(op, key, {value, 10})] { exchange<T>(op, key, former); });
 }
 
 template <class T>

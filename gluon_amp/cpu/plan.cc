@@ -63,6 +63,7 @@ void plan_by_type() {
   nnvm::PassFunctionReg& pass = passes->__REGISTER_OR_GET__("MXPlanMemory");
   theirs = pass.body;
   pass.body = as_pass(&plan);
+  undo.push_back([&pass] { pass.body = theirs; });
 }
 
 }  // namespace gluon_amp
