@@ -269,10 +269,11 @@ def test_library_with_damaged_sections_has_no_compiler(content, tmp_path):
         library.check_mxnet("1.9.1", library.compilers(path))
 
 
-def test_library_of_another_version_is_refused(monkeypatch):
+@pytest.mark.parametrize("name", ["_Table", "Counts", "Updates", "WatchedRow"])
+def test_library_of_another_version_is_refused(name, monkeypatch):
     """In a checkout whose Python files are newer than the compiled library."""
-    grown = type("_Table", (library._Table,), {"_fields_": [("more", ctypes.c_void_p)]})
-    monkeypatch.setattr(library, "_Table", grown)
+    grown = type(name, (getattr(library, name),), {"_fields_": [("more", ctypes.c_void_p)]})
+    monkeypatch.setattr(library, name, grown)
     with pytest.raises(library.KernelError, match=r"are of another version.* or build them in a"):
         library.table.__wrapped__()
 
@@ -347,6 +348,17 @@ def test_array_description_is_found_at_offset_24():
     assert found()
     assert not any([found(at=16), found(at=32), found(dimensions=(2, 3, 5, 8)), found(axes=5),
                     found(kind=1), fits("description_fits", Memory())])
+
+
+def test_dropout_state_is_found_by_its_members():
+    def found(keep=0.75, mode=1, axes=(1, 2), at=8, passes=1):
+        memory = Memory().put(0, keep, kind=ctypes.c_float).put(4, mode, kind=ctypes.c_int32)
+        memory.put(at, len(axes), kind=ctypes.c_int32).put(at + 8, *axes)
+        return fits("dropout_fits", memory.put(at + 48, passes, kind=ctypes.c_int8))
+
+    assert found()
+    assert not any([found(keep=0.25), found(mode=0), found(axes=(1, 3)), found(axes=(1,)),
+                    found(at=16), found(passes=0), fits("dropout_fits", Memory())])
 
 
 FLOAT32 = """

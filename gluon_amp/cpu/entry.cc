@@ -75,6 +75,9 @@ const char* probe(const void* symbol, const void* variable, int64_t operators) {
   const auto* memory = array.GetMKLDNNData();
   if (!memory || !description_fits(reinterpret_cast<const unsigned char*>(memory->get())))
     return "a oneDNN array is described elsewhere";
+  const OpStatePtr dropout = dropout_state();
+  if (!dropout_fits(static_cast<const unsigned char*>(pointer_in(dropout)->state)))
+    return "Dropout's state has other members";
   return nullptr;
 }
 
@@ -280,13 +283,14 @@ const char* scales_of(int64_t id) {
 int blocks() { return keeps_blocks(); }
 
 struct Table {
-  int64_t size;  // detects a library of another version
+  int64_t sizes[4];  // of this structure, Counts, Updates and WatchedRow; they detect another version
   int (*start)(const char*, int, const char**, int, const char**);
   const char* (*reason)();
   const char* (*probe)(const void*, const void*, int64_t);
   int (*inputs_fit)(const unsigned char*, const void*);
   int (*map_fits)(const unsigned char*, int64_t);
   int (*description_fits)(const unsigned char*);
+  int (*dropout_fits)(const unsigned char*);
   const char* (*dispatched)();
   void (*use_generic_code)(int);
   const char* (*own_code)();
@@ -313,10 +317,11 @@ struct Table {
 
 extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
   using namespace gluon_amp;
-  static const Table table = {sizeof(Table), start, reason, probe, inputs_fit, map_fits,
-                              description_fits, dispatched, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, free_graphs, copy_all, watched, watched_rows,
-                              watched_names, count, count_updates, random_state, scales_of,
-                              set_scales, forget_scales, end_user_code, blocks};
+  static const Table table = {{sizeof(Table), sizeof(Counts), sizeof(Updates), sizeof(WatchedRow)},
+                              start, reason, probe, inputs_fit, map_fits, description_fits,
+                              dropout_fits, dispatched, use_generic_code, own_names, on_one_cpu,
+                              versions, marks, free_graphs, copy_all, watched,
+                              watched_rows, watched_names, count, count_updates, random_state,
+                              scales_of, set_scales, forget_scales, end_user_code, blocks};
   return &table;
 }

@@ -15,13 +15,14 @@ extern "C" __attribute__((weak)) int cublasGemmStridedBatchedEx(
     const void* a, int a_type, int lda, long long a_stride, const void* b, int b_type, int ldb,
     long long b_stride, const void* beta, void* c, int c_type, int ldc, long long c_stride, int batch,
     int compute, int algorithm);
+extern "C" __attribute__((weak)) int cublasGetStream_v2(void* handle, void** stream);
 
 namespace gluon_amp {
 namespace {
 
 // ---- Dropout -----------------------------------------------------------------------
 
-// The first members of MXNet's DropoutOp (src/operator/nn/dropout-inl.h).
+// The first members of MXNet's DropoutOp (src/operator/nn/dropout-inl.h); `dropout_fits` checks them.
 struct DropoutState {
   float keep;
   int mode;
@@ -63,9 +64,13 @@ void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a,
   for (const TBlob* x : {&a, &b, &c})
     if (std::max({rows(*x), columns(*x), batch}) > std::numeric_limits<int>::max())
       throw dmlc::Error("batch_dot: a dimension exceeds cuBLAS's 2^31 - 1");
+  const auto* on = static_cast<const GpuStream*>(context.run_ctx.stream);
+  void* stream = nullptr;
+  if (cublasGetStream_v2(on->cublas, &stream) || stream != on->stream)
+    throw dmlc::Error("batch_dot: MXNet's GPU stream has other members than in MXNet 1.9.1");
   const float one = 1, beta = req == mxnet::kAddTo ? 1 : 0;
   const int status = cublasGemmStridedBatchedEx(
-      static_cast<const GpuStream*>(context.run_ctx.stream)->cublas, tb, ta, columns(c), rows(c),
+      on->cublas, tb, ta, columns(c), rows(c),
       tb ? columns(b) : rows(b), &one, b.dptr_, kHalfs, columns(b), rows(b) * columns(b), a.dptr_, kHalfs,
       columns(a), rows(a) * columns(a), &beta, c.dptr_, kHalfs, columns(c), rows(c) * columns(c), batch,
       kSumsInFloat32, kTensorCores);
@@ -76,6 +81,7 @@ void add_in_float32(nnvm::Op& op) {
   const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
   if (!found) return;
   if (!cublasGemmStridedBatchedEx) throw dmlc::Error("cuBLAS lacks cublasGemmStridedBatchedEx");
+  if (!cublasGetStream_v2) throw dmlc::Error("cuBLAS lacks cublasGetStream_v2");
   set<mxnet::FCompute>(op, "FCompute<gpu>", mxnet::FCompute(
       [theirs = mxnet::FCompute(*found)](
           const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
@@ -87,6 +93,28 @@ void add_in_float32(nnvm::Op& op) {
 }
 
 }  // namespace
+
+OpStatePtr dropout_state() {
+  const nnvm::Op* op = nnvm::Op::Get("Dropout");
+  const char *keys[] = {"p", "mode", "axes"}, *values[] = {"0.25", "always", "(1, 2)"};
+  void* symbol;
+  if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), 3, keys, values, &symbol))
+    throw dmlc::Error(MXGetLastError());
+  const auto& outputs = *static_cast<const std::vector<nnvm::NodeEntry>*>(symbol);  // its first member
+  const OpStatePtr made =
+      call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
+                  const std::vector<int>&>(*get<mxnet::FCreateOpState>(op, "FCreateOpState"),
+                                           outputs[0].node->attrs, mxnet::Context::CPU(),
+                                           {mxnet::TShape({2, 3, 5})}, {mshadow::kFloat32});
+  MXSymbolFree(symbol);
+  return made;
+}
+
+int dropout_fits(const unsigned char* state) {
+  const auto* found = reinterpret_cast<const DropoutState*>(state);
+  return found->keep == 0.75f && found->mode == 1 && found->axes == mxnet::TShape({1, 2}) &&
+         state[offsetof(DropoutState, passes)] == 1;
+}
 
 void replace_gpu_functions() {
   add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));

@@ -91,7 +91,7 @@ class WatchedRow(ctypes.Structure):
 class _Table(ctypes.Structure):
     """The library's function table; the same as in entry.cc."""
     _fields_ = [
-        ("size", c_int64),  # of this structure
+        ("sizes", c_int64 * 4),  # of this structure, Counts, Updates and WatchedRow
         ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p), c_int,
                                    POINTER(c_char_p))),
         ("reason", ctypes.CFUNCTYPE(c_char_p)),
@@ -99,6 +99,7 @@ class _Table(ctypes.Structure):
         ("inputs_fit", ctypes.CFUNCTYPE(c_int, c_char_p, c_void_p)),
         ("map_fits", ctypes.CFUNCTYPE(c_int, c_char_p, c_int64)),
         ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
+        ("dropout_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
         ("dispatched", ctypes.CFUNCTYPE(c_char_p)),
         ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
         ("own_code", ctypes.CFUNCTYPE(c_char_p)),
@@ -198,7 +199,7 @@ def table() -> _Table:
         raise KernelError(f"gluon_amp's CPU kernels are not in {PATH}. {_REBUILD}")
     library.gluon_amp_engine.restype = POINTER(_Table)
     made: _Table = library.gluon_amp_engine().contents
-    if made.size != ctypes.sizeof(_Table):
+    if list(made.sizes) != [ctypes.sizeof(s) for s in (_Table, Counts, Updates, WatchedRow)]:
         raise KernelError(f"gluon_amp's CPU kernels are of another version: {PATH}. {_REBUILD}")
     return made
 

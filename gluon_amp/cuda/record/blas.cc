@@ -72,6 +72,7 @@ API int cublasDestroy_v2(Blas*) { return 0; }
 API int cublasSetMathMode(Blas* h, int m) { h->math = m; return 0; }
 API int cublasGetMathMode(Blas* h, int* m) { *m = h->math; return 0; }
 API int cublasSetPointerMode_v2(Blas* h, int m) { h->pointers = m; return 0; }
+API int cublasGetStream_v2(Blas* h, void** s) { *s = h->stream; return 0; }
 API int cublasSetStream_v2(Blas* h, void* s) { h->stream = s; return live("cublasSetStream", s) ? 0 : INVALID; }
 
 API int cublasGemmEx(Blas* h, int ta, int tb, int m, int n, int k, const void* al, const void* a, int at,
