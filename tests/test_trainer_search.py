@@ -98,6 +98,55 @@ def test_step_after_search_equals_step_started_at_that_scale(policy, static, rng
     assert same(net, trained(loss_scale=trainer.loss_scale)[0])
 
 
+@pytest.mark.parametrize("loss_scale", [64, amp.DynamicLossScale(64), None])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_first_step_leaves_gradients_of_others_as_they_are(loss_scale, static, grad_req):
+    """Those of the data, and of a network that another Trainer trains."""
+    mx.random.seed(3)
+    net, other = nn.Dense(3, in_units=4), nn.Dense(4, in_units=4)
+    for layer in (net, other):
+        layer.initialize(mx.init.Xavier())
+        layer.hybridize(static_alloc=static, static_shape=static)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale)
+    x = nd.arange(8).reshape((2, 4)) / 8
+    x.attach_grad(grad_req)
+    other.collect_params().setattr("grad_req", grad_req)
+
+    def gradients():
+        return [a.asnumpy() for a in (x.grad, other.weight.grad(), other.bias.grad())]
+
+    def loss():
+        return net(nd.tanh(other(x))).square().sum()
+
+    with autograd.record():
+        one = loss()
+    one.backward()
+    expected = gradients()
+    assert all(g.any() for g in expected)
+    for array in (x.grad, *(p.grad() for p in other.collect_params().values())):
+        array[:] = 0
+    for i in range(2):
+        with autograd.record():
+            one = loss()
+        trainer.backward(one)
+        times = 1 if grad_req == "write" else i + 1
+        for found, wanted in zip(gradients(), expected):
+            np.testing.assert_allclose(found, wanted * trainer.loss_scale * times, rtol=1e-5)
+
+
+def test_graph_that_cannot_start_gradients_is_passed_once():
+    for function, passes in ((nd.square, 1), (nd.MakeLoss, 2)):
+        net = One()
+        trainer, scales = amp.Trainer(net.collect_params(), "sgd", loss_scale=64), []
+        trainer.after_pass = scales.append
+        with autograd.record():
+            loss = net(ones(), ones()) + function(net.b.data() * 0).sum()
+        trainer.backward(loss)
+        assert scales == [64, 0][:passes]
+        assert trainer.step(1)
+
+
 def test_accumulated_gradients_share_one_scale():
     net = One("add")
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1},

@@ -1,4 +1,6 @@
 """Networks with the user's own Python operators: `CustomOp`, `autograd.Function`."""
+import logging
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -394,6 +396,194 @@ def test_states_of_a_symbol_stay_float32(rng):
         assert parameters[name].data().dtype == value.dtype == np.float32
         assert np.array_equal(parameters[name].data().asnumpy(), value.asnumpy())
         assert (value.asnumpy() != np.float32(0.1)).all()
+
+# ---- functions that free what they saved, as those of DGL ----------------------------------
+
+
+class Square(autograd.Function):
+    frees = True
+
+    def forward(self, x):
+        self.save_for_backward(x)
+        return x * x
+
+    def backward(self, gradient):
+        x, = self.saved_tensors
+        if self.frees:
+            self.saved_tensors = None
+        return 2 * x * gradient
+
+
+class SquareThatKeeps(Square):
+    frees = False
+
+
+class FreeingSquares(Squares):
+    saved = None
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.saved = in_data[0].copy()
+        super().forward(is_train, req, in_data, out_data, aux)
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], 2 * self.saved * out_grad[0])
+        self.saved = None
+
+
+@mx.operator.register("squares_that_free")
+class FreeingProp(SquaresProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return FreeingSquares()
+
+
+class Graph(gluon.Block):
+    """Two layers, and a function between them."""
+
+    def __init__(self, function):
+        super().__init__(prefix="graph_")
+        self.function = function
+        with self.name_scope():
+            self.below, self.above = nn.Dense(4, in_units=3), nn.Dense(2, in_units=4)
+
+    def forward(self, x):
+        return self.above(self.function(self.below(x)))
+
+
+def custom(name):
+    return lambda x: nd.Custom(x, op_type=name)
+
+
+FREEING = {"function": (lambda x: Square()(x), lambda x: SquareThatKeeps()(x)),
+           "custom": (custom("squares_that_free"), custom("squares_without_keywords"))}
+
+
+def trained(function, policy, loss_scale, size=1.0, steps=3):
+    """Trains a `Graph`. Returns the weights, the gradients of the data, and the Trainer."""
+    mx.random.seed(3)
+    net = Graph(function)
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1 / size},
+                          loss_scale=loss_scale)
+    gradients = []
+    for i in range(steps):
+        x = nd.arange(i, i + 6).reshape((2, 3)) / 8
+        x.attach_grad()
+        with autograd.record():
+            loss = gluon.loss.L2Loss()(net(x), nd.ones((2, 2))) * size
+        trainer.backward(loss)
+        gradients.append(x.grad.asnumpy() / trainer.loss_scale)
+        trainer.step(2)
+    return [p.data().asnumpy() for p in net.collect_params().values()], gradients, trainer
+
+
+def warnings(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("kind", FREEING)
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("loss_scale", [1024, "dynamic"])
+def test_functions_that_free_what_they_saved_train(kind, policy, loss_scale, caplog, capfd):
+    freeing, keeping = FREEING[kind]
+    if loss_scale == "dynamic":
+        loss_scale = amp.DynamicLossScale(1024)
+    weights, gradients, _ = trained(freeing, policy, loss_scale)
+    said, = warnings(caplog)
+    assert "as one that frees what it saved does: TypeError: " in said
+    assert "loss_scale=None, or gluon_amp.scale_loss(loss, trainer)" in said
+    assert "Error in" not in "".join(capfd.readouterr())
+    expected, expected_gradients, _ = trained(keeping, policy, 1024)
+    assert len(warnings(caplog)) == 1
+    for found, wanted in zip(weights + gradients, expected + expected_gradients):
+        assert np.array_equal(found, wanted)
+        assert found.any()
+
+
+def test_steps_are_skipped_until_scale_fits_function_that_frees(caplog):
+    freeing, keeping = FREEING["function"]
+    weights, _, trainer = trained(freeing, "float16", amp.DynamicLossScale(2.0 ** 16), 4, steps=8)
+    assert trainer.skipped > 0
+    assert len(warnings(caplog)) == 1
+    *_, searched = trained(keeping, "float16", amp.DynamicLossScale(2.0 ** 16), 4, steps=8)
+    assert searched.skipped == 0
+    assert all(np.isfinite(w).all() for w in weights)
+
+
+def test_one_backward_pass_for_several_trainers_warns_once(caplog):
+    net = Graph(FREEING["function"][0])
+    net.initialize()
+    trainers = [amp.Trainer(layer.collect_params(), "sgd", loss_scale=scale)
+                for layer, scale in ((net.below, 64), (net.above, amp.DynamicLossScale(256)))]
+    for _ in range(2):
+        with autograd.record():
+            loss = net(nd.ones((2, 3))).sum()
+        amp.backward(loss, trainers)
+        assert all(trainer.step(2) for trainer in trainers)
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize("loss_scale", [1024, "dynamic"])
+def test_module_trains_custom_operator_that_frees(loss_scale, caplog):
+    found, expected = (module(head, loss_scale) for head in
+                       ("squares_that_free", "squares_without_keywords"))
+    for _ in range(3):
+        for mod in (found, expected):
+            mod.forward_backward(BATCH)
+            assert mod.update()
+    for name, weight in found.get_params()[0].items():
+        assert np.array_equal(weight.asnumpy(), expected.get_params()[0][name].asnumpy()), name
+    assert not warnings(caplog)
+
+
+class Regularized(autograd.Function):
+    """The identity, which adds its input to the gradient."""
+
+    def forward(self, x):
+        self.save_for_backward(x)
+        return x.copy()
+
+    def backward(self, gradient):
+        return gradient + self.saved_tensors[0]
+
+
+def test_function_that_starts_a_gradient_is_refused():
+    with pytest.raises(ValueError, match=r"starts gradients without the loss scale: _CustomFunct"):
+        trained(lambda x: Regularized()(x), "float32", 64)
+    weights, _, _ = trained(lambda x: Regularized()(x), "float32", None)
+    assert all(np.isfinite(w).all() for w in weights)
+
+
+class Random(Square):
+    """Its second backward pass returns another gradient."""
+    passes = 0
+
+    def backward(self, gradient):
+        self.passes += 1
+        return gradient * self.passes
+
+
+def test_function_with_another_gradient_in_second_pass_is_not_repeated(caplog):
+    # only the gradient of the layer above overflows
+    *_, trainer = trained(lambda x: Random()(x) * 2.0 ** -12 + 256, "float16",
+                          amp.DynamicLossScale(2.0 ** 16), 2.0 ** -10, steps=1)
+    assert trainer.skipped == 1
+    assert "allows no second backward pass: steps are skipped" in warnings(caplog)[0]
+
+
+def test_failure_of_second_pass_in_mxnet_names_what_needs_one_pass(monkeypatch):
+    backward, passes = autograd.backward, []
+
+    def fails_then(*args):
+        passes.append(args)
+        if len(passes) == 2:
+            raise mx.MXNetError("out of memory")
+        backward(*args)
+
+    monkeypatch.setattr(autograd, "backward", fails_then)
+    with pytest.raises(mx.MXNetError, match=r"loss_scale=None, or gluon_amp.scale_loss\(loss, "
+                                            r"trainer\).* MXNet's error: out of memory"):
+        trained(custom("squares_without_keywords"), "float32", 64)
 
 
 END = """

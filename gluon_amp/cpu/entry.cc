@@ -177,8 +177,8 @@ void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   }
 }
 
-// Frees the graphs that autograd has recorded for these arrays, as MXNet's backward pass without retain_graph.
-void free_graphs(void** arrays, int64_t count) {
+// The nodes of the graphs that autograd has recorded for these arrays.
+std::vector<nnvm::ObjectPtr> recorded(void** arrays, int64_t count) {
   std::vector<nnvm::ObjectPtr> nodes;
   std::set<const nnvm::Node*> seen{nullptr};
   auto add = [&](const nnvm::NodeEntry& entry) {
@@ -187,13 +187,38 @@ void free_graphs(void** arrays, int64_t count) {
   for (int64_t i = 0; i < count; ++i) add(static_cast<NDArray*>(arrays[i])->entry_);
   for (size_t i = 0; i < nodes.size(); ++i)
     for (const auto& entry : inputs_of(nodes[i].get())) add(entry);
-  for (const auto& node : nodes) {
-    dmlc::any& info = info_of(node.get());
-    const bool variable =
-        !info.empty() && dmlc::get<mxnet::Imperative::AGInfo>(info).grad_req != mxnet::kNullOp;
-    if (!variable) info.clear();
+  return nodes;
+}
+
+// Autograd's information on a node of which a backward pass writes the gradient, else null.
+mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
+  dmlc::any& info = info_of(node.get());
+  if (info.empty()) return nullptr;
+  auto& found = dmlc::get<mxnet::Imperative::AGInfo>(info);
+  return found.grad_req == mxnet::kNullOp ? nullptr : &found;
+}
+
+// Frees the graphs that autograd has recorded for these arrays, as MXNet's backward pass without retain_graph.
+void free_graphs(void** arrays, int64_t count) {
+  for (const auto& node : recorded(arrays, count)) {
+    if (!trained(node)) info_of(node.get()).clear();
     inputs_of(node.get()).clear();
   }
+}
+
+// Writes handles of the gradients that a backward pass from these losses writes, besides `own`, to `into`; Python
+// frees them. Returns their number, also for a null `into`.
+int64_t other_gradients(void** losses, int64_t count, void** own, int64_t owned, void** into) {
+  std::set<mxnet::Engine::VarHandle> known;
+  for (int64_t i = 0; i < owned; ++i) known.insert(static_cast<NDArray*>(own[i])->var());
+  int64_t found = 0;
+  for (const auto& node : recorded(losses, count)) {
+    const auto* its = trained(node);
+    if (!its || !known.insert(its->out_grads.at(0).var()).second) continue;
+    if (into) into[found] = new NDArray(its->out_grads[0]);
+    ++found;
+  }
+  return found;
 }
 
 // Copies CPU arrays into others of the same type, or halves into floats, after all earlier operations. Returns
@@ -298,6 +323,7 @@ struct Table {
   int (*versions)(int, void**, void*, int);
   void (*marks)(void**, int64_t, int, unsigned char*);
   void (*free_graphs)(void**, int64_t);
+  int64_t (*other_gradients)(void**, int64_t, void**, int64_t, void**);
   int (*copy_all)(const NDArray* const*, const NDArray* const*, int64_t);
   int64_t (*watched)();
   const WatchedRow* (*watched_rows)();
@@ -320,7 +346,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine()
   static const Table table = {{sizeof(Table), sizeof(Counts), sizeof(Updates), sizeof(WatchedRow)},
                               start, reason, probe, inputs_fit, map_fits, description_fits,
                               dropout_fits, dispatched, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, free_graphs, copy_all, watched,
+                              versions, marks, free_graphs, other_gradients, copy_all, watched,
                               watched_rows, watched_names, count, count_updates, random_state,
                               scales_of, set_scales, forget_scales, end_user_code, blocks};
   return &table;

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, FrozenSet, Iterator, List, Optional, Sequence
 
 from mxnet._ctypes.ndarray import _imperative_invoke
+from mxnet.ndarray.sparse import _ndarray_cls
 
 from .._mxnet import mx, np
 from .._numpy import CORE
@@ -107,6 +108,8 @@ class _Table(ctypes.Structure):
         ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p, c_int)),
         ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
         ("free_graphs", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64)),
+        ("other_gradients", ctypes.CFUNCTYPE(c_int64, POINTER(c_void_p), c_int64,
+                                             POINTER(c_void_p), c_int64, POINTER(c_void_p))),
         ("copy_all", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_void_p), c_int64)),
         ("watched", ctypes.CFUNCTYPE(c_int64)),
         ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
@@ -314,6 +317,18 @@ def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
         return False
     _table.free_graphs(_handles(arrays), len(arrays))
     return True
+
+
+def other_gradients(losses: Sequence["mx.nd.NDArray"],
+                    own: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
+    """Returns the gradients that a backward pass from these losses writes, besides `own`. Without
+    the engine there are none."""
+    if _table is None:
+        return []
+    given = _handles(losses), len(losses), _handles(own), len(own)
+    into = (c_void_p * _table.other_gradients(*given, None))()
+    _table.other_gradients(*given, into)
+    return [_ndarray_cls(c_void_p(handle)) for handle in into]
 
 
 def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:

@@ -303,6 +303,9 @@ def names(runs: str) -> FrozenSet[str]:
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
 # Operators that may start gradients, as losses do, or propagate them.
 MAY_BEGIN = frozenset(["Custom", "IdentityAttachKLSparseReg"])
+USER_CODE = frozenset(["Custom", "_CustomFunction", "_NDArray", "_Native"])
+# Operators whose own operators a graph of autograd does not show.
+NESTED = frozenset(["_CachedOp", "_CachedOpThreadSafe", "_foreach", "_while_loop", "_cond"])
 PRODUCTS = names(PRODUCT) | names(BATCHED)
 # Batch norms and batched products without float16 kernels.
 FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gemm",

@@ -56,8 +56,8 @@ class _Backward:
     def gradients(self) -> List[Gradient]:
         return self._module._gradients()
 
-    def can_repeat(self) -> bool:
-        return True
+    def refusal(self) -> str:
+        return ""
 
     def repeat(self, scale: float) -> None:
         # The backward pass reuses memory of the forward pass, so both run again.

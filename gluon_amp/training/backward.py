@@ -1,16 +1,17 @@
 """The backward passes of one call of `trainer.backward`: the first, and those that check it or
 search the loss scale."""
+import contextlib
 import functools
 import json
-from typing import Any, Callable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import dtype_name, is_half
 from ..cpu.finite import squares
-from ..cpu.library import free_graphs
-from ..graph.operators import LOSSES, MAY_BEGIN
+from ..cpu.library import free_graphs, other_gradients
+from ..graph.operators import LOSSES, MAY_BEGIN, NESTED, OPERATORS, USER_CODE
 from .gradients import Gradients
 from .step import Gradient
 
@@ -19,6 +20,9 @@ from .step import Gradient
 _ONCE = frozenset(["Dropout"])
 # MXNet's error in a second pass through `foreach`, `while_loop` and `cond`, whose graphs are freed.
 _FREED = "We didn't record the computation"
+_ONE_PASS = "loss_scale=None, or gluon_amp.scale_loss(loss, trainer), which make one pass"
+
+Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of them
 
 
 class Backward:
@@ -28,20 +32,20 @@ class Backward:
         losses: the losses.
         gradients: the gradients of the Trainer's parameters.
         scale: the loss scale of the first pass.
-        repeats: whether a second pass through this graph is possible; None: not known.
         after_pass: called after each pass, with its scale.
 
     Attributes:
-        repeats: the same, updated by the passes of this call.
+        user_error: the warning for an operator of the user's that fails in a second pass, if any.
     """
 
+    user_error = ""
+
     def __init__(self, losses: List["mx.nd.NDArray"], gradients: Gradients, scale: float,
-                 repeats: Optional[bool], after_pass: Optional[Callable[[float], None]]) -> None:
+                 after_pass: Optional[Callable[[float], None]]) -> None:
         self._losses, self._gradients, self._scale = losses, gradients, scale
-        self.repeats, self._after_pass = repeats, after_pass
-        # gradients before the first pass, which `repeat` restores
-        self._before: List[Tuple[mx.nd.NDArray, mx.nd.NDArray]] = []
-        self._averages: Optional[List[Tuple[mx.nd.NDArray, mx.nd.NDArray]]] = None
+        self._after_pass = after_pass
+        self._before: Copies = []  # gradients before the first pass, which `repeat` restores
+        self._averages: Optional[Copies] = None
 
     def keep_gradients(self) -> None:
         """Copies gradients before the first pass, so that it can be repeated."""
@@ -61,36 +65,24 @@ class Backward:
         """Returns the pending gradients."""
         return self._gradients.waiting()
 
-    def check_heads(self) -> Optional[bool]:
+    def check_heads(self) -> bool:
         """Refuses operators that start gradients without the loss scale.
 
-        It finds them with a backward pass at scale 0, which does not change the gradients.
+        If the graph may have such operators, it finds them with a backward pass at scale 0. That
+        changes no gradients. If the graph allows no second pass, heads stay unchecked.
 
         Returns:
-            Whether the check is complete: False if that pass has infinities or NaN; None if the
-            graph allows no second pass.
+            Whether the check is over: False if that pass has infinities or NaN.
         """
-        self._keep_averages()
-        gradients = self.gradients()
-        kept = [g.array.copy() for g in gradients]
-        for g in gradients:
-            g.array[:] = 0
-        try:
-            self.run(0.0)
-            sums = squares([g.array for g in gradients])
-        except mx.MXNetError as error:
-            if _FREED not in str(error):
-                raise
-            self.repeats = False
-            return None
-        finally:
-            for g, before in zip(gradients, kept):
-                before.copyto(g.array)
-        self.repeats = True
-        begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
+        seen = self._operators
+        if not seen & (LOSSES | MAY_BEGIN | USER_CODE | NESTED) and seen <= {*OPERATORS, "null"}:
+            return True
+        sums = self._sums_at_zero
+        if sums is None:
+            return True
+        begin = [g.name for g, s in zip(self.gradients(), sums) if np.isfinite(s) and s > 0]
         if begin:
-            seen = _operators(self._losses) & (LOSSES | MAY_BEGIN)
-            which = ", ".join(sorted(seen)) \
+            which = ", ".join(sorted(seen & (LOSSES | MAY_BEGIN | USER_CODE))) \
                 or f"one of {', '.join(sorted(LOSSES))}, or one like them"
             raise ValueError(
                 f"an operator in the network starts gradients without the loss scale: {which}. "
@@ -98,31 +90,63 @@ class Backward:
                 "lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None")
         return bool(np.isfinite(sums).all())
 
-    def can_repeat(self) -> bool:
-        """Whether another pass computes the same gradients. If a hybridized network hides its
-        operators, a pass is tried."""
-        seen = _operators(self._losses)
-        if seen & _ONCE or self.repeats is False:
-            return False
+    def refusal(self) -> str:
+        """Returns why another pass does not compute the same gradients; "" if it does. If user code
+        or a hybridized network may compute others, a pass is tried."""
+        seen, none = self._operators, "allows no second backward pass: steps are skipped until " \
+                                      "the loss scale fits"
+        if seen & _ONCE:
+            return f"MXNet's own Dropout {none}"
+        if self._sums_at_zero is None:
+            return self.user_error or f"a loop of this graph {none}"
         converted = all(getattr(p, "converted_by_gluon_amp", False)  # whose dropout keeps masks
                         for p in self._gradients.parameters)
-        if self.repeats and (converted or "_CachedOp" not in seen):
-            return True
-        gradients = self.gradients()
-        before = [g.array.asnumpy() for g in gradients]
-        try:
-            self.repeat(self._scale)
-        except mx.MXNetError as error:
-            if _FREED not in str(error):
-                raise
-            same = False
-        else:
-            same = all(np.array_equal(a, g.array.asnumpy(), equal_nan=True)
-                       for a, g in zip(before, gradients))
-        if not same:
-            for g, values in zip(gradients, before):
-                g.array[:] = values
-        return same
+        if not seen & USER_CODE and (converted or "_CachedOp" not in seen):
+            return ""
+        kept = self._copies()
+        self.repeat(self._scale)
+        gradients = [g.array for g in self.gradients()]
+        if all(np.array_equal(array.asnumpy(), before.asnumpy(), equal_nan=True)
+               for array, (_, before) in zip(gradients, kept)):
+            return ""
+        _restore(kept)
+        return f"this graph {none}, because that has other gradients, as MXNet's own Dropout has"
+
+    @functools.cached_property
+    def _operators(self) -> Set[str]:
+        return _operators(self._losses)
+
+    @functools.cached_property
+    def _sums_at_zero(self) -> Optional["np.ndarray[Any, Any]"]:
+        """The sums of squares of gradients in a pass at scale 0, which keeps gradients. None if
+        the graph allows no second pass."""
+        self._keep_averages()
+        kept = self._copies()
+        gradients = [g.array for g in self.gradients()]
+        for array in gradients:
+            array[:] = 0
+        with _errors_of_user_code() as errors:
+            try:
+                self.run(0.0)
+                mx.nd.waitall()
+                return squares(gradients)
+            except mx.MXNetError as error:
+                with contextlib.suppress(mx.MXNetError):  # which other arrays may have, too
+                    mx.nd.waitall()
+                if errors:
+                    self.user_error = _describe(errors[0])
+                elif _FREED not in str(error):
+                    raise mx.MXNetError("the loss scale needs a second backward pass, which "
+                                        f"failed. Valid: {_ONE_PASS}. MXNet's error: {error}"
+                                        ) from error
+                return None
+            finally:
+                _restore(kept)
+
+    def _copies(self) -> Copies:
+        """Copies all gradients that a pass writes: first the Trainer's, then others."""
+        own = [g.array for g in self.gradients()]
+        return [(array, array.copy()) for array in [*own, *other_gradients(self._losses, own)]]
 
     def repeat(self, scale: float) -> None:
         """Repeats the pass at this loss scale."""
@@ -135,8 +159,7 @@ class Backward:
         """Restores moving averages and frees the graphs after the last pass."""
         if self._averages:
             mx.nd.waitall()
-            for average, after_first in self._averages:
-                after_first.copyto(average)
+            _restore(self._averages)
         if not retain_graph:
             _free(self._losses)
 
@@ -148,6 +171,34 @@ class Backward:
             self._averages = [(a, a.copy()) for p in self._gradients.parameters
                               if p.grad_req == "null" and p._data is not None
                               for a in p.list_data()]
+
+
+def _restore(copies: Copies) -> None:
+    for array, before in copies:
+        before.copyto(array)
+
+
+@contextlib.contextmanager
+def _errors_of_user_code() -> Iterator[List[str]]:
+    """Collects the errors of user code (autograd.Function, CustomOp), which MXNet would print."""
+    errors: List[str] = []
+    modules = mx.autograd, mx.operator
+    for module in modules:
+        module.print = errors.append
+    try:
+        yield errors
+    finally:
+        for module in modules:
+            del module.print
+
+
+def _describe(error: str) -> str:
+    """Returns the warning for an error of user code that MXNet would print, with a traceback."""
+    return "an autograd.Function or a CustomOp fails in a second backward pass, as one that " \
+           f"frees what it saved does: {error.strip().splitlines()[-1]}. The network is not " \
+           "checked for operators that start gradients without the loss scale, and no first " \
+           "scale is searched: steps are skipped until a dynamic one fits. To avoid this " \
+           f"warning: {_ONE_PASS}"
 
 
 def _operators(losses: List[Any]) -> Set[str]:

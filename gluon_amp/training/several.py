@@ -6,7 +6,7 @@ from .._mxnet import mx
 from .backward import Backward
 from .following import weights_unwritten
 from .gradients import Gradients
-from .step import Gradient
+from .step import Gradient, Step
 from .trainer import Trainer
 
 
@@ -68,7 +68,7 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
                 step.end_backward(1.0, [array.detach() for array in losses])
             return
         scale = _begin(trainers, losses)
-        one = Backward(losses, _Joined(trainers), scale, trainers[0]._repeats, after_pass)
+        one = Backward(losses, _Joined(trainers), scale, after_pass)
         searching = [step for step in steps if step.searching]
         checking = scale != 1 and not all(trainer._heads_checked for trainer in trainers)
         if searching:
@@ -79,7 +79,7 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
         if checking:
             _check_heads(one, trainers)
         if searching:
-            least = min(searching, key=lambda step: step.loss_scale.scale)
+            least = _least(searching)
             least.settle(one)
             for step in steps:
                 step.follow(least)
@@ -105,15 +105,22 @@ def _begin(trainers: Sequence[Trainer], losses: List[Any]) -> float:
     return scale
 
 
+def _least(steps: Sequence[Step]) -> Step:
+    """Returns the step with the smallest loss scale."""
+    return min(steps, key=lambda step: step.loss_scale.scale)
+
+
 def _check_heads(one: Backward, trainers: Sequence[Trainer]) -> None:
     try:
-        sure = one.check_heads()
-    except ValueError:
+        checked = one.check_heads()
+    except (ValueError, mx.MXNetError):
         for trainer in trainers:
             trainer._step.forget()
         raise
     for trainer in trainers:
-        trainer._heads_checked, trainer._repeats = sure is not False, one.repeats
+        trainer._heads_checked = checked
+    if one.user_error:
+        _least([trainer._step for trainer in trainers]).warn_of_one_pass(one.user_error)
 
 
 def _checked(trainers: Sequence[Trainer]) -> List[Trainer]:

@@ -84,8 +84,8 @@ class Repeatable(Protocol):
     def gradients(self) -> Sequence[Gradient]:
         """Returns the gradients written since the last step."""
 
-    def can_repeat(self) -> bool:
-        """Whether another pass computes the same gradients."""
+    def refusal(self) -> str:
+        """Returns why another pass does not compute the same gradients; "" if it does."""
 
     def repeat(self, scale: float) -> None:
         """Repeats the pass at this loss scale."""
@@ -190,9 +190,10 @@ class Step:
             return
         if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
             return
-        if self.workers.any(not backward.can_repeat()):
-            self._warn_once("no second pass", "this graph (a loop, or MXNet's own Dropout) allows "
-                           "no second backward pass: steps are skipped until the loss scale fits")
+        refusal = backward.refusal()
+        if self.workers.any(bool(refusal)):
+            self.warn_of_one_pass(refusal or "another rank's graph allows no second backward pass: "
+                                  "steps are skipped until the loss scale fits")
             return
 
         def overflows(scale: float) -> bool:
@@ -216,6 +217,10 @@ class Step:
         self.pending.scale = self._adding_at = other.pending.scale
         if self.searching and other.pending.scale == other.loss_scale.scale:
             self.loss_scale.lower_to(other.loss_scale.scale)
+
+    def warn_of_one_pass(self, text: str) -> None:
+        """Warns once that a graph allows no second backward pass."""
+        self._warn_once("no second pass", text)
 
     def _warn_once(self, what: str, text: str) -> None:
         """Logs a warning once, and later as info."""

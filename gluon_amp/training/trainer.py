@@ -69,7 +69,6 @@ class Trainer(mx.gluon.Trainer):
     _params_to_init: List["mx.gluon.Parameter"]
     _kvstore_params: Dict[str, Any]
     _heads_checked = False  # set by the first backward pass with a scale
-    _repeats: Optional[bool] = None  # whether a second pass through the graph is possible
     # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
@@ -141,7 +140,7 @@ class Trainer(mx.gluon.Trainer):
 
         While the first dynamic scale is searched, this checks the gradients. If they overflow, it
         repeats the backward pass at lower scales, so that no step is skipped. Your own arrays
-        with grad_req="add" get the sum of all passes. Calls before one step share one scale.
+        with grad_req="add" get the sum of these passes. Calls before one step share one scale.
 
         Args:
             loss: a loss, or a list with the loss of each device. They stay unscaled.
@@ -163,7 +162,7 @@ class Trainer(mx.gluon.Trainer):
                 self._step.end_backward(1.0, [loss.detach() for loss in losses])
                 return
             scale = self._begin_backward(losses)
-            backward = Backward(losses, self._gradients, scale, self._repeats, self.after_pass)
+            backward = Backward(losses, self._gradients, scale, self.after_pass)
             searching = self._step.searching
             checking = not self._heads_checked and scale != 1  # at 1 no gradient lacks the scale
             if searching:
@@ -194,12 +193,12 @@ class Trainer(mx.gluon.Trainer):
 
     def _check_heads(self, backward: Backward) -> None:
         try:
-            # None: the graph allows no second pass, so heads stay unchecked
-            self._heads_checked = backward.check_heads() is not False
-        except ValueError:
+            self._heads_checked = backward.check_heads()
+        except (ValueError, mx.MXNetError):
             self._step.forget()
             raise
-        self._repeats = backward.repeats
+        if backward.user_error:
+            self._step.warn_of_one_pass(backward.user_error)
 
     # ---- a step
 
