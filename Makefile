@@ -6,6 +6,7 @@
 # make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
 # make test-wheel     test the wheel in an empty venv of each installed Python from 3.8 to 3.13
 # make test-pythons   the same from training to report, with numpy 1 and 2: a minute each
+# make test-np   the tests of training, files and tools in numpy mode (npx.set_np())
 # make fuzz N=1000   compare random float16 operator calls with MXNet's float32 code; SEED=S repeats one
 # make test-weight-gradients   weight gradients of convolutions of all small shapes, in ten minutes; PART=0/4: a quarter
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
@@ -41,13 +42,17 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
              tests/test_bfloat16_blocks.py tests/test_weight_gradients.py
 
+# In numpy mode, too; tests/numpy_mode.txt lists which tests differ there.
+NUMPY := lr_find states trainer trainer_refusals trainer_search several_trainers monitor search convert \
+         convert_files convert_types xray xray_given xray_counts xray_faults xray_networks estimator numpy_mode
+
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -57,6 +62,10 @@ demo: .venv/demo
 # process
 test: .venv/test
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-np: .venv/test
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --numpy \
+		$(NUMPY:%=tests/test_%.py)
 
 # MXNet's wheel includes libmxnet.so and loads the system's libgomp: another copy in this wheel would be a second
 # OpenMP runtime with its own threads. mv puts only complete files into dist/.

@@ -39,6 +39,7 @@ def pytest_collection_modifyitems(config, items):
         item.path.stem not in LONG, -tests[item.path], item.path))
     if config.getoption("numpy"):
         numpy_mode.prepare_modules()
+        numpy_mode.mark_differences(items)
 
 
 @pytest.fixture(autouse=True)

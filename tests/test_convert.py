@@ -348,7 +348,7 @@ def test_kept_block_that_accepts_only_arrays_trains(inner):
         loss = net(nd.ones((3, 5))).mean(axis=1)
     trainer.backward(loss)
     assert trainer.step(3)
-    assert net[0].weight.grad().astype("float32").norm().asscalar() > 0
+    assert net[0].weight.grad().astype("float32").norm().asnumpy().item() > 0
 
 
 @pytest.mark.parametrize("hybridized", [False, True])

@@ -336,7 +336,7 @@ def test_convert_of_symbol_names_convert_symbol():
 @pytest.mark.parametrize(("forward", "message"), [
     (lambda F, x: x * x.shape[0], "no attribute 'shape'"),
     (lambda F, x: x if x.sum() > 0 else -x, "bool"),
-    (lambda F, x: x * float(x.sum().asscalar()), "asscalar"),
+    (lambda F, x: x * float(x.sum().asnumpy().item()), "asscalar"),
     (lambda F, x: F.array([1, 2, 3, 4]) + x, "array")], ids=["shape", "bool", "value", "array"])
 def test_network_that_cannot_be_traced_is_refused_with_remedy(forward, message):
     net, x = nn.HybridLambda(forward), mx.nd.ones((2, 4))
@@ -523,7 +523,7 @@ def test_keep_matches_operators_before_first_call(wrap):
         net = wrap(Products(prefix="net_"))
         net.initialize()
         amp.convert(net, keep=keep)
-        assert net(x, other).asscalar() == result
+        assert net(x, other).asnumpy().item() == result
     with pytest.raises(ValueError, match=r"'net_batch_dot1' matches nothing.*net_batch_dot0"):
         amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
 

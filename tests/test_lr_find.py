@@ -88,11 +88,11 @@ def test_suggested_rate_learns_and_sweep_ends_at_divergence(batches):
     assert 1e-3 < found.suggestion < 10
     net, trainer = made()
     trainer.set_learning_rate(found.suggestion)
-    before = sum(float(LOSS(net(x), y).mean().asscalar()) for x, y in batches)
+    before = sum(float(LOSS(net(x), y).mean().asnumpy().item()) for x, y in batches)
     for _ in range(5):
         for batch in batches:
             step(net, trainer, batch)
-    assert sum(float(LOSS(net(x), y).mean().asscalar()) for x, y in batches) < 0.3 * before
+    assert sum(float(LOSS(net(x), y).mean().asnumpy().item()) for x, y in batches) < 0.3 * before
 
 
 def test_skipped_steps_are_not_counted(batches):

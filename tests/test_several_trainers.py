@@ -65,7 +65,7 @@ def test_search_finds_one_scale_for_all_trainers(large, caplog):
     assert [trainer.step(1) for trainer in trainers] == [True, True]
     assert trainers[0].loss_scale == trainers[1].loss_scale == 512
     moved = dict(zip(WEIGHTS, (1 - v[0] for v in values(net))))
-    assert moved == pytest.approx({name: 0.5 * data[name][0].asscalar() for name in WEIGHTS},
+    assert moved == pytest.approx({name: 0.5 * data[name][0].asnumpy().item() for name in WEIGHTS},
                                   abs=1e-3)
     assert "found in 5 backward passes" in caplog.text
 

@@ -29,7 +29,7 @@ def fit(net, trainer, steps=3, overflow=False):
     for _ in range(steps):
         x = nd.random.normal(shape=(4, 3))
         with autograd.record():
-            loss = net(x).square().sum() * (1e30 if overflow else 1)
+            loss = nd.square(net(x)).sum() * (1e30 if overflow else 1)
         getattr(trainer, "backward", autograd.backward)(loss)
         trainer.step(4)
 
@@ -118,7 +118,7 @@ def test_states_on_kvstore_are_saved(path):
         if load:
             trainer.load_states(load)
         with autograd.record():
-            losses = [net(nd.ones((4, 3), ctx=d)).square().sum() for d in devices]
+            losses = [nd.square(net(nd.ones((4, 3), ctx=d))).sum() for d in devices]
         trainer.backward(losses)
         trainer.step(8)
         return trainer
@@ -252,7 +252,7 @@ def test_states_continue_on_other_devices(before, after, path):
     def step(net, trainer):
         devices = net[0].weight.list_ctx()
         with autograd.record():
-            losses = [net(nd.array([[1, -2, 3]], ctx=d)).square().sum() / len(devices)
+            losses = [nd.square(net(nd.array([[1, -2, 3]], ctx=d))).sum() / len(devices)
                       for d in devices]
         trainer.backward(losses)
         assert trainer.step(1)

@@ -64,9 +64,9 @@ def test_tiny_gradients_train_only_with_scaling(rng):
             trainer.backward(loss)
             trainer.step(64)
         moved = not all(map(np.array_equal, before, values(net)))
-        return moved, 1e9 * loss_fn(net(x), y).mean().asscalar()
+        return moved, 1e9 * loss_fn(net(x), y).mean().asnumpy().item()
 
-    start = 0.5 * float((y ** 2).mean().asscalar())
+    start = 0.5 * float((y ** 2).mean().asnumpy().item())
     _, wanted = train("float32", loss_scale=None)
     assert wanted < 0.05 * start
     assert train("float16", loss_scale=None)[0] is False
@@ -80,7 +80,7 @@ def test_gradients_are_scaled_and_loss_is_not():
     with autograd.record():
         loss = net(ones(2), ones(3))
     trainer.backward(loss)
-    assert loss.asscalar() == 20
+    assert loss.asnumpy().item() == 20
     assert (net.a.grad().asnumpy() == 2048).all()
     assert (net.b.grad().asnumpy() == 3072).all()
 
@@ -711,7 +711,7 @@ def test_float64_parameters_of_a_plain_block_train_in_float64(name, devices):
     trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 1e-9}, clip_norm=1.0)
     for by_hand in (False, True):
         with autograd.record():
-            losses = [net(nd.ones((4, 3), ctx=context, dtype="float64")).square().sum()
+            losses = [nd.square(net(nd.ones((4, 3), ctx=context, dtype="float64"))).sum()
                       for context in contexts]
         trainer.backward(losses)
         if by_hand:

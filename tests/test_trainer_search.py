@@ -299,7 +299,7 @@ def test_graph_is_freed_although_outputs_are_alive():
     for _ in range(2):
         with autograd.record():
             outputs = net(nd.ones((2, 3)))
-            loss = outputs.square().sum()
+            loss = nd.square(outputs).sum()
         trainer.backward(loss)
         for one in (outputs, loss):
             with pytest.raises(mx.MXNetError, match="not in a computational graph"):
@@ -316,7 +316,7 @@ def test_float32_moving_averages_are_updated_once():
         net.initialize()
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-38}, **kwargs)
         with autograd.record():
-            loss = net(nd.arange(12).reshape((4, 3)))[:, :2].square().sum() * 1e34
+            loss = nd.square(net(nd.arange(12).reshape((4, 3)))[:, :2]).sum() * 1e34
         trainer.backward(loss)
         assert trainer.step(1)
         assert trainer.skipped == 0
@@ -389,7 +389,7 @@ def test_networks_with_loops_skip_steps_until_scale_fits(kind, initial, factor,
         updated = 0
         while updated < 3:
             with autograd.record():
-                loss = net(nd.ones((2, 3))).square().sum() * factor
+                loss = nd.square(net(nd.ones((2, 3)))).sum() * factor
             trainer.backward(loss)
             updated += trainer.step(2)
         return [p.data().asnumpy() for p in net.collect_params().values()], trainer.skipped

@@ -139,14 +139,14 @@ def test_xray_of_network_that_has_not_run_leaves_training_unchanged(make):
 def test_list_of_labels_ends_a_batch():
     def loss_fn(out, labels):
         classes, numbers = labels
-        return LOSS(out, classes) + (out - numbers).square().mean(axis=1)
+        return LOSS(out, classes) + nd.square(out - numbers).mean(axis=1)
 
     data, label = rows(1)[0]
     net = two_layers()
     view = amp.xray(net, [(data, [label, nd.ones((8, 4))])], loss_fn)
     with autograd.pause():
         loss = loss_fn(net(data), [label, nd.ones((8, 4))])
-    assert view.losses == [pytest.approx(float(loss.mean().asscalar()))]
+    assert view.losses == [pytest.approx(float(loss.mean().asnumpy().item()))]
     best = amp.search(net, [(data, [label, nd.ones((8, 4))])], loss_fn, budget=3, seeds=1, steps=3,
                       progress=False)
     assert best.verified
@@ -265,7 +265,7 @@ def test_batch_with_nonfinite_float32_loss_gives_no_advice(tmp_path):
 
 def test_batch_with_nonfinite_loss_does_not_change_loss_scale():
     def loss_fn(out, label):
-        return LOSS(out, label) * (np.nan if label[0].asscalar() == 3 else 1)
+        return LOSS(out, label) * (np.nan if label[0].asnumpy().item() == 3 else 1)
     data, label = rows(1)[0]
     first = label.copy()
     label[0], first[0] = 0, 3

@@ -170,7 +170,7 @@ def test_xray_of_parts_with_same_name():
     view = amp.xray(net, rows(1), LOSS)
     assert {"parts_dense0_fwd", "parts_dense1_fwd"} <= {t.key.node for t in view.tensors}
     data, label = rows(1)[0]
-    assert view.losses == [float(LOSS(net(data), label).mean().asscalar())]
+    assert view.losses == [float(LOSS(net(data), label).mean().asnumpy().item())]
 
 
 @pytest.mark.parametrize("net", [Mean, lambda: Loops("foreach")])

@@ -69,7 +69,7 @@ def fit(net, trainer, batches):
         else:
             loss.backward()
         trainer.step(len(y))
-        losses.append(loss.mean().asscalar())
+        losses.append(loss.mean().asnumpy().item())
     return losses
 
 

@@ -118,6 +118,6 @@ def training(looked_at, make=None, give=None, steps=4):
             trainer.backward(loss)
             scales.append(trainer.loss_scale)
             trainer.step(len(label))
-            losses.append(float(loss.mean().asscalar()))
+            losses.append(float(loss.mean().asnumpy().item()))
     weights = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
     return scales, losses, trainer.skipped, weights, nd.random.uniform(shape=4).asnumpy().tobytes()
