@@ -11,6 +11,7 @@ import functools
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
@@ -18,6 +19,10 @@ import numpy as np
 
 from . import _numpy
 from .cuda import load
+
+# Held while a graph is recorded, and during a backward pass: MXNet has no locks for either, and
+# graphs of different threads share the nodes of parameters.
+GRAPHS = threading.RLock()
 
 # System libraries of MXNet's wheels, and their packages in Debian and Ubuntu.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}

@@ -397,6 +397,7 @@ def test_states_of_a_symbol_stay_float32(rng):
         assert np.array_equal(parameters[name].data().asnumpy(), value.asnumpy())
         assert (value.asnumpy() != np.float32(0.1)).all()
 
+
 # ---- functions that free what they saved, as those of DGL ----------------------------------
 
 

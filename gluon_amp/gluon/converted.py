@@ -14,11 +14,12 @@ import functools
 import logging
 import re
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import (
     Any,
     Callable,
+    ContextManager,
     Dict,
     FrozenSet,
     Iterable,
@@ -36,7 +37,7 @@ from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
-from .._mxnet import mx
+from .._mxnet import GRAPHS, mx
 from ..annotations import Array, Block, Context, Parameter
 from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
 from ..files import replace_file
@@ -64,6 +65,11 @@ _CHOOSING = threading.RLock()
 
 # The converted networks whose traces contain a block.
 _TRACED_IN: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()
+
+
+def _recording() -> ContextManager[Any]:
+    """Lets one thread at a time record a graph."""
+    return GRAPHS if autograd.is_recording() else nullcontext()
 
 
 def discard_traces(block: Block) -> None:
@@ -280,8 +286,10 @@ class ConvertedHybridBlock(ConvertedBlock):
             vars(self).update(_cached_op=op, _cached_op_args=inputs)
             out_format = self._out_format
             if self._callback:
-                return super()._call_cached_op(*args)
-        out = op(*[arrays[i] if is_data else i.data() for is_data, i in inputs])
+                with _recording():
+                    return super()._call_cached_op(*args)
+        with _recording():
+            out = op(*[arrays[i] if is_data else i.data() for is_data, i in inputs])
         return _regroup(out if isinstance(out, list) else [out], out_format)
 
     def _op_for(self, structure: str, arrays: List[Any], args: Sequence[Any]) -> Op:

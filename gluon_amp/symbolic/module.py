@@ -33,7 +33,7 @@ from ..training.averages import Averages, Named
 from ..training.following import weights_unwritten
 from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
 from ..training.static_pair import GivenLossScale
-from ..training.step import Gradient, Step
+from ..training.step import Gradient, Step, in_one_thread
 from .binding import Bindable, environment
 from .convert import check_parameters, check_range
 
@@ -185,6 +185,7 @@ class _Module:
         super().forward(data_batch, is_train)
         self._averages = before
 
+    @in_one_thread
     def backward(self, out_grads: object = None) -> None:
         """The same as MXNet's; scales `out_grads`.
 
@@ -257,6 +258,7 @@ class _Module:
             return [g / self._used_scale for g in grads]
         return [[g / self._used_scale for g in on_devices] for on_devices in grads]
 
+    @in_one_thread
     def update(self) -> bool:
         """Updates unless a gradient is not finite. Returns whether it updated."""
         module = self._module()

@@ -5,7 +5,7 @@ import functools
 import json
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
-from .._mxnet import mx, np
+from .._mxnet import GRAPHS, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import dtype_name, is_half
@@ -55,7 +55,7 @@ class Backward:
         """Runs a pass with this number as head gradient."""
         heads = [_head(one.shape, one.context, one.dtype, scale) for one in self._losses]
         try:
-            mx.autograd.backward(self._losses, heads, retain_graph)
+            run_backward(self._losses, heads, retain_graph)
         finally:
             self._gradients.note_written()
         if self._after_pass is not None:
@@ -171,6 +171,13 @@ class Backward:
             self._averages = [(a, a.copy()) for p in self._gradients.parameters
                               if p.grad_req == "null" and p._data is not None
                               for a in p.list_data()]
+
+
+def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDArray"]] = None,
+                 retain_graph: bool = False) -> None:
+    """Runs MXNet's backward pass, in one thread at a time."""
+    with GRAPHS:
+        mx.autograd.backward(losses, heads, retain_graph)
 
 
 def _restore(copies: Copies) -> None:

@@ -26,12 +26,13 @@ def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with mx.autograd.pause():
-        scale = trainer._begin_backward(losses)
-    with mx.autograd.record(mx.autograd.is_training()):
-        scaled = [one * scale for one in losses]
-    with weights_unwritten(trainer._optimizer):
-        yield scaled if several else scaled[0]
-    trainer._gradients.note_written()
-    trainer._step.end_backward(scale, [one.detach() for one in losses])
-    trainer._step.record_versions(trainer._gradients.waiting())
+    with trainer._step.in_thread("scale_loss()"):
+        with mx.autograd.pause():
+            scale = trainer._begin_backward(losses)
+        with mx.autograd.record(mx.autograd.is_training()):
+            scaled = [one * scale for one in losses]
+        with weights_unwritten(trainer._optimizer):
+            yield scaled if several else scaled[0]
+        trainer._gradients.note_written()
+        trainer._step.end_backward(scale, [one.detach() for one in losses])
+        trainer._step.record_versions(trainer._gradients.waiting())

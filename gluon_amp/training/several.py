@@ -3,7 +3,7 @@ from contextlib import ExitStack
 from typing import Any, List, Sequence, Tuple, Union
 
 from .._mxnet import mx
-from .backward import Backward
+from .backward import Backward, run_backward
 from .following import weights_unwritten
 from .gradients import Gradients
 from .step import Gradient, Step
@@ -59,9 +59,10 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
 
     with mx.autograd.pause(), ExitStack() as stack:
         for trainer in trainers:
+            stack.enter_context(trainer._step.in_thread("gluon_amp.backward()"))
             stack.enter_context(weights_unwritten(trainer._optimizer))
         if not steps[0].scaling:
-            mx.autograd.backward(losses, retain_graph=retain_graph)
+            run_backward(losses, retain_graph=retain_graph)
             after_pass(1.0)
             for step in steps:
                 step.forget()

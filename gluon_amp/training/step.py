@@ -12,12 +12,28 @@
 A step never writes to gradients. One number unscales and clips all of them: the optimizer's
 `rescale_grad`, by which it multiplies gradients in float32.
 """
+import functools
 import logging
 import math
+import threading
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterable, List, Optional, Protocol, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Protocol,
+    Sequence,
+    Set,
+    Tuple,
+    TypeVar,
+)
 
-from .._mxnet import mx, np
+from .._mxnet import GRAPHS, mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import dtype_name, multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
@@ -35,6 +51,7 @@ log = logging.getLogger("gluon_amp")
 PATIENCE = 16
 _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 Place = Tuple[int, int]  # a gradient's key: the indices of its parameter and of its device
 
 
@@ -55,6 +72,7 @@ class Pending:
     Attributes:
         scale: the loss scale of the pending gradients; None before the first backward pass.
         losses: the losses, without graphs.
+        thread: the thread of the pending backward passes.
         written: the gradients that were written.
         stale: names of the parameters whose gradients were not written.
         unscaled: float32 gradients of `unscale`, which the update uses instead.
@@ -67,6 +85,7 @@ class Pending:
     """
     scale: Optional[float] = None
     losses: List["mx.nd.NDArray"] = field(default_factory=list)
+    thread: Optional[threading.Thread] = None
     written: Dict[Place, Gradient] = field(default_factory=dict)
     stale: List[str] = field(default_factory=list)
     unscaled: Optional[Dict[Place, "mx.nd.NDArray"]] = None
@@ -123,6 +142,7 @@ class Step:
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
+        self._calling: Optional[threading.Thread] = None  # the thread that is in `in_thread`
 
     @property
     def scaling(self) -> bool:
@@ -163,6 +183,24 @@ class Step:
         """Clears the state since the last step."""
         self.pending = Pending()
 
+    @contextmanager
+    def in_thread(self, call: str) -> Iterator[None]:
+        """Refuses a call while another thread is in one, or has pending backward passes."""
+        here = threading.current_thread()
+        with GRAPHS:
+            for other in (self._calling, self.pending.thread):
+                if other is not None and other is not here and other.is_alive():
+                    raise RuntimeError(
+                        f"{call} was called in the thread {here.name}, while the thread "
+                        f"{other.name} is in a step of the same parameters. One thread makes all "
+                        "calls of a step. Valid: the losses of all devices in one call, as "
+                        "trainer.backward([loss, other]), or a network for each thread")
+            before, self._calling = self._calling, here
+        try:
+            yield
+        finally:
+            self._calling = before
+
     # ---- a backward pass
 
     def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"],
@@ -180,6 +218,7 @@ class Step:
     def end_backward(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
         """Records a backward pass from these losses, with this scale."""
         self.pending.scale = scale
+        self.pending.thread = threading.current_thread()
         self.pending.losses += losses
         self.pending.unscaled = self.pending.max_norm = None
 
@@ -462,6 +501,15 @@ class Step:
             return self._last_overflowed
         waiting = gradients()
         return _not_finite(waiting, _sums_of_squares(waiting))
+
+
+def in_one_thread(method: Method) -> Method:
+    """Refuses a call of an object's method while another thread is in a step of its `_step`."""
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._step.in_thread(f"{method.__name__}()"):
+            return method(self, *args, **kwargs)
+    return call  # type: ignore[return-value]
 
 
 def _power(scale: float) -> str:

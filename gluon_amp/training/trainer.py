@@ -17,7 +17,7 @@ from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS, Workers
 from .averages import Averages, Named
-from .backward import Backward, check_losses
+from .backward import Backward, check_losses, run_backward
 from .checkpoint import (
     Checkpoint,
     carry_counts,
@@ -33,7 +33,7 @@ from .gradients import Gradients, set_to_zero
 from .optimizer import check_scalable, given_optimizer, with_masters
 from .optimizer import optimizer as make_optimizer
 from .static_pair import GivenLossScale
-from .step import Gradient, Step
+from .step import Gradient, Step, in_one_thread
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -134,6 +134,7 @@ class Trainer(mx.gluon.Trainer):
 
     # ---- a backward pass
 
+    @in_one_thread
     def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
                  retain_graph: bool = False) -> None:
         """Computes scaled gradients.
@@ -155,7 +156,7 @@ class Trainer(mx.gluon.Trainer):
         # operations on gradients are not recorded
         with mx.autograd.pause(), weights_unwritten(self._optimizer):
             if not self._step.scaling:
-                mx.autograd.backward(losses, retain_graph=retain_graph)
+                run_backward(losses, retain_graph=retain_graph)
                 if self.after_pass is not None:
                     self.after_pass(1.0)
                 self._step.forget()  # results of `unscale` and `clip_norm`
@@ -202,6 +203,7 @@ class Trainer(mx.gluon.Trainer):
 
     # ---- a step
 
+    @in_one_thread
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and workers and updates, unless a gradient is not finite.
 
@@ -227,11 +229,13 @@ class Trainer(mx.gluon.Trainer):
         self._update(ignore_stale_grad)
         return self._end_step()
 
+    @in_one_thread
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
         self._step.record_versions(self._gradients.waiting())
 
+    @in_one_thread
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step(batch_size, ignore_stale_grad)
@@ -240,6 +244,7 @@ class Trainer(mx.gluon.Trainer):
         super().update(batch_size, ignore_stale_grad)
         return self._end_step()
 
+    @in_one_thread
     def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
         """Returns unscaled gradients, 16-bit ones in float32: for each parameter's name a list over
         devices.
@@ -260,6 +265,7 @@ class Trainer(mx.gluon.Trainer):
         self._step.record_versions(gradients)
         return named
 
+    @in_one_thread
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Clips the gradients of the next `update` to a norm over all parameters.
 
