@@ -130,6 +130,57 @@ def test_predictions_between_steps_are_not_counted(tmp_path):
     assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
 
 
+@pytest.mark.parametrize("kind", [amp.Trainer, gluon.Trainer])
+@pytest.mark.parametrize("place", ["before", "after backward", "after"])
+@pytest.mark.parametrize("look", ["xray", "explain", "xray of another network", "xray that fails"])
+def test_xray_between_steps_loses_nothing(kind, place, look, tmp_path):
+    data, label = nd.array(np.random.default_rng(1).standard_normal((3, 6))), nd.arange(3)
+
+    def look_at(net):
+        if look == "explain":
+            amp.explain(net, (data, label), LOSS)
+        elif look == "xray that fails":
+            with pytest.raises(ValueError, match="does not take"):
+                amp.xray(net, [(nd.ones((3, 5)), label)], LOSS)
+        else:
+            amp.xray(dense() if "another" in look else net, [(data, label)], LOSS)
+
+    def observed(file, looked):
+        mx.random.seed(1)
+        net = dense("mixed_float16")
+        trainer = kind(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        at = place if looked else ""
+        with amp.Monitor(net, trainer, file, 1) as monitor:
+            for _ in range(2):
+                if at == "before":
+                    look_at(net)
+                with autograd.record():
+                    loss = LOSS(net(data), label)
+                getattr(trainer, "backward", lambda loss: loss.backward())(loss)
+                if at == "after backward":
+                    look_at(net)
+                trainer.step(3)
+                if at == "after":
+                    look_at(net)
+                monitor.step()
+        return lines(file)
+
+    expected = observed(tmp_path / "alone.jsonl", False)
+    assert expected
+    assert observed(tmp_path / "looked.jsonl", True) == expected
+
+
+def test_xray_that_takes_steps_leaves_the_monitor(tmp_path):
+    net, file = dense(), tmp_path / "a.jsonl"
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    data = [(nd.ones((3, 6)), nd.arange(3))]
+    with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
+        amp.xray(net, data, LOSS, trainer)
+        train(net, trainer, data, 2, monitor)
+    assert [line["step"] for line in lines(file) if line["kind"] == "output"] == [1, 2]
+    assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
+
+
 def test_passes_of_one_step_add_up_and_repeated_pass_counts_once(tmp_path):
     net, file = dense(), tmp_path / "a.jsonl"
     net.collect_params().setattr("grad_req", "add")

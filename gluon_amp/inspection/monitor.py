@@ -22,7 +22,7 @@ from ..gluon.state import Op, blocks_in, parameters_in
 from ..graph.build import WATCH, build, cached_op
 from ..graph.graph import Graph
 from ..graph.refusals import check_device
-from .statistics import Counted, Counts, Key, read
+from .statistics import Counted, Counts, Key, read_all
 
 log = logging.getLogger("gluon_amp")
 
@@ -133,7 +133,7 @@ class Monitor:
         if any(block._amp.stand_in is not None for block in self._blocks):
             raise RuntimeError("this network is observed by another Monitor: close that one first, "
                                "or use one Monitor for all layers")
-        read()  # discards earlier counts
+        read_all()  # discards earlier counts
         self._passes = []
         for block in self._blocks:
             block._amp.stand_in = self._stand_in
@@ -147,7 +147,7 @@ class Monitor:
             self._trainer.after_pass = None
 
     def _after_pass(self, scale: float) -> None:
-        self._passes.append((scale, read()))
+        self._passes += [(scale, counted) for counted in read_all() if len(counted)]
 
     def _stand_in(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
         """Returns the CachedOp of a block's graph in which the engine counts during training."""
@@ -191,9 +191,7 @@ class Monitor:
     # ---- statistics
 
     def _write(self) -> None:
-        rest = read()
-        if len(rest):
-            self._passes.append((float(getattr(self._trainer, "loss_scale", 1.0)), rest))
+        self._after_pass(float(getattr(self._trainer, "loss_scale", 1.0)))
         if not self._nodes and self._ops:
             names = sorted({n.name for block in self._blocks if block._cached_graph
                             for n in Graph.read(block._cached_graph[1]).nodes()

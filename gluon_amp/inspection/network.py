@@ -34,15 +34,15 @@ def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
     demand.
     """
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
-    before = [b._cached_op_args for b in blocks]
+    before = [(b._cached_op_args, b._amp.stand_in) for b in blocks]
     for block in blocks:
         block._amp.stand_in = make
         block.free_ops()
     try:
         yield
     finally:
-        for block, args in zip(blocks, before):
-            block._amp.stand_in = None
+        for block, (args, stand_in) in zip(blocks, before):
+            block._amp.stand_in = stand_in  # a Monitor's, if any
             if block._cached_op is not None:  # MXNet's __setattr__ is slow
                 block._cached_op, block._cached_op_args = None, args
 

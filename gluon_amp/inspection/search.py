@@ -33,7 +33,7 @@ from ..training.optimizer import optimizer as make_optimizer
 from .advice import window
 from .network import in_groups, keep_line
 from .session import FIRST_SCALE, Graphs, Session, arrays_of, split
-from .statistics import Counted, Counts, Key, decibels
+from .statistics import Counted, Counts, Key, decibels, set_aside
 from .tensors import Layout
 
 Nodes = FrozenSet[str]
@@ -360,6 +360,7 @@ def _fidelity(right: List[Any], found: List[Any]) -> float:
 # ---- the search --------------------------------------------------------------------------------
 
 
+@set_aside()
 def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
            budget: Union[float, int] = 60.0,
            snr: float = 20.0, loss: float = 0.01, steps: int = 30, seeds: int = 3,

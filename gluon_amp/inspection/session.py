@@ -512,11 +512,11 @@ class Updates:
         with mx.autograd.record(), standing_in(self.session.net, self.watched.make):
             loss = loss_of(self.session.net, batch, self.session.loss_fn)
         if isinstance(self.trainer, Trainer):
-            self.trainer.after_pass = passed
+            before, self.trainer.after_pass = self.trainer.after_pass, passed
             try:
                 self.trainer.backward(loss)
             finally:
-                self.trainer.after_pass = None
+                self.trainer.after_pass = before
         else:
             loss.backward()
             passed(1.0)

@@ -6,6 +6,7 @@ subnormal, or overflow in a format, at any loss scale, without another run.
 import ctypes
 import functools
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Container, Dict, Iterator, List, Mapping, NamedTuple, Optional, Set, Tuple
 
@@ -320,6 +321,28 @@ def read() -> Counted:
     rows = _rows(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
     samples = [sample[:n] for sample, n in zip(taken["sample"].copy(), taken["samples"].tolist())]
     return Counted(rows, Counts.of_engine(taken["counts"]), samples)
+
+
+_set_aside: List[Counted] = []  # by `set_aside`, for the next `read_all`
+
+
+def read_all() -> List[Counted]:
+    """Returns the counts since the last call, in their order, also those of before an X-ray."""
+    found = [*_set_aside, read()]
+    _set_aside.clear()
+    return found
+
+
+@contextmanager
+def set_aside() -> Iterator[None]:
+    """Keeps the counts of before for `read_all`, while an X-ray reads its own."""
+    if library.started():
+        _set_aside.append(read())
+    try:
+        yield
+    finally:
+        if library.started():
+            read()
 
 
 @functools.lru_cache(maxsize=4)

@@ -45,7 +45,7 @@ from .session import (
     check_trainer,
     split,
 )
-from .statistics import Counted, Counts, Key, added_up, decibels
+from .statistics import Counted, Counts, Key, added_up, decibels, set_aside
 from .tensors import Tensor, compare, note_largest, weigh
 
 _ROUNDS = 12  # trials of keep=
@@ -254,6 +254,7 @@ class View:
             else "Training runs"
 
 
+@set_aside()
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
          trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
          lost: float = 0.01, batch_size: Optional[int] = None) -> View:
@@ -315,6 +316,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     return view
 
 
+@set_aside()
 def explain(net: Network, batch: Batch, loss_fn: Optional[LossFunction] = None,
             loss_scale: float = 1.0) -> Optional[Overflow]:
     """Finds the first tensor that is not finite in a step on one batch.
