@@ -458,8 +458,8 @@ class _Module:
         devices = 0 if module._update_on_kvstore else len(module._context)
         with files.one_error(fname):
             fitting = files.renumber(states, trained, devices)
-            if not module._update_on_kvstore:
-                files.check_states(fname, fitting, saved or mine, mine, self._weights())
+            files.check_states(fname, fitting, saved or mine, self._weights() if devices else {
+                name: (name, group.param_arrays[i][0]) for i, name in trained})
             if saved:
                 files.carry_counts(saved, [c.device_id for c in module._context],
                                    lambda counts: files.renumber(counts, trained, devices))

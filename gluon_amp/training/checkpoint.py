@@ -1,68 +1,24 @@
 """Files of optimizer states: reading, writing and validation.
 
 The format is MXNet's: a pickle of {index: state}, alone or with the optimizer. A checksum follows,
-which MXNet does not read. A pickle may call any function, so only the names that optimizer states
-need are allowed.
+which MXNet does not read. unpickle.py reads it, and settings.py checks the optimizer.
 """
 import copy
 import hashlib
-import io
-import pickle
-import re
-import sys
 import warnings
 from contextlib import contextmanager
-from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .._mxnet import message, mx, np
-from .._numpy import CORE
-from ..annotations import Optimizer, Updater
+from ..annotations import Array, Optimizer, Updater
 from ..checks import counted, order_of
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
+from .settings import check_settings
 from .step import Step
+from .unpickle import load
 
 _SEAL = b"\ngluon_amp sha256 "  # followed by 64 digits
-_MOVED = {"gluon_amp.optimizer": "gluon_amp.training.optimizer",  # in files of 0.1.0
-          "gluon_amp.adamw": "gluon_amp.training.adamw"}
-_KINDS = (mx.optimizer.Optimizer, mx.lr_scheduler.LRScheduler, mx.nd.NDArray, np.generic)
-_ATTRIBUTES = ("lr", "lr_scheduler", "wd", "rescale_grad", "num_update", "begin_num_update",
-               "_index_update_count", "clip_gradient", "multi_precision", "lr_mult", "wd_mult")
-_NAMES = frozenset(f"""
-    gluon_amp.training.optimizer._revive gluon_amp.training.optimizer._Decimal
-    builtins.set builtins.frozenset builtins.bytearray builtins.bytes builtins.complex
-    builtins.range builtins.slice builtins.object collections.OrderedDict collections.defaultdict
-    numpy.ndarray numpy.dtype {CORE}.multiarray._reconstruct {CORE}.multiarray.scalar
-    {CORE}.numeric._frombuffer _codecs.encode
-""".split())
-
-
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that allows only the classes of optimizer states.
-
-    Args:
-        file: the file.
-        mine: allowed classes of the user, by module and name.
-    """
-
-    def __init__(self, file: BinaryIO, mine: Mapping[Tuple[str, str], Any]) -> None:
-        super().__init__(file)
-        self.mine = mine
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Files of numpy 1 have numpy.core and those of numpy 2 numpy._core; each reads both.
-        module = re.sub(r"^numpy\._?core\b", CORE, _MOVED.get(module, module))
-        if (module, name) in self.mine:
-            return self.mine[module, name]
-        # Nothing is imported for a file.
-        found = getattr(sys.modules.get(module), name, None)
-        known = module.split(".")[0] in ("mxnet", "numpy", "gluon_amp") \
-            and isinstance(found, type) and issubclass(found, _KINDS)
-        if not known and (f"{module}.{name}" not in _NAMES or found is None):
-            raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which was not called. Valid: optimizers, schedulers "
-                "and arrays of MXNet's, and the classes of the optimizer and scheduler in use")
-        return found
 
 
 class Checkpoint:
@@ -115,12 +71,9 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
     sealed = data[max(end, 0):].startswith(_SEAL)
     if sealed and hashlib.sha256(data[:end]).hexdigest().encode() != data[-64:]:
         raise ValueError(f"{wrong}: its checksum does not fit")
-    stream = io.BytesIO(data[:end] if sealed else data)
     try:
-        loaded = _Unpickler(stream, _own_classes(mine)).load()
-        if stream.read(1):
-            raise ValueError("it has data after its end")
-    except Exception as error:  # unpickling foreign bytes may raise any error
+        loaded = load(data[:end] if sealed else data, _own_classes(mine))
+    except Exception as error:  # damaged data may raise any error
         if "np shape semantics" in str(error):
             raise ValueError(f"{fname} was not written in the present mode of npx.set_np(), which "
                              f"MXNet requires: {message(error)}") from error
@@ -129,14 +82,25 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
     if not isinstance(states, dict) \
             or not isinstance(optimizer, (mx.optimizer.Optimizer, type(None))):
         raise ValueError(f"{wrong}. Received: {type(loaded).__name__}")
+    if optimizer is not None:
+        if type(optimizer).__name__ != type(mine).__name__:
+            raise ValueError(f"{fname} holds the states of {type(optimizer).__name__}, not of "
+                             f"{type(mine).__name__}")
+        with one_error(fname):
+            check_settings(optimizer, mine)
+        # What belongs to this process: with 0, MXNet's Updater may loop forever.
+        optimizer.aggregate_num = mine.aggregate_num
+        if hasattr(optimizer, "weight_types"):  # set in the next step
+            optimizer.weight_types = {}
     return states, optimizer
 
 
 def _own_classes(optimizer: Optimizer) -> Dict[Tuple[str, str], Any]:
-    """Returns the classes of the optimizer and its scheduler, by module and name. Our subclass has
-    the name of the user's class; the latter comes last and wins."""
+    """Returns the user's classes of the optimizer and its scheduler, by module and name. Our
+    subclass has the name of the user's class; the latter comes last and wins."""
     return {(cls.__module__, cls.__qualname__): cls
-            for made in (optimizer, optimizer.lr_scheduler) for cls in type(made).__mro__}
+            for made in (optimizer, optimizer.lr_scheduler) for cls in type(made).__mro__
+            if cls.__module__.partition(".")[0] not in ("builtins", "mxnet", "gluon_amp")}
 
 
 @contextmanager
@@ -150,7 +114,7 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Optimizer,
+def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
                  weights: Mapping[Any, Tuple[str, Any]]) -> None:
     """Refuses states whose layout differs from that of new states for these weights.
 
@@ -158,30 +122,44 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer, mine: Opt
         fname: the path of the file.
         states: its states.
         maker: its optimizer.
-        mine: the optimizer in use.
-        weights: for each index a parameter's name and its array, or None if it has none yet.
+        weights: for each index a parameter's name, and its array, or the Parameter if it has none
+            yet.
     """
-    if type(maker).__name__ != type(mine).__name__:
-        raise ValueError(f"{fname} holds the states of {type(maker).__name__}, not of "
-                         f"{type(mine).__name__}")
-    missing = [name for name in _ATTRIBUTES if not hasattr(maker, name)]
-    if missing:
-        raise ValueError(f"{fname} holds an optimizer without {', '.join(missing)}")
+    made = copy.deepcopy(maker)  # it may change in `create_state`
     for i, state in states.items():
         if i not in weights:
             raise ValueError(f"{fname} holds a state of parameter number {i}; here are "
                              f"{counted(len(weights), 'parameter')}")
         name, weight = weights[i]
-        if weight is None:
-            continue
+        if isinstance(weight, mx.gluon.Parameter):
+            weight = _stand_in(weight, state)
         with warnings.catch_warnings():  # MXNet warns about float16 weights without master weights
             warnings.simplefilter("ignore")
-            expected = _layout(maker.create_state_multi_precision(i, weight))
+            expected = _layout(made.create_state_multi_precision(i, weight))
         if _layout(state) != expected:
             raise ValueError(f"{fname} does not fit {name}, {weight.shape}, "
                              f"{dtype_name(weight.dtype)}: its state should be {expected}. "
                              f"Received: {_layout(state)}. Is it a file of a network of other "
                              "types or sizes? Its parameters may load without its states")
+
+
+def _stand_in(parameter: "mx.gluon.Parameter", state: object) -> Array:
+    """Returns an array for a parameter whose shape is not complete yet: zeros in the shape of the
+    largest array of its state."""
+    known = parameter.shape
+    shapes = [array.shape for array in _arrays_in(state) if known is None or
+              len(array.shape) == len(known)
+              and all(n in (0, -1, here) for n, here in zip(known, array.shape))]
+    shape = max(shapes or [(1,) * len(known or (1,))], key=np.prod)
+    return mx.nd.zeros(shape, stype=parameter._stype).astype(parameter.dtype)
+
+
+def _arrays_in(state: object) -> Iterator[Array]:
+    if isinstance(state, mx.nd.NDArray):
+        yield state
+    elif isinstance(state, (tuple, list)):
+        for one in state:
+            yield from _arrays_in(one)
 
 
 def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
@@ -247,7 +225,8 @@ def histories_in(maker: Optimizer, networks: int) -> List[str]:
 
 def _layout(state: object) -> object:
     if isinstance(state, mx.nd.NDArray):
-        return state.shape, dtype_name(state.dtype)
+        stype = () if state.stype == "default" else (state.stype,)
+        return (state.shape, dtype_name(state.dtype), *stype)
     if isinstance(state, (tuple, list)):
         return tuple(map(_layout, state))
     return type(state).__name__

@@ -546,8 +546,8 @@ class Trainer(mx.gluon.Trainer):
             check_order(fname, maker, [p.name for p in self._params])
             scales = scales_of(self._params)
             histories = histories_in(maker, len(scales))
-            check_states(fname, states, maker, self._optimizer, {
-                i: (p.name, None if p._data is None else p._data[0].as_nd_ndarray())
+            check_states(fname, states, maker, {
+                i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
         self._broadcast_parameters()
         updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
@@ -558,9 +558,10 @@ class Trainer(mx.gluon.Trainer):
             devices = [c.device_id for c in self._contexts]
             carry_counts(maker, devices)
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
+            histories = [for_devices(text, devices) for text in histories]
             self._checkpoint.load_step(optimizer)
         for one, text in zip(scales, histories):
-            one.write(for_devices(text, devices))
+            one.write(text)
         for updater, own in zip(updaters, copies):
             give_states(updater, own)
             updater.optimizer = maker
