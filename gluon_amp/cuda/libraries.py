@@ -37,10 +37,12 @@ INSTALL = {11: "pip install 'gluon-amp[cu112]'", 13: "pip install 'gluon-amp[cu1
 
 
 class Function(NamedTuple):
-    """A function that libmxnet.so imports; `removed` if newer libraries lack it."""
+    """A function that libmxnet.so imports, or only the engine (`engine`); `removed` if newer
+    libraries lack it."""
     library: str
     name: str
     removed: bool
+    engine: bool
 
     @property
     def symbol(self) -> str:
@@ -50,10 +52,10 @@ class Function(NamedTuple):
 
 
 def functions() -> List[Function]:
-    """Returns the functions that libmxnet.so imports from CUDA."""
+    """Returns the functions that libmxnet.so and the engine import from CUDA."""
     rows = [line.split() for line in FUNCTIONS.read_text(encoding="utf-8").splitlines()
             if not line.startswith("#")]
-    return [Function(row[0], row[1], "removed" in row[2:]) for row in rows]
+    return [Function(row[0], row[1], "removed" in row[2:], "engine" in row[2:]) for row in rows]
 
 
 class Choice(NamedTuple):

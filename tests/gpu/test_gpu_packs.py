@@ -192,5 +192,5 @@ def test_table_of_functions_equals_imports_of_library():
     imported = {line.split()[-1].replace("@@", "@") for line in listed if line}
     of_cuda = {name for name in imported if name.partition("@")[2].startswith(
         ("libcu", "libnv")) or name.startswith(("cu", "nccl")) and "@" not in name}
-    assert {function.symbol for function in functions()} == of_cuda
+    assert {function.symbol for function in functions() if not function.engine} == of_cuda
 
