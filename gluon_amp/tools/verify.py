@@ -5,6 +5,7 @@ reference is the CPU's float32 result for the same inputs, rounded to the type t
 """
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
@@ -113,8 +114,9 @@ def verify(device: Context) -> Dict[str, Any]:
     begin = time.monotonic()
     rows: List[Dict[str, Any]] = []
     for case, dtype, run in _cases(device):
-        row = {"case": case, "type": dtype, "bound": _BOUNDS[dtype], "difference": None,
-               "ms": None, "error": None}
+        bound = _BOUNDS[dtype]
+        row: Dict[str, Any] = {"case": case, "type": dtype, "bound": bound, "difference": None,
+                               "ms": None, "error": None}
         rows.append(row)
         if time.monotonic() - begin > SECONDS:
             row["error"] = f"not run: {SECONDS:g} s have passed"
@@ -124,7 +126,7 @@ def verify(device: Context) -> Dict[str, Any]:
         except Exception as error:  # any error is the result
             row["error"] = message(error)
             continue
-        if not row["difference"] <= row["bound"]:  # NaN, too
+        if not row["difference"] <= bound:  # NaN, too
             row["error"] = "differs from the CPU"
     return {"gluon_amp": __version__, "mxnet": mx.__version__, "device": str(device),
             "seconds": round(time.monotonic() - begin, 1), "cases": rows,
@@ -134,12 +136,12 @@ def verify(device: Context) -> Dict[str, Any]:
 def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], Tuple[float, float]]]]:
     for operator in _operators():
         for dtype in TYPES:
-            yield operator.name, dtype, lambda o=operator, t=dtype: _compare(o, t, device)
-    yield "sort", "float32", lambda: _sorted(device)
-    yield "random_normal", "float32", lambda: _drawn(device)
+            yield operator.name, dtype, partial(_compare, operator, dtype, device)
+    yield "sort", "float32", partial(_sorted, device)
+    yield "random_normal", "float32", partial(_drawn, device)
     for network in _networks():
         for dtype in TYPES:
-            yield network.name, dtype, lambda n=network, t=dtype: _train(n, t, device)
+            yield network.name, dtype, partial(_train, network, dtype, device)
 
 
 def _compare(operator: _Operator, dtype: str, device: Context) -> Tuple[float, float]:
