@@ -19,6 +19,7 @@
 # make results   write results/imagenet, byte for byte
 # make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
 # make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
+# make test-device   the script for a machine with a GPU (tests/device/run.py), on a software GPU of capability 9.0
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
 # make test-cuda-libraries   resolve MXNet's imports in CUDA 11.8 and 13 and compare their headers; downloads 3.7 GB once
 # make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
@@ -52,7 +53,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-device test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -143,6 +144,14 @@ test-cuda-libraries: .venv/test
 
 test-transfer: .venv/test $(CUDA_WHEEL)
 	@$(BIN)/python -W ignore tests/transfer_size.py $(or $(PACK),$(error PACK=FILE: a compressed pack of kernels))
+
+# The pack has the wheel's code for 8.6 under architecture 90: there, no code runs.
+test-device: .venv/test $(CUDA_WHEEL)
+	mkdir -p $(GLUON_AMP_CACHE)/relabelled/kernels
+	$(BIN)/python -W ignore -m gluon_amp.cuda --capability 86 \
+		$(BIN)/python -W ignore tests/gpu/relabel.py $(GLUON_AMP_CACHE)/relabelled/kernels/90.pack 90
+	$(BIN)/python -W ignore -m gluon_amp.cuda --capability 90 --compute env \
+		GLUON_AMP_CACHE=$(GLUON_AMP_CACHE)/relabelled $(BIN)/python -W ignore tests/device/run.py build/device --small
 
 results-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore results/gpu/run.py

@@ -41,9 +41,9 @@ NOT_COMPARED = {
 NAMES = [name for name in CALLED if name not in NOT_ON_GPUS | NO_CASE | DIFFERENT | NOT_COMPARED]
 
 
-def computed(name, case, context):
+def computed(name, case, context, dtype="float16"):
     """Outputs and gradients; None if the backward pass does not run."""
-    alone = Alone(name, *case, "float16", context)
+    alone = Alone(name, *case, None if dtype == "float32" else dtype, context)
     names = alone.symbol.list_inputs()
     auxiliary = set(alone.symbol.list_auxiliary_states())
     arrays = [alone.arrays[n] for n in names]

@@ -1,0 +1,158 @@
+"""Tests MXNet's CUDA build on a GPU: python3 tests/device/run.py OUT [--pieces PIECES] [--small]
+
+Each step is a process with a time limit. Its output is appended to OUT/output.txt as it comes, its
+rows to OUT/rows.jsonl. The first part takes at most 200 seconds. If one of its steps fails, the
+steps that narrow the reason down run, and nothing else. --pieces restores the pieces of pieces.py.
+--small has the sizes of a software GPU: make test-device.
+"""
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple, Sequence
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+import unpack  # noqa: E402
+
+PYTHON = (sys.executable, "-W", "ignore")
+IMPORT = "import gluon_amp, mxnet as mx; from gluon_amp.cuda import load; print(load.prepared); "
+
+
+class Step(NamedTuple):
+    """A process. `unless` is why it is left out; None: it runs."""
+    name: str
+    seconds: int
+    command: Sequence[str]
+    unless: str = ""
+
+
+def script(name, *arguments):
+    return (*PYTHON, str(HERE / name), *map(str, arguments))
+
+
+def code(text):
+    return (*PYTHON, "-c", IMPORT + text)
+
+
+def first_part(args):
+    on_gpu = "ctx=mx.gpu(0)"
+    return [
+        Step("machine", 15, ("nvidia-smi", "-q", "-d", "MEMORY,CLOCK"), args.software),
+        Step("modules", 40, script("modules.py", args.packs), args.software),
+        Step("import", 30, code("print(mx.context.num_gpus())")),
+        Step("kernel", 30, code(f"print(mx.nd.ones((3, 4), {on_gpu}).asnumpy().sum())")),
+        Step("product", 30, code(f"a = mx.nd.ones((64, 64), {on_gpu}); "
+                                 "print(mx.nd.dot(a, a).asnumpy().max())")),
+        Step("convolution", 40, code(
+            f"a, w = mx.nd.ones((2, 8, 9, 9), {on_gpu}), mx.nd.ones((8, 8, 3, 3), {on_gpu}); "
+            "print(mx.nd.Convolution(a, w, no_bias=True, kernel=(3, 3), num_filter=8)"
+            ".asnumpy().max())")),
+        Step("verify", 130, script("verify.py", args.out / "verify.json", *args.small_flag)),
+    ]
+
+
+def narrowing(args):
+    """The steps after a failure of the first part."""
+    return [Step("libraries", 60, script("libraries.py")),
+            Step("CPU of the same build", 30, code("print(mx.nd.ones((3, 4)).asnumpy().sum())")),
+            Step("doctor", 60, (*PYTHON, "-c", "from gluon_amp_command import main; main()",
+                                "doctor"))]
+
+
+def second_part(args):
+    small, rows = args.small_flag, args.out / "rows.jsonl"
+    steps = [Step(f"operators {dtype}", 150, script("operators.py", dtype, rows, *small))
+             for dtype in ("float32", "float16")]
+    for name in ("image_classification", "fine_tune", "train_imagenet", "language_model",
+                 "object_detection"):
+        lacks = name == "object_detection" and args.software
+        steps.append(Step(name, 120, script("examples.py", name, rows, *small),
+                          f"{lacks}, which lacks the kernel of MultiBoxPrior" if lacks else ""))
+    for network in ("resnet50", "bert", "lstm"):
+        steps.append(Step(f"speed {network}", 120, script("speed.py", network, rows, *small)))
+        steps.append(Step(f"PyTorch {network}", 60, script("torch_speed.py", network, rows),
+                          args.software or ("" if find_spec("torch") else "no PyTorch")))
+    steps.append(Step("compute-sanitizer", 150, (
+        "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1",
+        *script("speed.py", "resnet18", rows, "--small", "--once")), args.software))
+    return steps
+
+
+def finish(step, file, environment):
+    """Runs a step's process; returns its exit code, or what went wrong. Its own processes end with
+    it."""
+    try:
+        process = subprocess.Popen(list(map(str, step.command)), stdout=file, env=environment,
+                                   stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+        return str(error)
+    try:
+        return process.wait(step.seconds)
+    except subprocess.TimeoutExpired:
+        return f"not ended after {step.seconds} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(step, args, environment):
+    """Runs a step, and returns whether it succeeds; a step that is left out does."""
+    output, begin = args.out / "output.txt", time.monotonic()
+    with open(output, "a") as file:
+        file.write(f"\n==== {step.name}: {' '.join(map(str, step.command))}\n")
+        file.flush()
+        if step.unless:
+            file.write(f"left out: {step.unless}\n")
+            result = f"left out: {step.unless}"
+        else:
+            result = finish(step, file, environment)
+    seconds = round(time.monotonic() - begin, 1)
+    print(f"{step.name}: {'ok' if result == 0 else result} ({seconds} s)", flush=True)
+    with open(args.out / "rows.jsonl", "a") as file:
+        file.write(json.dumps({"step": step.name, "result": result, "seconds": seconds}) + "\n")
+    return result == 0 or bool(step.unless)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--pieces", type=Path)
+    parser.add_argument("--target", type=Path, default=Path.home() / "mxnet-cu112")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--part", type=int, choices=(1, 2), help="only this part")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "rows.jsonl").touch()
+    environment = dict(os.environ)
+    if args.pieces:
+        begin = time.monotonic()
+        unpack.unpack(args.pieces, args.target)
+        environment.update(unpack.environment(args.target))
+        print(f"unpacked in {time.monotonic() - begin:.1f} s", flush=True)
+    args.packs = Path(environment["GLUON_AMP_CACHE"], "kernels")
+    args.small_flag = ("--small",) if args.small else ()
+    args.software = "a software GPU" if "RECORDING_GPU_COUNT" in environment else ""
+    failed = []
+    if args.part != 2:
+        for step in first_part(args):
+            if not run(step, args, environment):
+                failed = [step.name]
+                for each in narrowing(args):
+                    run(each, args, environment)
+                break
+    if args.part != 1 and not failed:
+        failed = [step.name for step in second_part(args) if not run(step, args, environment)]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
