@@ -9,6 +9,7 @@
 # make test-np   the tests of training, files and tools in numpy mode (npx.set_np())
 # make fuzz N=1000   compare random float16 operator calls with MXNet's float32 code; SEED=S repeats one
 # make test-weight-gradients   weight gradients of convolutions of all small shapes, in ten minutes; PART=0/4: a quarter
+# make fuzz-states N=10000   load damaged and crafted files of optimizer states
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/published.py lists the checkouts
 # make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/foreign.py lists them; NAMES="arcface wgan": only those
@@ -53,7 +54,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz test-gpu test-device test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz fuzz-states test-gpu test-device test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -107,6 +108,9 @@ test-mxnet-float16: .venv/test
 
 fuzz: .venv/test
 	@$(BIN)/python -W ignore tests/fuzz.py $(if $(SEED),one $(SEED),$(or $(N),1000) $(or $(FROM),0))
+
+fuzz-states: .venv/test
+	@$(BIN)/python -W ignore tests/fuzz_states.py $(or $(N),10000) $(or $(FROM),0)
 
 test-weight-gradients: .venv/test
 	@PART="$(or $(PART),0/1)" $(BIN)/python -W ignore tests/weight_gradients.py

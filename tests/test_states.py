@@ -4,6 +4,7 @@ import pickle
 import re
 from pathlib import Path
 
+import fuzz_states
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -436,3 +437,22 @@ def test_invalid_contents_are_refused_with_file_name(change, path):
     change(optimizer)
     Path(path).write_bytes(pickle.dumps((states, optimizer)))
     check_refused(trainer, net, path, r"trainer\.states")
+
+
+@pytest.mark.parametrize("change", [
+    {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
+    {"clip_gradient": float("nan")}, {"lr_mult": {0: None}}, {"_index_update_count": {0: "1"}},
+    {"update": np.float64}, {"multi_precision": "yes"}])
+def test_invalid_settings_are_refused(change, path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
+    vars(optimizer).update(change, param_dict={})
+    Path(path).write_bytes(pickle.dumps((states, optimizer)))
+    check_refused(trainer, net, path, "it (holds|replaces) ")
+
+
+def test_crafted_files_are_refused_or_load(tmp_path):
+    for seed in range(150):
+        fuzz_states.check(seed, str(tmp_path))

@@ -37,6 +37,7 @@ class Checkpoint:
             write: writes the optimizer and its states to a path, in MXNet's format.
             others: further values that are saved with the optimizer.
         """
+        mx.nd.waitall()  # MXNet writes the shapes of sparse arrays before it waits for their values
         optimizer.trainer_state = {**others, **self._step.state()}
 
         def write_sealed(path: str) -> None:

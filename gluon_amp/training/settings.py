@@ -7,6 +7,7 @@ import copy
 import math
 import numbers
 import re
+import sys
 from typing import Any, Callable, Dict, Iterable, Mapping
 
 from .._mxnet import mx, np
@@ -74,6 +75,8 @@ def _check_values(made: Any, mine: Any, usual: Mapping[str, Any]) -> None:
         fits = _is_count(value) if name in _COUNTS else _fits(value, usual[name])
         if fits and name in _LEAST and not isinstance(value, list):
             fits = _LEAST[name] <= value <= _MOST
+        if fits and name in ("beta1", "beta2"):
+            fits = 0 <= value < 1
         if not fits and (_is_of_mxnet(type(made))
                          or _fits(getattr(mine, name, usual[name]), usual[name])):
             raise ValueError(f"it holds {name}={value!r:.200} of {type(made).__name__}")
@@ -89,14 +92,16 @@ def _fits(value: Any, usual: Any) -> bool:
     if isinstance(usual, bool):
         return value in (False, True)
     if usual is None:
-        return value is None or isinstance(value, numbers.Real) and value == value
+        return value is None or value == math.inf or _is_number(value)
     if isinstance(usual, numbers.Real):
         return _is_number(value)
     return isinstance(value, type(usual))
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float, np.integer, np.floating)) \
+        and not isinstance(value, bool) \
+        and math.isfinite(value) and (value == 0 or abs(float(value)) >= sys.float_info.min)
 
 
 def _is_count(value: Any) -> bool:

@@ -148,7 +148,7 @@ class _Machine:
             create: Any = cls.__new__
             self.push_object(create(cls))
         else:
-            raise ValueError(f"it creates a {getattr(cls, '__name__', cls)!r:.200}")
+            raise ValueError(f"it creates a {_name_of(cls)}")
 
     def push_object(self, made: Any) -> None:
         if isinstance(made, (*_OBJECTS, mx.nd.NDArray)):
@@ -176,6 +176,11 @@ class _Machine:
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
     return any(value is each for each in values)
+
+
+def _name_of(value: Any) -> str:
+    """Returns the name of a class, or of a value's class. Unfinished arrays have no `repr`."""
+    return value.__name__ if isinstance(value, type) else f"{type(value).__name__} object"
 
 
 def _exactly(value: Any, *types: type) -> Any:
@@ -223,7 +228,7 @@ def _check_size(values: Sequence[Any], most: int) -> None:
 
 def _shape(shape: Any) -> Tuple[int, ...]:
     if len(_exactly(shape, tuple)) > 32 or not all(_exactly(n, int) >= 0 for n in shape):
-        raise ValueError(f"it has an array with the shape {shape!r:.200}")
+        raise ValueError("it has an array with an invalid shape")
     return shape
 
 
@@ -299,14 +304,14 @@ def _states_of(dtype: Any) -> List[Any]:
 def _check_array(dtype: Any, shape: Any, data: Any) -> None:
     """Refuses values of numpy that do not fill an array of numbers."""
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufc":
-        raise ValueError(f"it has a numpy array of {dtype!r:.200}")
+        raise ValueError(f"it has a numpy array of {_name_of(dtype)}")
     if len(_exactly(data, bytes, bytearray)) != math.prod(_shape(shape)) * dtype.itemsize:
-        raise ValueError(f"it has a numpy array of {len(data)} bytes for {shape!r:.200}")
+        raise ValueError(f"it has a numpy array of {len(data)} bytes for {shape}")
 
 
 def _empty(cls: Any, shape: Any, code: Any) -> Any:
     if cls is not np.ndarray:
-        raise ValueError(f"it has an array of {cls!r:.200}")
+        raise ValueError(f"it has an array of {_name_of(cls)}")
     return np.empty(0)
 
 
@@ -330,7 +335,7 @@ def _scalar(dtype: Any, data: Any) -> Any:
 
 def _revived(cls: Any) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, mx.optimizer.Optimizer)):
-        raise ValueError(f"it has an optimizer of {cls!r:.200}")
+        raise ValueError(f"it has an optimizer of {_name_of(cls)}")
     return _revive(cls)
 
 
