@@ -77,6 +77,8 @@ def _check_values(made: Any, mine: Any, usual: Mapping[str, Any]) -> None:
             fits = _LEAST[name] <= value <= _MOST
         if fits and name in ("beta1", "beta2"):
             fits = 0 <= value < 1
+        if fits and name == "schedule_decay":  # Nadam computes 0.96 ** (t * schedule_decay)
+            fits = value >= 0
         if not fits and (_is_of_mxnet(type(made))
                          or _fits(getattr(mine, name, usual[name]), usual[name])):
             raise ValueError(f"it holds {name}={value!r:.200} of {type(made).__name__}")
