@@ -72,7 +72,8 @@ class Supervisor:
         self.ended: Dict[int, str] = {}
         self._patience = patience()
         self._since = 0.0
-        self._raised = self._leaving = False
+        self._raised = False
+        self._end = ""  # this rank's status, once it exits
         self._changed = threading.Condition()  # of results and of `ended`
         self._connections: List[socket.socket] = []
         self._work: Any = queue.SimpleQueue()
@@ -141,7 +142,7 @@ class Supervisor:
         """Sends heartbeats."""
         while True:
             time.sleep(BEAT)
-            self._send(json.dumps(self._waits) if self.rank and not self._leaving else "")
+            self._send(json.dumps(self._waits) if self.rank and not self._end else "")
 
     def _send(self, line: str) -> None:
         for connection in list(self._connections):
@@ -159,7 +160,12 @@ class Supervisor:
                         continue
                     missing.remove(rank)
                     _keep_alive(connection)
-                    self._connections.append(connection)
+                    with self._changed:
+                        self._connections.append(connection)
+                        before = {**self.ended, **({0: self._end} if self._end else {})}
+                    with contextlib.suppress(OSError):  # ranks that have ended before
+                        for other, how in before.items():
+                            connection.sendall(f"{other} {how}\n".encode())
                     self._start(self._wait_for_end, connection, rank)
                 time.sleep(_POLL)
 
@@ -283,7 +289,8 @@ class Supervisor:
         error: Optional[BaseException] = getattr(sys, "last_value", None)
         failed = error is not None or self._raised
         how = f"{_ENDED} with {type(error).__name__}" if error is not None else _ENDED
-        self._leaving = True
+        with self._changed:
+            self._end = how
         self._send_end(how)
         if not failed:
             how = self._wait_for_others()
