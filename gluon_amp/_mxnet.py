@@ -109,7 +109,7 @@ _ADVICE = (
      "one array has 16 bits and another 32, such as parameter.data() of a converted network and a "
      "float32 array. Cast it: parameter.data().astype('float32'). Or convert with the policy "
      "'mixed_float16' or 'mixed_bfloat16', which leaves parameters in float32 (docs/errors.md)"),
-    (r"Incompatible attr in node \S+ at .*expected \[[\d,-]*\], got \[[\d,-]*\]",
+    (r"Incompatible attr in node (?!\S*_backward )\S+ at .*expected \[[\d,-]*\], got \[[\d,-]*\]",
      "+, -, *, / and comparisons of symbols take equal shapes, those of arrays broadcast. In "
      "hybrid_forward, use F.broadcast_mul(a, b), F.broadcast_add(a, b) and the like "
      "(docs/errors.md)"))

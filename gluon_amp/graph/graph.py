@@ -281,7 +281,7 @@ def infer(node: Node, inputs: Types) -> Types:
 def mutated_inputs(node: Node) -> Tuple[int, ...]:
     """Returns the indices of the inputs that an operator mutates: its auxiliary states. A loop
     mutates none; the operators in its body may."""
-    if node.is_variable or node.subgraphs:
+    if node.is_variable or node.subgraphs or node.op in CASTS:  # casts may have our own formats
         return ()
     return _mutated_inputs(node.op, _attributes(node), len(node.inputs))
 
