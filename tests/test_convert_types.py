@@ -336,7 +336,7 @@ def test_convert_of_symbol_names_convert_symbol():
 @pytest.mark.parametrize(("forward", "message"), [
     (lambda F, x: x * x.shape[0], "no attribute 'shape'"),
     (lambda F, x: x if x.sum() > 0 else -x, "bool"),
-    (lambda F, x: x * float(x.sum().asnumpy().item()), "asscalar"),
+    (lambda F, x: x * float(x.sum().asnumpy().item()), "asnumpy"),
     (lambda F, x: F.array([1, 2, 3, 4]) + x, "array")], ids=["shape", "bool", "value", "array"])
 def test_network_that_cannot_be_traced_is_refused_with_remedy(forward, message):
     net, x = nn.HybridLambda(forward), mx.nd.ones((2, 4))

@@ -42,9 +42,10 @@ def batch(rng):
 
 
 def convolutional(policy, x):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(),
-            nn.Dense(16, activation="tanh"), nn.LayerNorm(), nn.Dropout(0.2), nn.Dense(4))
+    net = nn.HybridSequential(prefix="net_")  # the names of files do not depend on other tests
+    with net.name_scope():
+        net.add(nn.Conv2D(8, 3), nn.BatchNorm(), nn.Activation("relu"), nn.GlobalAvgPool2D(),
+                nn.Dense(16, activation="tanh"), nn.LayerNorm(), nn.Dropout(0.2), nn.Dense(4))
     net.initialize(mx.init.Xavier())
     amp.convert(net, policy)(x)
     return net
