@@ -150,7 +150,7 @@ os._exit(0)
 """
 BOTH = [b"\xff\xfe\n", b"has gone\n", b"x" * (2 << 20)]
 TO_RANK_0 = [b"[1\n", b"[[1, 2, 3]]\n", b'[["a", "b"]]\n', b"[[0]]\n", b"[7]\n", b"[[1, []]]\n",
-             b"[" * 100_000 + b"\n", b'\n[[0, "a"]]\n{}\n', *BOTH]
+             b"[" * 100_000 + b"\n", b'\n[[99, "a"]]\n{}\n', *BOTH]
 TO_RANK_1 = [b"9 has ended\n", b"-1 has died\n", b"1e0 has died\n", b"9" * 5000 + b" x\n", *BOTH]
 
 
