@@ -97,3 +97,11 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             hint = did_you_mean(str(value), list(map(str, action.choices or ())))
             raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> List[str]:
+    """Returns lines of columns with two spaces between them."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
+            for row in rows]

@@ -1,1 +1,1 @@
-"""Records the calls of MXNet's GPU code for a network, without a GPU."""
+"""MXNet's CUDA build: kernels and libraries for newer GPUs, and software GPUs."""

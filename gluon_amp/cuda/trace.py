@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Uni
 
 from .._mxnet import mx
 from ..annotations import Network
+from ..checks import aligned
 from ..cpu.arrays import dtype_name
 from ..gluon.converted import ConvertedHybridBlock, blocks_kept
 from ..gluon.state import recording_names
@@ -104,8 +105,8 @@ class Trace:
                      f"{self.float32.peak / 2 ** 20:.0f}"))
         lines = [f"One step: policy {self.policy.name}, data {shapes}, compute capability "
                  f"{self.capability / 10}.", "The calls are recorded, not executed.", "",
-                 *_aligned(rows), "", "Products:"]
-        lines += _aligned([("calls", "part", "call", "multiplies", "adds in", "Tensor Cores"), *(
+                 *aligned(rows), "", "Products:"]
+        lines += aligned([("calls", "part", "call", "multiplies", "adds in", "Tensor Cores"), *(
             (str(p["calls"]), p["part"], p["call"], p["factors"], p["sums"],
              f"no: {p['not on Tensor Cores']}" if p["not on Tensor Cores"] else "yes")
             for p in self.products())])
@@ -114,7 +115,7 @@ class Trace:
                              ("Sums in float16 (compensated, except in products):",
                               self._named(lambda c: c.adds_in_half))):
             if named:
-                lines += ["", title, *_aligned([(str(n), name) for name, n in named.items()])]
+                lines += ["", title, *aligned([(str(n), name) for name, n in named.items()])]
         if self.step.violations:
             lines += ["", f"A GPU would refuse {self.step.violations} calls:",
                       *(str(c) for c in self.step.calls if c.name == "VIOLATION")]
@@ -204,9 +205,3 @@ def _run(said: Mapping[str, Any], capability: int) -> Step:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise RuntimeError(f"the step in {said['how']} fails on the recording GPU: {lines[-1]}")
         return Step.read(log, json.loads(done.stdout.splitlines()[-1]))
-
-
-def _aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-            for row in rows]

@@ -12,11 +12,11 @@ import platform
 import re
 import textwrap
 from ctypes import byref
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
 from ..annotations import Context
-from ..checks import counted, in_names
+from ..checks import aligned, counted, in_names
 from ..cpu import library
 from ..cuda import load, wheel
 from ..cuda.libraries import Choice
@@ -271,8 +271,8 @@ def _notes(facts: Dict[str, Any]) -> Iterator[str]:
 
 def describe(facts: Dict[str, Any]) -> str:
     """Returns the facts as text, conclusions first."""
-    lines = [_conclusion(facts), *facts["notes"], "", *_aligned(_machine(facts)), "",
-             *_aligned((v["name"], v["value"] or f"unset ({v['default']})", v["meaning"])
+    lines = [_conclusion(facts), *facts["notes"], "", *aligned(_machine(facts)), "",
+             *aligned((v["name"], v["value"] or f"unset ({v['default']})", v["meaning"])
                        for v in facts["environment"])]
     return "\n".join([*lines, *_network(facts["network"])])
 
@@ -360,7 +360,7 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
         yield "Slower, or off Tensor Cores, because sizes are not multiples of 8: " \
               f"{counted(len(off), 'layer')}, {costs['share_off']:.1%} of " \
               "the work."
-        yield from _aligned([("  layer", "channels", "rows", "share"), *(
+        yield from aligned([("  layer", "channels", "rows", "share"), *(
             (f"  {layer['name']}", "{} from {}".format(*layer["sizes"]),
              str(layer["rows"] or ""), f"{layer['share']:.1%}") for layer in off[:10])])
         if len(off) > 10:
@@ -388,11 +388,3 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
         names = costs["constants"]
         yield ""
         yield f"Run in float32, because float16 cannot represent a constant{in_names(names)}."
-
-
-def _aligned(rows: Iterable[Tuple[str, ...]]) -> Iterator[str]:
-    """Yields lines of columns with two spaces between them."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()

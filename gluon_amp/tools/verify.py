@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tu
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Context
-from ..checks import counted
+from ..checks import aligned, counted
 from ..files import replace_text
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
@@ -236,12 +236,10 @@ def describe(facts: Dict[str, Any]) -> str:
                      "" if row["difference"] is None else f"{row['difference']:.1e}",
                      f"{row['bound']:.0e}", "" if row["ms"] is None else f"{row['ms']:.2f}",
                      row["error"] or "ok"))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-             for row in rows]
     failed, total = facts["failed"], counted(len(facts["cases"]), "case")
     verdict = f"{failed} of {total} fail" if failed else f"all {total} agree with the CPU"
-    return "\n".join([f"{facts['device']}: {verdict} ({facts['seconds']:g} s).", "", *table])
+    conclusion = f"{facts['device']}: {verdict} ({facts['seconds']:g} s)."
+    return "\n".join([conclusion, "", *aligned(rows)])
 
 
 def write(facts: Dict[str, Any], path: Path) -> None:
