@@ -1,4 +1,4 @@
-"""What the tasks of this folder share: the arms of a study, and the log of a run.
+"""Common code of the tasks: the arms of a study, text, and the log of a run.
 
     python results/tasks/TASK.py --arm float16 --seed 0 --save-dir FOLDER
 
@@ -9,6 +9,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import gluon_amp as amp
 import mxnet as mx
@@ -47,12 +48,14 @@ class Run:
         """Yields the numbers of the steps."""
         yield from range(self._steps or count)
 
-    def convert(self, net):
-        """Converts an initialized network to the arm's types."""
+    def convert(self, net, mixed=False):
+        """Converts an initialized network to the arm's types; `mixed`: parameters stay float32."""
         if self.arm == "cast":
             net.cast("float16")
+        elif self.arm in ("float32", "control"):
+            amp.convert(net, "float32")
         else:
-            amp.convert(net, "float32" if self.arm == "control" else self.arm)
+            amp.convert(net, f"mixed_{self.arm}" if mixed else self.arm)
         net.hybridize(static_alloc=True, static_shape=True)
         return net
 
@@ -92,3 +95,32 @@ class Run:
     def _write(self, **line):
         with self._log.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class Text:
+    """The English text of Python's help as numbers; its last tenth is for validation."""
+
+    def __init__(self, length, batch_size):
+        self.length, self.batch_size = length, batch_size
+        text = "".join(map(topics.get, sorted(topics)))
+        self.alphabet = sorted(set(text))
+        numbers = np.array([self.alphabet.index(character) for character in text[:200_000]])
+        self.training, self.validation = np.split(numbers, [len(numbers) * 9 // 10])
+
+    def batch(self, part, rng):
+        """Returns sequences of a part, and the same shifted by one character."""
+        begins = rng.randint(len(part) - self.length, size=(self.batch_size, 1))
+        read = part[begins + np.arange(self.length + 1)]
+        return mx.nd.array(read[:, :-1]), mx.nd.array(read[:, 1:])
+
+    def train(self, run, net, trainer, steps):
+        """Trains a converted language model; returns its validation loss."""
+        loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
+        for _ in run.steps(steps):
+            data, label = self.batch(self.training, run.rng)
+            with autograd.record():
+                loss = loss_fn(net(data), label)
+            run.update(trainer, loss, self.batch_size)
+        batches = (self.batch(self.validation, run.validation_rng) for _ in range(20))
+        return float(np.mean([loss_fn(net(data), label).mean().asscalar()
+                              for data, label in batches]))

@@ -1,6 +1,5 @@
 """WGAN-GP on eight Gaussians: the sliced Wasserstein distance of its samples."""
 import common
-import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 from mxnet import autograd
@@ -23,20 +22,13 @@ def network(outputs, prefix, params=None):
     return net
 
 
-def policy():
-    """The penalty's float32 twin reads the critic's parameters, which stay float32."""
-    return {"control": "float32", "float16": "mixed_float16",
-            "bfloat16": "mixed_bfloat16"}.get(run.arm, run.arm)
-
-
 generator, critic = network(2, "generator_"), network(1, "critic_")
 for net in (generator, critic):
     net.initialize(mx.init.Xavier(magnitude=2))
 twin = network(1, "critic_", critic.collect_params())
 twin.hybridize()
 run.convert(generator)
-amp.convert(critic, policy())
-critic.hybridize(static_alloc=True, static_shape=True)
+run.convert(critic, mixed=True)  # the penalty's float32 twin reads its parameters
 settings = {"learning_rate": 1e-3, "beta1": 0.5, "beta2": 0.9}
 of_generator, of_critic = (run.trainer(net, "adam", settings) for net in (generator, critic))
 
