@@ -78,7 +78,7 @@ def network(name, scheduler, policy):
 
 def train(net, trainer):
     with autograd.record():
-        loss = net(nd.ones((2, 4))).square().mean()
+        loss = (net(nd.ones((2, 4))) ** 2).mean()
     trainer.backward(loss)
     trainer.step(2)
     nd.waitall()

@@ -271,7 +271,7 @@ class Adds(nn.HybridBlock):
     def hybrid_forward(self, F, pair, factor):
         first, second = pair
         assert not isinstance(pair, Pair) or pair.second is second
-        assert {a.dtype for a in (first, second, factor)} == {np.float32}
+        assert all(a.dtype == np.float32 for a in (first, second, factor))
         return self.dense(first) * factor + self.dense(second) * float(first.asnumpy().std())
 
 
@@ -302,7 +302,7 @@ def test_imperative_kept_block_is_float32_if_others_return_halves(nest, dtype):
     assert dtype_name(out.dtype) == dtype
     assert np.abs(out.astype("float32").asnumpy() - exact).max() < 0.03 * np.abs(exact).max()
     assert net.adds.dense.weight.grad().dtype == np.float32
-    assert net.below.weight.grad().astype("float32").norm().asscalar() > 0
+    assert net.below.weight.grad().astype("float32").asnumpy().any()
 
 
 def test_named_tuple_in_shared_memory_keeps_its_class():
