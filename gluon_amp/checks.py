@@ -1,9 +1,25 @@
 """Checks of values, and lists of names in error messages."""
 import argparse
+import contextlib
 import difflib
 import numbers
 import re
 from typing import Any, Iterable, Iterator, List, NoReturn, Sequence
+
+
+@contextlib.contextmanager
+def imports_of(extra: str, what: str) -> Iterator[None]:
+    """Replaces an import error of its block by one that names an extra of gluon_amp.
+
+    Args:
+        what: what needs the extra's packages, such as "a report".
+    """
+    try:
+        yield
+    except (ImportError, TypeError) as error:  # TypeError: TensorBoard's, with a newer protobuf
+        reason = str(error).partition("\n")[0]
+        raise ImportError(f"{what} needs packages that cannot be imported: pip install "
+                          f"'gluon-amp[{extra}]' ({reason})") from error
 
 
 def positive_number(value: Any, what: str) -> float:

@@ -80,7 +80,7 @@ def environment(python, wheel, folder, numpy):
         output(installed, "-m", "pip", "install", "-q", *what, cwd=folder, PATH=str(folder))
 
     if numpy == NUMPY_2:
-        install(f"{wheel}[numpy2]")
+        install(f"{wheel}[numpy2,tools]")
         install("--no-deps", "mxnet==1.9.1")
     else:
         install(f"{wheel}[cpu]", *([] if numpy == NEWEST_NUMPY_1 else numpy.split()))

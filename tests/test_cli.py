@@ -75,8 +75,9 @@ def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
     assert main(["demo"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "gluon-amp demo: the demo needs scikit-learn for its images: " \
-                           "pip install 'gluon-amp[demo]'\n"
+    assert captured.err.startswith("gluon-amp demo: the demo needs packages that cannot be "
+                                   "imported: pip install 'gluon-amp[demo]' (import of sklearn")
+    assert captured.err.count("\n") == 1
 
 
 # ---- usage: exit code 2

@@ -28,9 +28,10 @@ WITHOUT = """
 import sys
 class Absent:
     def find_spec(self, name, *_):
-        if name.split(".")[0] == {0!r}:
+        if name.split(".")[0] in {0!r}:
             raise ModuleNotFoundError("No module named " + repr(name), name=name)
-sys.modules.pop({0!r}, None)
+for name in {0!r}:
+    sys.modules.pop(name, None)
 sys.meta_path.insert(0, Absent())
 """
 
@@ -134,11 +135,73 @@ def test_missing_system_library_is_named_with_its_package(name, library_, said,
 @pytest.mark.parametrize(("module", "package"), [("requests", "requests"),
                                                  ("distutils", "setuptools")])
 def test_missing_dependency_of_mxnet_is_named(module, package):
-    message = import_error(WITHOUT.format(module) + "import gluon_amp")
+    message = import_error(WITHOUT.format([module]) + "import gluon_amp")
     assert message == f"MXNet needs the package {package}: pip install {package}"
 
 
 # ---- successful import------------------------------------------------------
+
+
+TOOLS = ["matplotlib", "scipy", "tqdm", "sklearn", "onnx", "tensorboard"]  # no server has them
+SERVER = """
+import sys
+import gluon_amp as amp, mxnet as mx
+from mxnet import autograd, gluon, nd
+
+def network():
+    net = gluon.nn.HybridSequential(prefix="")
+    net.add(gluon.nn.Dense(4, activation="relu", in_units=3), gluon.nn.Dense(2, in_units=4))
+    net.initialize()
+    return amp.convert(net), amp.Trainer(net.collect_params(), "sgd")
+
+net, trainer = network()
+data = nd.ones((8, 3))
+with autograd.record():
+    loss = net(data).mean()
+trainer.backward(loss)
+assert trainer.step(8)
+net.save_parameters("net.params")
+trainer.save_states("net.states")
+net.export("net")
+again, after = network()
+again.load_parameters("net.params")
+after.load_states("net.states")
+served = gluon.SymbolBlock.imports("net-symbol.json", ["data"], "net-0000.params")
+assert (again(data) == net(data)).min().asscalar() == 1
+assert abs(served(data) - net(data)).max().asscalar() < 1e-2
+amp.xray(net, [(data, nd.zeros(8))], gluon.loss.SoftmaxCrossEntropyLoss()).save("xray")
+
+def refused(use):
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+
+def build():
+    import gluon_amp.cuda.build
+
+def demo():
+    from gluon_amp.tools.demo import demo
+    demo()
+
+open("log.csv", "w").write("epoch,fp16_top1_err\\n0,0.5\\n")
+refused(lambda: amp.report(["log.csv"], "report"))
+refused(lambda: amp.lr_find(net, trainer, None, [], plot="rates.png"))
+refused(lambda: amp.Monitor(net, trainer, "monitor.jsonl", tensorboard="events"))
+refused(lambda: amp.export_onnx(amp.restore(net), "net.onnx", (1, 3)))
+refused(demo)
+refused(build)
+"""
+
+
+def test_a_server_needs_numpy_and_mxnet_alone(tmp_path):
+    """Convert, train, save, load, predict and X-ray; errors of the rest name what to install."""
+    said = output(f"import os; os.chdir({str(tmp_path)!r})\n" + WITHOUT.format(TOOLS) + SERVER)
+    extras = ["tools", "tools", "tensorboard", "onnx", "demo", "cuda-build"]
+    messages = said.splitlines()
+    assert len(messages) == len(extras)
+    for message, extra in zip(messages, extras):
+        assert f"pip install 'gluon-amp[{extra}]' (No module named " in message
 
 
 def test_mxnet_can_be_imported_after_gluon_amp():

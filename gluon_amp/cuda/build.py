@@ -21,13 +21,15 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Set
 
-from tqdm import tqdm
-
 from .. import files
+from ..checks import imports_of
 from . import elf, fatbin, pack, ptx, sources
 from .comparison import Differs, Source, compare, libmxnet, read
 from .environment import cache
 from .toolkit import HERE, Toolkit, find
+
+with imports_of("cuda-build", "gluon-amp cuda build"):
+    from tqdm import tqdm
 
 ARCHITECTURES = ("90", "100", "120", "ptx")
 LICENCES = (*(f"{each.name}: {each.licence}" for each in sources.REPOSITORIES),

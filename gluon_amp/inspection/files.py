@@ -41,7 +41,7 @@ def save(view: Any, folder: Union[str, "os.PathLike[str]"]) -> str:
             writer.writeheader()
             writer.writerows({key: _cell(value) for key, value in row.items()}
                              for row in rows(view))
-        with suppress(ImportError):  # matplotlib is in the extra `results`
+        with suppress(ImportError):  # matplotlib is in the extra `tools`
             _draw(view, beside)
     return os.path.join(folder, "xray.html")
 

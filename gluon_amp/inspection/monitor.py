@@ -15,7 +15,7 @@ from mxnet import autograd
 
 from .._mxnet import mx
 from ..annotations import Block, Network
-from ..checks import nearest, whole_number
+from ..checks import imports_of, nearest, whole_number
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import Op, blocks_in, parameters_in
@@ -285,13 +285,10 @@ class _Events:
     """A writer of scalars to TensorBoard's event files."""
 
     def __init__(self, folder: str) -> None:
-        try:
+        with imports_of("tensorboard", "tensorboard="):
             from tensorboard.compat.proto.event_pb2 import Event
             from tensorboard.compat.proto.summary_pb2 import Summary
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except (ImportError, TypeError) as error:  # TypeError: too old for the installed protobuf
-            raise ImportError("tensorboard= needs a package: pip install 'gluon-amp[tensorboard]'. "
-                              f"{str(error).splitlines()[0]}") from error
         self._event, self._summary, self._file = Event, Summary, EventFileWriter(folder)
 
     def add(self, step: int, lines: List[Dict[str, Any]]) -> None:

@@ -27,6 +27,7 @@ from mxnet import autograd
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
+from ..checks import imports_of
 from ..cpu.arrays import HALVES, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
@@ -116,14 +117,11 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
 
 
 def _import_onnx() -> ModuleType:
-    try:
+    with imports_of("onnx", "export_onnx"):
         import onnx
         import onnx.checker
         import onnx.numpy_helper
         import onnx.shape_inference
-    except ImportError as error:
-        raise ImportError("export_onnx needs the package onnx: pip install 'gluon-amp[onnx]'") \
-            from error
     return onnx
 
 

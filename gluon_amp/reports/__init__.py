@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
+from ..checks import imports_of
 from ..files import replace_file
 from .read import read_logs
 from .runs import Run
@@ -61,10 +62,11 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
 def _files(runs: List[Run], title: str, accuracy: Optional[float],
            margin: float) -> Dict[str, bytes]:
     """Returns the content of each file."""
-    from . import compare  # here, because importing matplotlib and scipy is slow
-    from .plots import forest, plots
-    from .summary import group_rows, headline, remarks, run_rows, verdict_rows
-    from .write import Section, html_page, markdown, table_csv
+    with imports_of("tools", "a report"):  # matplotlib and scipy
+        from . import compare
+        from .plots import forest, plots
+        from .summary import group_rows, headline, remarks, run_rows, verdict_rows
+        from .write import Section, html_page, markdown, table_csv
 
     groups = compare.groups(runs)
     comparisons = compare.compare(groups)

@@ -7,10 +7,9 @@ import time
 from statistics import median
 from typing import Any, List, Tuple
 
-from tqdm import tqdm
-
 from .._mxnet import mx, np
 from ..annotations import Array, Block
+from ..checks import imports_of
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
 
@@ -19,12 +18,9 @@ TYPES = ("float32", "float16")
 
 def digits() -> Tuple[Any, Any, Any, Any]:
     """Returns 1,797 scanned digits of 8x8 pixels: training images and labels, then for the test."""
-    try:
+    with imports_of("demo", "the demo"):
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise ImportError("the demo needs scikit-learn for its images: pip install "
-                          "'gluon-amp[demo]'") from None
     images, labels = load_digits(return_X_y=True)
     images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
     train, test, train_labels, test_labels = train_test_split(
@@ -81,6 +77,8 @@ class _Run:
 
 def demo(epochs: int = 8, batch: int = 64, seed: int = 1) -> None:
     """Trains both networks and prints a table."""
+    with imports_of("demo", "the demo"):
+        from tqdm import tqdm
     images, labels, test_images, test_labels = digits()
     runs = {dtype: _Run(dtype, seed) for dtype in TYPES}
     steps = len(labels) // batch

@@ -20,7 +20,7 @@ from typing import Any, Iterable, Iterator, List, Optional
 from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
-from ..checks import positive_number, whole_number
+from ..checks import imports_of, positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import replace_file
 from .gradients import clear_added
@@ -46,8 +46,7 @@ class LearningRates:
 
     def plot(self, path: str) -> None:
         """Draws the loss over the rate into a PNG or SVG file."""
-        from matplotlib.figure import Figure
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        figure = _figure_class()(figsize=(7, 4.2), layout="constrained")
         axes = figure.add_subplot()
         axes.plot(self.rates, self.losses, color="#0072b2", linewidth=2)
         if self.suggestion is not None:
@@ -60,6 +59,12 @@ class LearningRates:
         axes.grid(alpha=0.3)
         replace_file(path, lambda p: figure.savefig(
             p, format=path.rsplit(".", 1)[-1], dpi=150))
+
+
+def _figure_class() -> Any:
+    with imports_of("tools", "plot"):
+        from matplotlib.figure import Figure
+    return Figure
 
 
 def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches: Iterable[Any],
@@ -89,6 +94,8 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
     if positive_number(start, "start") >= positive_number(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")
     whole_number(steps, "steps", least=10)
+    if plot is not None:
+        _figure_class()  # a missing package is an error before the sweep
     rates: List[float] = []
     losses: List[float] = []
     average, best = 0.0, math.inf
