@@ -33,7 +33,8 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h gluon_amp/cpu/kernels/* \
+BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h \
+	gluon_amp/cpu/*/*.cc gluon_amp/cpu/*/*.h \
 	gluon_amp/cuda/*.cc gluon_amp/cuda/*.h gluon_amp/cuda/*.txt gluon_amp/cuda/forward/*)
 
 # training and inference, without tests that start processes, which are not sanitized

@@ -17,6 +17,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 CPU, CUDA = Path("gluon_amp", "cpu"), Path("gluon_amp", "cuda")
+# Loops over plain memory, compiled for each set of instructions.
+KERNELS = [*sorted((CPU / "kernels").glob("*.cc")), CPU / "tensor_core" / "kernels.cc"]
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
 # `make sanitize` detects out-of-bounds accesses and undefined behaviour with these flags, except
@@ -145,7 +147,7 @@ class BuildLibraries(build_ext):
 
     def build_engine(self, ext):
         mxnet = mxnet_folder()
-        headers = []
+        headers = ["-I", str(CPU)]
         for folder in (mxnet / "include", mxnet / "include" / "mkldnn"):
             headers += ["-isystem", str(folder)]
         ours = sorted(CPU.glob("**/*.h"))
@@ -156,17 +158,17 @@ class BuildLibraries(build_ext):
         for path in (*ours, mxnet / "libinfo.py"):
             for digest in (shared, of_kernels) if path.parent.name == "kernels" else (shared,):
                 digest.update(path.name.encode() + path.read_bytes())
-        jobs = [(source, "native", AS_MXNET, ["-O2", *headers])
-                for source in sorted(CPU.glob("*.cc"))]
-        jobs += [(source, isa + of, [("ISA", isa + of), *macros], ["-O3", *flags])
-                 for source in sorted((CPU / "kernels").glob("*.cc"))
+        jobs = [(source, source.parent.name, AS_MXNET, ["-O2", *headers])
+                for source in sorted(CPU.glob("**/*.cc")) if source not in KERNELS]
+        jobs += [(source, isa + of, [("ISA", isa + of), *macros], ["-O3", "-I", str(CPU), *flags])
+                 for source in KERNELS
                  for isa, flags in VARIANTS.items()
                  for of, macros in (("", []), ("_bfloat16", [("BFLOAT16", "1")]))
-                 if source.name != ("tensor_core.cc" if macros else "rnn.cc")]
+                 if source.stem != ("kernels" if macros else "rnn")]
 
         def compile_one(job):
             source, folder, macros, flags = job
-            digest = (shared if folder == "native" else of_kernels).copy()
+            digest = (of_kernels if source in KERNELS else shared).copy()
             digest.update(repr((macros, [flag for flag in flags if flag not in headers])).encode())
             digest.update(source.read_bytes())
             kept = KEPT and Path(KEPT, f"{folder}-{source.stem}-{digest.hexdigest()}.o")

@@ -1,6 +1,6 @@
 """The rule of Tensor Core sums in plain numpy, and its parameters for each GPU.
 
-docs/tensor_cores.md states the rule. The engine (cpu/kernels/tensor_core.cc) has a fast kernel for
+docs/tensor_cores.md states the rule. The engine (cpu/tensor_core/kernels.cc) has a fast kernel for
 float16 products with float32 sums; all other products run here.
 """
 from typing import Any, NamedTuple, Optional

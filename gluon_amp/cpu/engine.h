@@ -298,7 +298,7 @@ constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats, kBlocks = 8, kAny
 const OwnCode* own_code(const std::string& name);
 std::string names_with_own_code();  // a line for each
 
-// A product that emulates a GPU's Tensor Cores, for nodes with kAccumulateKey (tensor_core_products.cc); null
+// A product that emulates a GPU's Tensor Cores, for nodes with kAccumulateKey (tensor_core/products.cc); null
 // for other operators. It throws for cases that it does not support.
 using ProductCode = void (*)(const Call& call);
 ProductCode tensor_core_code(const std::string& name);
@@ -340,8 +340,8 @@ bool is_dispatched_here(const nnvm::Op* x);
 // Whether the engine runs a node on a CPU; `half`: which 16-bit type some input or output has.
 bool is_taken(const NodeAttrs& attrs, int half);
 std::string dispatched_names();  // a line for each
-void register_training();  // training_operators.cc
-void register_tensor_core();  // tensor_core.cc
+void register_training();  // training.cc
+void register_tensor_core();  // tensor_core/operator.cc
 
 // For tests: the generic operator runs instead of hand-written kernels.
 extern bool generic_only;

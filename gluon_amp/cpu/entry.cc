@@ -7,12 +7,12 @@
 #include <cstring>
 #include <set>
 
-#include "attributes.h"
+#include "dispatch/attributes.h"
+#include "dispatch/plan.h"
+#include "dispatch/user_code.h"
+#include "dispatch/watch.h"
 #include "gpu.h"
-#include "onednn.h"
-#include "plan.h"
-#include "user_code.h"
-#include "watch.h"
+#include "onednn/onednn.h"
 
 #include <mxnet/imperative.h>
 #include <mxnet/resource.h>

@@ -7,7 +7,7 @@ from .operators import PRODUCTS
 
 ATTRIBUTE = "__gluon_amp_accumulate__"
 
-# Operators with emulated accumulation (cpu/tensor_core_products.cc), and other products.
+# Operators with emulated accumulation (cpu/tensor_core/products.cc), and other products.
 _WITH_CODE = frozenset("""
     Convolution Deconvolution FullyConnected dot batch_dot _linalg_gemm _linalg_gemm2 RNN
     _np_dot _npi_matmul _npi_tensordot_int_axes

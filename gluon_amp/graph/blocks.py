@@ -2,7 +2,7 @@
 
 A tensor's shape and size do not change. Layers that share a blocked tensor need no reorder between
 them. Variables, outputs of the graph, and all tensors of other operators are plain. A gradient has
-the layout of its tensor (cpu/gradients.cc).
+the layout of its tensor (cpu/dispatch/gradients.cc).
 """
 import os
 from typing import Dict, List, Mapping, Optional, Set

@@ -50,8 +50,8 @@ _GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "g
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
 
-# Operators that MXNet's code runs. Most create or copy values (kMoves of cpu/dispatch.cc), which
-# MXNet does as fast for 16-bit types. The last three run bodies, which are built separately.
+# Operators that MXNet's code runs. Most create or copy values (kMoves of cpu/dispatch/dispatch.cc),
+# which MXNet does as fast for 16-bit types. The last three run bodies, which are built separately.
 LEFT_ALONE = frozenset("""
     Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _zeros_without_dtype
     _ones _full _eye zeros_like ones_like _npx_reshape _np_reshape _np_squeeze

@@ -2,7 +2,8 @@
 
 A layer has three products: its output, its data's gradient and its weight's gradient. This module
 removes the low-precision settings of those in high precision. The engine propagates settings to
-gradient nodes (cpu/gradients.cc). There one attribute selects the inputs whose gradients lose them.
+gradient nodes (cpu/dispatch/gradients.cc). There one attribute selects the inputs whose gradients
+lose them.
 """
 from typing import Collection
 

@@ -9,7 +9,7 @@ from ..policy import Policy
 from .accumulate import ATTRIBUTE
 from .graph import Graph, Node
 
-LOOP = "__gluon_amp_loop__"  # an RNN runs in cpu/rnn_loop.cc, which supports several formats
+LOOP = "__gluon_amp_loop__"  # an RNN runs in our loop over time, which supports several formats
 
 # Products for which the engine supports one format only, and their names in MXNet's API.
 _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
@@ -46,7 +46,7 @@ def check_formats(node: Node, policy: str) -> None:
 
 
 def check_loops(built: Graph, policy: str) -> None:
-    """Refuses options of RNNs that our loop over time (cpu/rnn_loop.cc) does not support."""
+    """Refuses options of RNNs that our loop over time (cpu/operators) does not support."""
     for node in _in_loops(built):
         for option in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max",
                        "use_sequence_length"):

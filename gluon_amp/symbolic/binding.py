@@ -4,8 +4,8 @@
 graph with the same arguments, gradients and outputs.
 
 The loss scale s multiplies only the gradient of a loss head. One operator of x and s precedes each
-head. It returns x, and the engine multiplies its gradient by s (cpu/gradients.cc). If the engine
-does not load, s multiplies a zero that has the gradient of x:
+head. It returns x, and the engine multiplies its gradient by s (cpu/dispatch/gradients.cc). If the
+engine does not load, s multiplies a zero that has the gradient of x:
 
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
 """

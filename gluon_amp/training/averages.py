@@ -1,8 +1,8 @@
 """Moving averages stay finite on GPUs.
 
-On a CPU the engine writes no infinity or NaN into a moving average (cpu/averages.h). MXNet's
-kernels for GPUs do: after one batch with an overflow, all predictions would be NaN. Here a copy of
-the averages follows each update. The next step checks it with its gradients; a skipped step
+On a CPU the engine writes no infinity or NaN into a moving average (cpu/dispatch/averages.h).
+MXNet's kernels for GPUs do: after one batch with an overflow, all predictions would be NaN. Here a
+copy of the averages follows each update. The next step checks it with its gradients; a skipped step
 restores from it the averages that are not finite.
 """
 from typing import Any, Callable, List, Sequence, Tuple

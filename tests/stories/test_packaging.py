@@ -163,10 +163,12 @@ def test_build_with_compiler_without_openmp_names_package_to_install(source, tmp
 def test_only_changed_sources_are_recompiled(tmp_path):
     compiler, log, cpu = tmp_path / "compiler", tmp_path / "log", tmp_path / "gluon_amp" / "cpu"
     shutil.copy(ROOT / "setup.py", tmp_path)
-    (cpu / "kernels").mkdir(parents=True)
+    for folder in ("kernels", "operators", "tensor_core"):
+        (cpu / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "gluon_amp" / "cuda", tmp_path / "gluon_amp" / "cuda")
     shutil.copy(ROOT / "gluon_amp" / "cpu" / "portable.cc", cpu)
-    for name in ("one.cc", "two.cc", "header.h", "kernels/three.cc", "kernels/own.h"):
+    for name in ("one.cc", "operators/two.cc", "header.h", "kernels/three.cc", "kernels/own.h",
+                 "tensor_core/kernels.cc"):
         (cpu / name).write_text("// as it was")
     compiler.write_text(f"""#!/bin/sh
 while [ $# -gt 1 ]; do
@@ -182,16 +184,17 @@ done""")
         return sorted(Path(line).name for line in log.read_text().splitlines()
                       if "/cuda/" not in line and "portable.cc" not in line)
 
-    assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]  # 3 instruction sets, 2 types
-    assert len(list((tmp_path / "objects").iterdir())) == 9  # and portable.cc
+    kernels = [*["kernels.cc"] * 3, "one.cc", *["three.cc"] * 6]  # 3 instruction sets, 2 types
+    assert compiled() == [*kernels, "two.cc"]
+    assert len(list((tmp_path / "objects").iterdir())) == 12  # and portable.cc
     shutil.rmtree(tmp_path / "build")
     assert compiled() == []
-    (cpu / "two.cc").write_text("// changed")
+    (cpu / "operators" / "two.cc").write_text("// changed")
     assert compiled() == ["two.cc"]
     (cpu / "header.h").write_text("// changed")
     assert compiled() == ["one.cc", "two.cc"]
     (cpu / "kernels" / "own.h").write_text("// changed")
-    assert compiled() == ["one.cc", *["three.cc"] * 6, "two.cc"]
+    assert compiled() == [*kernels, "two.cc"]
 
 
 def test_build_for_another_processor_is_refused(source):

@@ -1,0 +1,129 @@
+// Creates attributes through MXNet's C API, because NodeAttrs must not be copied here (native.h, 2).
+// They are never changed in place: graphs and threads share them.
+#include "dispatch/attributes.h"
+
+#include <errno.h>
+#include <locale.h>
+#include <stdlib.h>
+
+#include <cstdio>
+#include <set>
+
+namespace gluon_amp {
+namespace {
+
+std::set<std::string>& constants() {
+  static auto* made = new std::set<std::string>;
+  return *made;
+}
+
+bool is_constant(const Operator& of, const std::string& key) {
+  return constants().count(key) || constants().count(of.op->name + "." + key);
+}
+
+// A constant rounded to a 16-bit type, in decimal without an exponent, which MXNet parses with an error; empty
+// if that changes nothing or the text is not a number.
+std::string rounded(const std::string& text, int type) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  char* end;
+  const float number = strtof_l(text.c_str(), &end, c);
+  if (end == text.c_str() || *end) return "";
+  Half half;
+  float made;
+  kernels_of(type)->narrow(&number, &half, 1, kStore);
+  kernels_of(type)->widen(&half, &made, 1);
+  if (made == number || made != made) return "";
+  char digits[200];
+  const locale_t before = uselocale(c);
+  const int places = type == mshadow::kFloat16 ? 24 : 133;  // exact
+  std::snprintf(digits, sizeof digits, "%.*f", places, made);
+  uselocale(before);
+  return digits;
+}
+
+// The default with which nan_to_num replaces an infinity: the type's largest number.
+const char* limit(const Operator& of, const std::string& key, int type) {
+  if (of.op->name != "_npi_nan_to_num") return nullptr;
+  const bool bfloat16 = type == mshadow::kBfloat16;
+  return key == "posinf" ? (bfloat16 ? "338953138925153547590470800371487866880" : "65504")
+         : key == "neginf" ? (bfloat16 ? "-338953138925153547590470800371487866880" : "-65504") : nullptr;
+}
+
+// The replacement of an attribute for a 16-bit type; empty if the attribute does not change.
+std::string substitute(const Operator& of, const std::string& key, const std::string& text, int type) {
+  if (limit(of, key, type) && text == "None") return limit(of, key, type);
+  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.casts) return "float32";
+  if (!is_constant(of, key)) return "";
+  const std::string made = rounded(text, type);
+  const auto at = made.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32
+  return of.op->name == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
+}
+
+// Computes the attributes for a 16-bit type; returns whether any differs.
+bool change(const Operator& of, const NodeAttrs& attrs, int type, Attributes::Texts* texts) {
+  bool changed = false;
+  for (const auto& item : attrs.dict) {
+    const std::string text = substitute(of, item.first, item.second, type);
+    changed |= !text.empty();
+    if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
+  }
+  for (const char* key : {"posinf", "neginf"}) {
+    if (!limit(of, key, type) || find(attrs, key)) continue;
+    changed = true;
+    if (texts) texts->emplace_back(key, limit(of, key, type));
+  }
+  return changed;
+}
+
+// A cache of replacements by operator and attributes, kept while referenced or while there are few.
+constexpr size_t kMost = 1000;
+struct Cache {
+  std::mutex lock;
+  std::map<std::string, std::shared_ptr<const Attributes>> made;
+};
+
+}  // namespace
+
+Attributes::Attributes(const nnvm::Op* op, const Texts& texts) {
+  std::vector<const char*> keys, values;
+  for (const auto& text : texts) {
+    keys.push_back(text.first.c_str());
+    values.push_back(text.second.c_str());
+  }
+  errno = 0;  // MXNet reads it without clearing it: after an overflow in libm it refuses "inf"
+  if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), static_cast<uint32_t>(keys.size()),
+                                 keys.data(), values.data(), &symbol_))
+    throw dmlc::Error(MXGetLastError());
+}
+
+Attributes::~Attributes() { MXSymbolFree(symbol_); }
+
+const NodeAttrs& Attributes::get() const {
+  return static_cast<const std::vector<nnvm::NodeEntry>*>(symbol_)->front().node->attrs;
+}
+
+std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half) {
+  Attributes::Texts texts;
+  if (half != kNoHalf) change(of, attrs, half, &texts);
+  else texts.assign(attrs.dict.begin(), attrs.dict.end());
+  return std::make_shared<const Attributes>(of.op, texts);
+}
+
+std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half) {
+  if (!of.op->attr_parser || !change(of, attrs, half, nullptr)) return nullptr;
+  static Cache& cache = *new Cache;
+  std::string key = of.op->name + '\0' + std::to_string(half);
+  for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
+  const std::lock_guard<std::mutex> guard(cache.lock);
+  auto& found = cache.made[key];
+  if (!found) {
+    auto made = keep(of, attrs, half);
+    if (cache.made.size() > kMost) cache.made.clear();
+    return cache.made[key] = std::move(made);
+  }
+  return found;
+}
+
+void set_constants(int count, const char** names) { constants().insert(names, names + count); }
+
+}  // namespace gluon_amp

@@ -1,0 +1,91 @@
+// Arrays in blocks of 16 channels between layers.
+//
+// graph/blocks.py selects them. Their shapes and sizes are those of plain arrays. Hand-written kernels that
+// support blocks (kBlocks, kAnyOrder) read and write them; all other code gets plain copies.
+#include "dispatch/blocks.h"
+
+namespace gluon_amp {
+namespace {
+
+// Whether blocks of an array differ from its plain layout.
+bool has_blocks(const TBlob& array) {
+  return is_half(array) && array.ndim() > 2 && array.shape_[1] % kBlock == 0 &&
+         array.shape_.ProdShape(2, array.ndim()) > 1;
+}
+
+int64_t places_of(const TBlob& array) { return array.shape_.ProdShape(2, array.ndim()); }
+
+TBlob scratch_like(const TBlob& array, Lease* lease) {
+  return TBlob(lease->memory((size(array) + 1) / 2), array.shape_, mshadow::cpu::kDevMask, array.type_flag_, 0);
+}
+
+// A plain array into one in blocks.
+void put(const TBlob& made, const TBlob& to, Write write) {
+  if (write == kStore) return block(made, halves(to));
+  Lease lease;
+  const TBlob blocks = scratch_like(made, &lease);
+  block(made, halves(blocks));
+  const Half* const added = halves(blocks);
+  kernels_of(to)->sum(&added, 1, halves(to), size(to), write);
+}
+
+}  // namespace
+
+Blocked::Blocked(const NodeAttrs& attrs, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs) {
+  const std::string* const said = setting(attrs, kBlockedKey);
+  if (!said) return;
+  const size_t comma = said->find(',');
+  const auto is_said = [said](size_t at, size_t end) { return at < end && (*said)[at] == '1'; };
+  for (size_t i = 0; i < ins.size(); ++i) in.push_back(is_said(i, comma) && has_blocks(ins[i]));
+  for (size_t i = 0; i < outs.size(); ++i)
+    out.push_back(is_said(comma + 1 + i, said->size()) && has_blocks(outs[i]));
+}
+
+bool Blocked::any() const {
+  return std::count(in.begin(), in.end(), true) + std::count(out.begin(), out.end(), true) > 0;
+}
+
+bool Blocked::all() const {
+  return std::count(in.begin(), in.end(), false) + std::count(out.begin(), out.end(), false) == 0;
+}
+
+void block(const TBlob& plain, Half* blocks) {
+  const int64_t places = places_of(plain);
+  bfloat16_kernels->transpose(halves(plain), blocks, size(plain) / (kBlock * places), kBlock, places);
+}
+
+void unblock(const TBlob& blocks, Half* plain) {
+  const int64_t places = places_of(blocks);
+  bfloat16_kernels->transpose(halves(blocks), plain, size(blocks) / (kBlock * places), places, kBlock);
+}
+
+void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write) {
+  if (block_of(made, to.shape_) == kBlock)
+    return kernels_of(to)->narrow(static_cast<const float*>(made.storage_handle().dptr), halves(to), size(to),
+                                  write);
+  Lease lease;
+  const TBlob plain = scratch_like(to, &lease);
+  narrow(made, plain, kStore);
+  put(plain, to, write);
+}
+
+void in_plain(const Call& call, const std::function<void(const Call&)>& run) {
+  Lease lease;
+  std::vector<TBlob> in(call.in), out(call.out);
+  std::vector<OpReqType> req(call.req);
+  for (size_t i = 0; i < in.size(); ++i) {
+    if (!call.blocked.input(i)) continue;
+    in[i] = scratch_like(call.in[i], &lease);
+    unblock(call.in[i], halves(in[i]));
+  }
+  for (size_t i = 0; i < out.size(); ++i) {
+    if (!call.blocked.output(i) || call.write(i) == kNothing) continue;
+    out[i] = scratch_like(call.out[i], &lease);
+    req[i] = mxnet::kWriteTo;
+  }
+  run({call.of, call.attrs, call.context, in, req, out, call.rounding, call.state});
+  for (size_t i = 0; i < out.size(); ++i)
+    if (out[i].dptr_ != call.out[i].dptr_) put(out[i], call.out[i], call.write(i));
+}
+
+}  // namespace gluon_amp

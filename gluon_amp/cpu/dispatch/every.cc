@@ -1,0 +1,351 @@
+// The generic operator: runs MXNet's float32 code on float16 and bfloat16 arrays.
+//
+// It widens inputs into scratch, runs MXNet's operator, and rounds the results once. It reads all 16-bit inputs
+// before it writes any output, so an output may share memory with any of them. It also supports other grids on
+// float32 arrays: it then rounds inputs (MXNet's sums of gradients are not rounded yet) and outputs.
+#include <locale.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "dispatch/watch.h"
+
+namespace gluon_amp {
+
+const Kernels *kernels = nullptr, *bfloat16_kernels = nullptr;
+
+// ---- attributes ----------------------------------------------------------------
+
+float number(const NodeAttrs& attrs, const char* key, float otherwise) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  const std::string* found = find(attrs, key);
+  return found ? strtof_l(found->c_str(), nullptr, c) : otherwise;
+}
+
+bool flag(const NodeAttrs& attrs, const char* key, bool otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found == "True" || *found == "true" || *found == "1" : otherwise;
+}
+
+std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found : otherwise;
+}
+
+std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
+  std::vector<int64_t> made;
+  const std::string* text = find(attrs, key);
+  for (const char* at = text ? text->c_str() : ""; *at;) {
+    char* end;
+    const long long value = std::strtoll(at, &end, 10);
+    if (end != at) made.push_back(value);
+    at = end == at ? at + 1 : end;
+  }
+  return made;
+}
+
+Rounding::Rounding(const NodeAttrs& attrs) {
+  for (const auto& item : attrs.dict) {
+    if (!is_setting(item.first) || item.second.empty()) continue;
+    const char* text = item.second.c_str();
+    if (item.first == kInputsKey) inputs = &item.second;
+    if (item.first == kOutputsKey) outputs = &item.second;
+    if (item.first == kReadsKey) reads = &item.second;
+    if (item.first == kScalingKey) scaling = &item.second;
+    if (item.first == kScaledKey) scaled = &item.second;
+    if (item.first == kOutputGridKey) output = grid_of(text);
+    if (item.first == kProductGridKey) product = grid_of(text);
+    if (item.first == kGradientGridKey) gradient = grid_of(text);
+  }
+  any = inputs || outputs || reads;
+}
+
+Grid grid_of(const char* text) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
+  for (float& number : numbers) {
+    char* end;
+    const float read = strtof_l(text, &end, c);
+    if (end == text) break;
+    number = read;
+    text = end;
+  }
+  return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
+          static_cast<GridRounding>(static_cast<int>(numbers[5])), 0};
+}
+
+void Rounding::draw(const OpContext& context) {
+  if (!is_stochastic()) return;
+  auto* random = context.requested.back().get_random<mshadow::cpu, mshadow::default_real_t>(
+      context.get_stream<mshadow::cpu>());
+  const uint64_t high = random->GetRandInt();
+  key = high << 32 | random->GetRandInt();
+}
+
+const Grid* Rounding::keyed(const Grid& grid, uint64_t tensor) const {
+  if (grid.rounding != kStochastic) return &grid;
+  keyed_.push_back(grid);
+  uint64_t mixed = key + (tensor + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
+  keyed_.back().key = mixed ^ mixed >> 31;
+  return &keyed_.back();
+}
+
+// ---- oneDNN's blocks -------------------------------------------------------------
+
+int block_size() {
+  static const int size = [] {
+    const char* most = std::getenv("DNNL_MAX_CPU_ISA");
+    const bool wide = !most || !std::strcmp(most, "ALL") || !std::strncmp(most, "AVX512_CORE", 11);
+    return wide && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
+               ? 16 : 8;
+  }();
+  return size;
+}
+
+mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
+  mkldnn::memory::desc made;
+  std::memset(&made.data, 0, sizeof made.data);
+  auto& d = made.data;
+  d.ndims = shape.ndim();
+  d.data_type = dnnl_f32;
+  d.format_kind = dnnl_blocked;
+  for (int k = 0; k < d.ndims; ++k) d.dims[k] = d.padded_dims[k] = shape[k];
+  d.padded_dims[1] = (shape[1] + block - 1) / block * block;
+  auto& b = d.format_desc.blocking;
+  b.inner_nblks = 1;
+  b.inner_blks[0] = block;
+  b.inner_idxs[0] = 1;
+  dnnl_dim_t stride = block;
+  for (int k = d.ndims; k-- > 2; stride *= shape[k]) b.strides[k] = stride;
+  b.strides[1] = stride;
+  b.strides[0] = stride * (d.padded_dims[1] / block);
+  return made;
+}
+
+namespace {
+
+// Writes float32 results in scratch to their output.
+void put(const float* from, float* to, int64_t n, Write write) {
+  if (write == kStore) kernels->copy(from, to, n * sizeof(float));
+  if (write == kAdd)
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
+}  // namespace
+
+int block_of(const NDArray& made, const mxnet::TShape& shape) {
+  if (!made.IsMKLDNNData()) return 0;
+  const auto& d = description(made.GetMKLDNNData());
+  const auto& b = d.format_desc.blocking;
+  const auto block = static_cast<int>(b.inner_blks[0]);
+  if (d.ndims < 3 || d.ndims != shape.ndim() || d.format_kind != dnnl_blocked || b.inner_nblks != 1 ||
+      b.inner_idxs[0] != 1 || d.offset0 != 0 || (block != 16 && block != 8))
+    return 0;
+  const mkldnn::memory::desc expected = in_blocks(shape, block);
+  const auto& strides = expected.data.format_desc.blocking.strides;
+  return std::equal(strides, strides + d.ndims, b.strides) ? block : 0;
+}
+
+void narrow(const NDArray& made, const TBlob& to, Write write) {
+  if (write == kNothing || size(to) == 0) return;
+  const mxnet::TShape& shape = to.shape_;
+  const bool half = is_half(to);
+  if (made.IsMKLDNNData()) {
+    const auto& d = description(made.GetMKLDNNData());
+    const auto& b = d.format_desc.blocking;
+    const int block = block_of(made, shape);
+    if (block) {
+      const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
+      const auto* from = static_cast<const float*>(made.storage_handle().dptr);
+      if (!half) {
+        kernels->unblock_floats(from, floats(to), batch, channels, plane, block, write);
+        return;
+      }
+      // A watched node runs some images, or some channels of an image, at a time.
+      const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
+      const int64_t images = std::max<int64_t>(1, most / stored);
+      const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
+      for (int64_t n = 0; n < batch; n += images)
+        for (int64_t c = 0; c < channels; c += some) {
+          const int64_t many = std::min(images, batch - n), of_each = std::min(some, channels - c);
+          const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
+          const float* const exact = from + n * stored + c * plane;
+          Half* const rounded = halves(to) + (n * channels + c) * plane;
+          show(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
+          kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
+        }
+      return;
+    }
+  }
+  const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
+  const float* from = floats(plain.data());
+  if (half) narrow(from, to, write);
+  else put(from, floats(to), size(to), write);
+}
+
+// ---- one call ----------------------------------------------------------------------
+
+namespace {
+
+bool all_nothing(const Call& call) {
+  for (auto r : call.req)
+    if (r != mxnet::kNullOp) return false;
+  return true;
+}
+
+// Whether X writes directly to the output's memory, not to scratch.
+bool is_direct(const Call& call, size_t i, bool onednn) {
+  const TBlob& to = call.out[i];
+  const bool rounds = is_float(to) && call.rounding.written(i);
+  return !is_half(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
+}
+
+// Whether X may write to an input before it has read all of it, because an output shares its memory.
+bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& direct) {
+  for (size_t i = 0; i < direct.size(); ++i)
+    if (direct[i] && from.dptr_ && from.dptr_ == call.out[i].dptr_) return true;
+  return false;
+}
+
+// oneDNN's RNN copies its weights and has pointers to the other data of the forward pass, so the backward pass
+// reads only gradients: of y and of its two states. The inputs of MXNet's RNNGrad: data, weights, state, y, dy,
+// new state, its gradient, cell, new cell, its gradient.
+constexpr size_t kWeightsOfRnn = 1;
+constexpr size_t kGradientOfY = 4, kGradientOfState = 6, kGradientOfCell = 9;
+bool is_read(const Operator& of, size_t i) {
+  return of.op->name != "_backward_RNN" || i == kGradientOfY || i == kGradientOfState ||
+         i == kGradientOfCell;
+}
+
+const Grid kBfloat16 = {7, 0x1p-126f, 0x1.fep127f, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
+
+TBlob copy_of(const TBlob& from, Lease* lease) {
+  const auto bytes = size(from) * static_cast<int64_t>(mshadow::mshadow_sizeof(from.type_flag_));
+  float* memory = lease->memory((bytes + 3) / 4);
+  kernels->copy(from.dptr_, memory, bytes);
+  return TBlob(memory, from.shape_, mshadow::cpu::kDevMask, from.type_flag_, 0);
+}
+
+}  // namespace
+
+bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs) {
+  if (!of.compute && !of.stateful) return true;
+  if (!(of.compute_ex || of.stateful_ex) || !of.storage) return false;
+  auto mode = mxnet::DispatchMode::kUndefined;
+  std::vector<int> in(inputs, mxnet::kDefaultStorage), out(outputs, mxnet::kUndefinedStorage);
+  call_theirs<bool, const NodeAttrs&, int, mxnet::DispatchMode*, std::vector<int>*,
+              std::vector<int>*>(of.storage, attrs, mshadow::cpu::kDevMask, &mode, &in, &out);
+  return mode == mxnet::DispatchMode::kFComputeEx;
+}
+
+void run(const Call& call) {
+  run(call, prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()),
+      call.of.mutates ? call.of.mutates(call.attrs) : std::vector<uint32_t>(), nullptr, nullptr);
+}
+
+void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
+         const OpStatePtr* state, std::unique_ptr<Lease>* kept) {
+  const Operator& of = call.of;
+  if (mutated.empty() && !state && all_nothing(call)) return;
+  const std::lock_guard<std::mutex> mine(turn());
+  auto owner = std::make_unique<Lease>();
+  Lease &lease = *owner, brief;
+  std::vector<NDArray> in, out;
+  std::vector<OpReqType> req = call.req;
+  std::vector<bool> direct;
+  for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
+  const size_t weight = !of.has_parameters ? call.in.size() : of.op->name[0] == '_' ? 2 : 1;
+  for (size_t i = 0; i < call.in.size(); ++i) {
+    const TBlob& from = call.in[i];
+    const Grid* grid = call.rounding.read(i);
+    if (i == weight && is_float(from) && is_half(call.in[0])) grid = &kBfloat16;
+    if (!is_half(from) && !(grid && is_float(from))) {
+      const bool copied = overwritten(call, from, direct) &&
+                          !std::count(mutated.begin(), mutated.end(), i);
+      in.emplace_back(copied ? copy_of(from, &lease) : from, 0);
+      continue;
+    }
+    if (state && onednn && is_half(from) && !is_read(of, i)) {
+      in.emplace_back(TBlob(from.dptr_, from.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0), 0);
+      continue;
+    }
+    const bool copied = state && onednn && i == kWeightsOfRnn;
+    in.push_back((copied ? brief : lease).array(from.shape_));
+    float* widened = floats(in[i].data());
+    if (is_half(from)) kernels_of(from)->widen(halves(from), widened, size(from));
+    if (!grid) continue;
+    const float* exact = is_half(from) ? widened : floats(from);
+    kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
+                   size(from), kStore);
+  }
+  bool empty = false;  // MXNet's code then does not write some gradients
+  for (auto& from : call.in) empty |= size(from) == 0;
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    if (direct[i]) {
+      out.emplace_back(to, 0);
+      if ((of.leaves_outputs || empty) && call.write(i) == kStore && is_float(to))
+        std::fill_n(floats(to), size(to), 0.0f);
+    } else {
+      out.push_back(lease.array(to.shape_));
+      if (of.leaves_outputs || empty) std::fill_n(floats(out[i].data()), size(to), 0.0f);
+      if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
+    }
+    if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
+  }
+  OpContext context = call.context;
+  // In predictions MXNet would reorder the weight in a later task, after this scratch is reused.
+  if (of.pushes_its_weight) context.is_train = true;
+  if (state && onednn) {
+    // A static CachedOp does not initialize need_grad, by which an RNN decides whether it trains; is_train
+    // replaces it. An RNN detects new weights by their version, so scratch gets a new version for each call.
+    static std::atomic<size_t> calls{0};
+    context.need_grad = false;
+    for (auto& array : in) array.var()->version_ = ++calls;
+  }
+
+  auto blobs = [](const std::vector<NDArray>& arrays) {
+    std::vector<TBlob> made;
+    for (auto& array : arrays) made.push_back(array.data());
+    return made;
+  };
+  if (onednn) of.ask(req);
+  if (state && onednn) of.stateful_ex(*state, context, in, req, out);
+  else if (state) of.stateful(*state, context, blobs(in), req, blobs(out));
+  else if (onednn) of.compute_ex(call.attrs, context, in, req, out);
+  else of.compute(call.attrs, context, blobs(in), req, blobs(out));
+
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    const Write write = call.write(i);
+    if (write == kNothing) continue;
+    const Grid* grid = is_half(to) || is_float(to) ? call.rounding.written(i) : nullptr;
+    if ((is_half(to) || (is_float(to) && !direct[i])) && !grid) {
+      narrow(out[i], to, write);
+    } else if (direct[i]) {
+      if (!grid) continue;
+      show(floats(to), size(to), 0, to.dptr_, grid, to.type_flag_);
+      kernels->round(*grid, floats(to), floats(to), size(to), kStore);
+    } else {
+      NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
+      float* from = floats(made.data());
+      show(from, size(to), 0, to.dptr_, grid, to.type_flag_);
+      if (is_half(to)) {
+        kernels->round(*grid, from, from, size(to), kStore);
+        kernels_of(to)->narrow(from, halves(to), size(to), write);
+      } else {
+        kernels->round(*grid, from, floats(to), size(to), write);
+      }
+    }
+  }
+  for (uint32_t i : mutated)
+    if (is_half(call.in[i])) narrow(in[i], call.in[i], kStore);
+  if (kept) *kept = std::move(owner);
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,179 @@
+// The table of watched nodes' counts.
+#include "dispatch/watch.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+
+#include "operators/pieces.h"
+
+namespace gluon_amp {
+namespace {
+
+thread_local Watch* current = nullptr;
+thread_local bool floats_too = false;
+
+using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
+std::mutex lock;
+std::map<Key, size_t> places;  // indices of rows
+std::vector<WatchedRow> rows, taken;  // both keep their memory
+std::string names, taken_names;       // of the rows' nodes, 0-terminated
+
+void add(const Counts& from, Counts* to) {
+  for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
+  to->zero += from.zero;
+  to->infinite += from.infinite;
+  to->overflowed += from.overflowed;
+  to->flushed += from.flushed;
+  to->squares += from.squares;
+  to->error_squares += from.error_squares;
+}
+
+// Samples one number of each part of an array. Its index differs from part to part, because parts as long as
+// rows would sample one column. Arrays of the same size have the same indices.
+void take_sample(const TBlob& from, WatchedRow* row) {
+  const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
+  Half found[kSamples];
+  row->samples = 0;
+  for (int64_t begin = 0; begin < n; begin += step) {
+    const int64_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;  // 24 bits
+    const int64_t i = begin + (mixed * std::min(step, n - begin) >> 24);
+    if (is_half(from)) found[row->samples++] = halves(from)[i];
+    else row->sample[row->samples++] = floats(from)[i];
+  }
+  if (is_half(from)) kernels_of(from)->widen(found, row->sample, row->samples);
+}
+
+// Counts the values of an array after rounding.
+void count_written(const TBlob& from, Counts* counts) {
+  if (is_half(from)) kernels_of(from)->count_halves(halves(from), size(from), counts);
+  else kernels->count(floats(from), size(from), nullptr, false, counts);
+}
+
+int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
+
+// The i-th number of a list such as "0,2,-1"; -1 if there is none.
+int64_t number_at(const std::string& list, size_t i) {
+  const char* at = list.c_str();
+  for (; i > 0 && at; --i)
+    if ((at = std::strchr(at, ','))) ++at;
+  return at && *at ? std::atoll(at) : -1;
+}
+
+}  // namespace
+
+Watch::Watch(const Call& call, const std::string* name, const std::string* inputs)
+    : call_(call), name_(name), inputs_(inputs),
+      samples_(name && !name->empty() && name->front() == kSamplesOnly),
+      counted_(name ? call.out.size() : 0) {
+  if (name_ && !samples_) current = this;
+  floats_too = samples_;
+}
+
+Watch::~Watch() {
+  if (!name_) return;
+  current = nullptr;
+  floats_too = false;
+  for (size_t i = 0; i < call_.out.size(); ++i) {
+    const TBlob& out = call_.out[i];
+    if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
+    if (!counted_[i] && !samples_) {
+      counted_[i] = std::make_unique<Counts>();
+      count_written(out, counted_[i].get());
+    }
+    const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
+    std::lock_guard<std::mutex> guard(lock);
+    const auto place = places.emplace(Key(name_->substr(samples_), inputs_ != nullptr, index),
+                                      rows.size());
+    if (place.second) {
+      names.append(std::get<0>(place.first->first)).push_back('\0');
+      rows.emplace_back();
+      rows.back().index = index;
+      rows.back().backward = inputs_ != nullptr;
+    }
+    WatchedRow& row = rows[place.first->second];
+    if (counted_[i]) add(*counted_[i], &row.counts);
+    take_sample(out, &row);
+  }
+}
+
+Counts* counts_of(const void* to) {
+  if (!current) return nullptr;
+  const auto& out = current->call_.out;
+  for (size_t i = 0; i < out.size(); ++i) {
+    const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
+    if (at < begin || at >= begin + bytes(out[i])) continue;
+    auto& counts = current->counted_[i];
+    if (!counts) counts = std::make_unique<Counts>();
+    return counts.get();
+  }
+  return nullptr;
+}
+
+void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+          int type) {
+  Counts* const counts = counts_of(to);
+  if (!counts) return;
+  kernels_of(type)->count(exact, n, grid, is_half(type), counts);
+  counts->bins[0] -= padding;
+  counts->zero -= padding;
+}
+
+bool watching() { return current != nullptr; }
+
+int64_t shown_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
+
+bool takes_floats() { return floats_too; }
+
+bool show_own_code(const Call& call, const OwnCode& own) {
+  if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
+      std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_half(to); }))
+    return false;
+  if ((own.supports & kNumbers) == kNumbers &&
+      some_numbers_at_a_time(call, shown_at_a_time(),
+                             [&](const Call& piece) { return show_own_code(piece, own); }))
+    return true;
+  Lease lease;
+  auto wide = [&](const TBlob& array) {
+    return is_half(array) ? lease.array(array.shape_).data() : array;
+  };
+  std::vector<TBlob> in, out;
+  std::vector<OpReqType> req = call.req;
+  for (auto& from : call.in) {
+    in.push_back(wide(from));
+    if (is_half(from)) kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
+  }
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    out.push_back(wide(call.out[i]));
+    if (is_half(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
+  }
+  floats_too = true;
+  const bool ran = own.run({call.of, call.attrs, call.context, in, req, out, Rounding()});
+  floats_too = false;
+  for (size_t i = 0; ran && i < out.size(); ++i) {
+    const TBlob& to = call.out[i];
+    if (is_half(to) && call.write(i) != kNothing) narrow(floats(out[i]), to, call.write(i));
+  }
+  return ran;
+}
+
+int64_t watched() {
+  std::lock_guard<std::mutex> guard(lock);
+  taken.swap(rows);
+  taken_names.swap(names);
+  rows.clear();
+  names.clear();
+  places.clear();
+  return static_cast<int64_t>(taken.size());
+}
+
+const WatchedRow* watched_rows() { return taken.data(); }
+
+const char* watched_names(int64_t* length) {
+  *length = static_cast<int64_t>(taken_names.size());
+  return taken_names.data();
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,89 @@
+// Repairs weight gradients of three-dimensional convolutions.
+//
+// For them oneDNN 2.4 walks along the outputs' depth with AVX-512, and shifts the kernel's planes by the stride. If
+// outputs reach into the padding at both ends, and none lies between, it shifts wrongly: it adds products to other
+// planes, and leaves planes uninitialized. Without padding in depth it is right, so here zeros surround the images.
+#include "onednn/depth.h"
+
+#include "dispatch/attributes.h"
+
+namespace gluon_amp {
+
+bool Depth::is_wrong() const {
+  if (stride == 1 || dilate != 1) return false;
+  bool before = false, after = false;
+  for (int64_t i = 0; i < out; ++i) {
+    const int64_t first = i * stride - pad, last = first + kernel - 1;
+    if (first >= 0 && last < in) return false;
+    before |= first < 0;
+    after |= last >= in;
+  }
+  return before && after;
+}
+
+namespace {
+
+Depth depth_of(const NodeAttrs& attrs, const NDArray& images, const NDArray& outputs) {
+  const auto first = [&](const char* key, int64_t otherwise) {
+    const std::vector<int64_t> given = numbers(attrs, key);
+    return given.empty() ? otherwise : given[0];
+  };
+  return {images.shape()[2], outputs.shape()[2], first("kernel", 1), first("stride", 1), first("dilate", 1),
+          first("pad", 0)};
+}
+
+// The images between planes of zeros, all that the outputs read.
+NDArray surrounded(const NDArray& images, const Depth& depth, Lease* lease) {
+  const NDArray plain = images.IsMKLDNNData() ? images.Reorder2Default() : images;
+  mxnet::TShape shape = plain.shape();
+  const int64_t plane = shape[3] * shape[4], count = shape[0] * shape[1], from = depth.in * plane;
+  shape[2] = (depth.out - 1) * depth.stride + depth.kernel;
+  const int64_t to = shape[2] * plane, before = depth.pad * plane;
+  const NDArray made = lease->array(shape);
+  const float* const read = floats(plain.data());
+  float* const written = floats(made.data());
+  for_all(count, count * to, [&](int64_t i) {
+    float* const at = written + i * to;
+    std::fill_n(at, before, 0.0f);
+    std::copy_n(read + i * from, from, at + before);
+    std::fill_n(at + before + from, to - before - from, 0.0f);
+  });
+  return made;
+}
+
+// The node's attributes for images that have their padding in depth.
+Attributes without_padding(const NodeAttrs& attrs) {
+  const std::vector<int64_t> pad = numbers(attrs, "pad");
+  Attributes::Texts texts;
+  for (const auto& item : attrs.dict)
+    if (item.first != "pad" && item.first != "target_shape") texts.push_back(item);  // oneDNN's code reads `pad`
+  texts.emplace_back("pad", "(0, " + std::to_string(pad[1]) + ", " + std::to_string(pad[2]) + ")");
+  return Attributes(attrs.op, texts);
+}
+
+}  // namespace
+
+mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution) {
+  return [theirs = std::move(theirs), padded = deconvolution ? 0 : 1](
+             const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
+             const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+    const NDArray &images = in[padded], &outputs = in[1 - padded];  // a deconvolution's images are its result
+    const bool wants_weight = std::any_of(req.begin() + 1, req.end(), [](OpReqType r) { return r != mxnet::kNullOp; });
+    if (images.shape().ndim() != 5 || images.dtype() != mshadow::kFloat32 || !wants_weight)
+      return theirs(attrs, context, in, req, out);
+    const Depth depth = depth_of(attrs, images, outputs);
+    if (!depth.is_wrong()) return theirs(attrs, context, in, req, out);
+
+    Lease lease;
+    std::vector<NDArray> read(in);
+    read[padded] = surrounded(images, depth, &lease);
+    std::vector<OpReqType> of_weight(req), of_data(req.size(), mxnet::kNullOp);
+    of_data[0] = req[0];
+    of_weight[0] = mxnet::kNullOp;
+    // the weight first, because the gradient of the data may share memory with that of the result
+    theirs(without_padding(attrs).get(), context, read, of_weight, out);
+    if (req[0] != mxnet::kNullOp) theirs(attrs, context, in, of_data, out);
+  };
+}
+
+}  // namespace gluon_amp

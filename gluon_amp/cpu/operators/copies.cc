@@ -1,0 +1,356 @@
+// Hand-written kernels that copy values: copies, casts, splits, concatenations.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "operators/own.h"
+
+namespace gluon_amp {
+namespace {
+
+// Copies the input to each output: the gradient of an addition.
+bool copies(const Call& call) {
+  if (!all_half(call)) return false;
+  const Half* from = halves(call.in[0]);
+  // an output that shares memory with the input is written last
+  for (bool in_place : {false, true})
+    for (size_t i = 0; i < call.out.size(); ++i) {
+      Half* to = halves(call.out[i]);
+      if ((to == from) != in_place) continue;
+      if (call.write(i) == kStore && !in_place)
+        kernels->copy(from, to, size(call.out[i]) * sizeof(Half));
+      if (call.write(i) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.out[i]), kAdd);
+    }
+  return true;
+}
+
+// A cast that rounds a float32 array before or after, in one pass.
+bool rounding_cast(const Call& call) {
+  const TBlob &from = call.in[0], &to = call.out[0];
+  if (!is_float(from) || !is_float(to) || call.write(0) != kStore) return false;
+  const Grid *read = call.rounding.read(0), *written = call.rounding.written(0);
+  if (read && written) return false;
+  const Grid grid = read ? *read : written ? *written : Grid();
+  kernels->round(grid, floats(from), floats(to), size(to), kStore);
+  return true;
+}
+
+bool cast(const Call& call) {
+  if (call.rounding.any) return rounding_cast(call);
+  const TBlob &from = call.in[0], &to = call.out[0];
+  if (is_half(from) && is_float(to) && call.write(0) == kStore)
+    kernels_of(from)->widen(halves(from), floats(to), size(to));
+  else if (is_float(from) && is_half(to) && call.write(0) != kNothing)
+    narrow(floats(from), to, call.write(0));
+  else
+    return call.write(0) == kNothing;
+  return true;
+}
+
+// The index of the input with indices, whose values MXNet's code reads.
+size_t place_of_indices(const Operator& of) {
+  const std::string& name = of.op->name;
+  return name == "Embedding" ? 0 : name == "take" || name == "gather_nd" ? 1 : size_t(-1);
+}
+
+// Runs MXNet's code on halves, for operators that only copy values. Some of that code is wrong for bfloat16,
+// so bfloat16 arrays are passed as float16.
+bool as_it_is(const Call& call) {
+  std::vector<OpReqType> req = call.req;
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
+    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // not all of it supports kAddTo
+    for (auto& from : call.in)
+      if (from.dptr_ == call.out[i].dptr_) return false;
+  }
+  const auto moved = [](TBlob array) {
+    if (is_half(array)) array.type_flag_ = mshadow::kFloat16;
+    return array;
+  };
+  Lease lease;
+  std::vector<TBlob> in, out;
+  for (const TBlob& from : call.in) {
+    in.push_back(moved(from));
+    if (in.size() - 1 != place_of_indices(call.of) || from.type_flag_ != mshadow::kBfloat16) continue;
+    in.back() = lease.array(from.shape_).data();
+    kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
+  }
+  for (const TBlob& to : call.out) out.push_back(moved(to));
+  call.of.compute(call.attrs, call.context, in, req, out);
+  return true;
+}
+
+// An axis of the result of a transpose: its size, and its strides before and after.
+struct Axis {
+  int64_t size, from, to;
+};
+
+// The axes of a transpose; axes that stay adjacent are merged.
+std::vector<Axis> transposed_axes(const mxnet::TShape& shape, const std::vector<int64_t>& order) {
+  std::vector<int64_t> step(shape.ndim(), 1);
+  for (int i = shape.ndim() - 1; i-- > 0;) step[i] = step[i + 1] * shape[i + 1];
+  std::vector<Axis> made;
+  for (int64_t i : order) {
+    const int64_t size = shape[i];
+    if (!made.empty() && made.back().from == step[i] * size)
+      made.back() = {made.back().size * size, step[i], 0};
+    else if (size != 1)
+      made.push_back({size, step[i], 0});
+  }
+  if (made.empty()) made.push_back({1, 1, 0});
+  for (size_t i = made.size(); i-- > 0;)
+    made[i].to = i + 1 < made.size() ? made[i + 1].to * made[i + 1].size : 1;
+  return made;
+}
+
+constexpr int64_t kSquare = 32;
+
+// Transposes the indices from `begin` to `end` of one axis: row by row, or in square tiles that stay in the
+// cache.
+template <class T>
+void copy_transposed(const T* from, T* to, const Axis& axis, int64_t begin, int64_t end,
+                     const Axis& row) {
+  if (row.from == 1) {
+    for (int64_t i = begin; i < end; ++i)
+      std::memcpy(to + i * axis.to, from + i * axis.from, row.size * sizeof(T));
+    return;
+  }
+  for (int64_t at = 0; at < row.size; at += kSquare)
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t k = at; k < std::min(at + kSquare, row.size); ++k)
+        to[i * axis.to + k] = from[i * axis.from + k * row.from];
+}
+
+// Transposes an array of this shape to this order of axes.
+template <class T>
+void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
+                     const std::vector<int64_t>& order) {
+  const auto n = static_cast<int64_t>(shape.Size());
+  if (n == 0) return;
+  std::vector<Axis> axes = transposed_axes(shape, order);
+  const Axis row = axes.back();
+  axes.pop_back();
+  Axis square{1, 0, 0};  // the other axis of tiles: the previous one, or that of the input's rows
+  if (!axes.empty()) {
+    auto found = std::prev(axes.end());
+    while (row.from != 1 && found->from != 1) --found;
+    square = *found;
+    axes.erase(found);
+  }
+  const int64_t squares = (square.size + kSquare - 1) / kSquare;
+  const int64_t count = n / row.size / square.size * squares;
+  for_all(count, n, [&](int64_t which) {
+    const T* from = all;
+    T* to = made;
+    int64_t rest = which / squares;
+    for (size_t i = axes.size(); i-- > 0; rest /= axes[i].size) {
+      from += rest % axes[i].size * axes[i].from;
+      to += rest % axes[i].size * axes[i].to;
+    }
+    const int64_t begin = which % squares * kSquare;
+    copy_transposed(from, to, square, begin, std::min(begin + kSquare, square.size), row);
+  });
+}
+
+// MXNet's code is up to nine times slower.
+bool transpose(const Call& call) {
+  const TBlob& in = call.in[0];
+  if (!all_half(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
+    return as_it_is(call);
+  std::vector<int64_t> order = numbers(call.attrs, "axes");
+  for (int i = order.empty() ? in.ndim() : 0; i-- > 0;) order.push_back(i);
+  copy_transposed(halves(in), halves(call.out[0]), in.shape_, order);
+  return true;
+}
+
+void copy_row(const Kernels* of, const Half* from, Half* to, int64_t width, Write write) {
+  if (write == kNothing || from == to || width == 0) return;
+  if (write == kStore) std::memcpy(to, from, width * sizeof(Half));
+  else of->sum(&from, 1, to, width, kAdd);
+}
+
+// Copies rows; steps: the strides of rows.
+void copy_rows(const Kernels* of, const Half* from, int64_t from_step, Half* to, int64_t to_step,
+               int64_t rows, int64_t width, Write write) {
+  for_all(rows, rows * width,
+          [=](int64_t i) { copy_row(of, from + i * from_step, to + i * to_step, width, write); });
+}
+
+// The number of rows of a concatenation: the product of the sizes before its axis.
+int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
+  int axis = static_cast<int>(number(call.attrs, key, 1));
+  if (axis < 0) axis += whole.ndim();
+  int64_t rows = 1;
+  for (int i = 0; i < axis; ++i) rows *= whole[i];
+  return rows;
+}
+
+// Concatenates all inputs: a concatenation, or the gradient of a split.
+void join(const Call& call, int64_t rows) {
+  for_all(rows, size(call.out[0]), [&](int64_t row) {
+    Half* to = halves(call.out[0]) + row * (size(call.out[0]) / rows);
+    for (auto& part : call.in) {
+      const int64_t width = size(part) / rows;
+      copy_row(kernels_of(part), halves(part) + row * width, to, width, call.write(0));
+      to += width;
+    }
+  });
+}
+
+// A slice of an axis, and its gradient, which is padded with zeros.
+bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
+  if (!all_half(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
+  const int64_t rows = rows_of(call, "axis", whole.shape_), step = size(whole) / rows;
+  const int64_t width = size(some) / rows, axis = number(call.attrs, "axis", 0);
+  const int64_t long_axis = whole.shape_[axis < 0 ? axis + whole.ndim() : axis];
+  const auto begin = static_cast<int64_t>(number(call.attrs, "begin", 0));
+  const int64_t first = (begin < 0 ? begin + long_axis : begin) * (step / long_axis);
+  Half* const to = halves(call.out[0]);
+  if (!backward) {
+    copy_rows(kernels_of(whole), halves(whole) + first, step, to, width, rows, width, call.write(0));
+    return true;
+  }
+  if (call.write(0) == kStore)
+    for (int64_t i = 0; i < rows; ++i) {
+      std::fill_n(to + i * step, first, Half(0));
+      std::fill_n(to + i * step + first + width, step - first - width, Half(0));
+    }
+  copy_rows(kernels_of(some), halves(some), width, to + first, step, rows, width, call.write(0));
+  return true;
+}
+bool slice_axis(const Call& call) {
+  return slice_axis(call, call.in[0], call.out[0], false) || as_it_is(call);
+}
+bool slice_axis_gradient(const Call& call) {
+  return slice_axis(call, call.out[0], call.in[0], true) || as_it_is(call);
+}
+
+// Splits the first input into the outputs: a split, or the gradient of a concatenation.
+void part(const Call& call, int64_t rows) {
+  for_all(rows, size(call.in[0]), [&](int64_t row) {
+    const Half* from = halves(call.in[0]) + row * (size(call.in[0]) / rows);
+    for (size_t i = 0; i < call.out.size(); ++i) {
+      const int64_t width = size(call.out[i]) / rows;
+      copy_row(kernels_of(call.in[0]), from, halves(call.out[i]) + row * width, width, call.write(i));
+      from += width;
+    }
+  });
+}
+
+bool joins(const Call& call, const char* axis) {
+  if (!is_half(call.out[0])) return false;
+  if (size(call.out[0]) > 0) join(call, rows_of(call, axis, call.out[0].shape_));
+  return true;
+}
+bool parts(const Call& call, const char* axis) {
+  if (!is_half(call.in[0])) return false;
+  if (size(call.in[0]) > 0) part(call, rows_of(call, axis, call.in[0].shape_));
+  return true;
+}
+
+bool concat(const Call& call) { return all_half(call) && joins(call, "dim"); }
+bool concat_gradient(const Call& call) { return parts(call, "dim"); }  // of the first input
+// MXNet's code for these is stateful, so the generic operator cannot replace it.
+bool split(const Call& call) {
+  if (is_half(call.in[0])) return parts(call, "axis");
+  const int64_t rows = rows_of(call, "axis", call.in[0].shape_);
+  const float* from = floats(call.in[0]);
+  for (size_t i = 0; i < call.out.size(); ++i) {
+    const int64_t width = size(call.out[i]) / std::max<int64_t>(rows, 1);
+    Lease lease;
+    float* part = lease.memory(size(call.out[i]));
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(part + row * width, from + row * (size(call.in[0]) / rows), width * sizeof(float));
+    from += width;
+    round_to(call, i, part);
+  }
+  return true;
+}
+bool split_gradient(const Call& call) {
+  if (is_half(call.out[0])) return joins(call, "axis");
+  const int64_t rows = rows_of(call, "axis", call.out[0].shape_), n = size(call.out[0]);
+  Lease lease;
+  float *whole = lease.memory(n), *to = whole;
+  for (auto& part : call.in) {
+    const int64_t width = size(part) / std::max<int64_t>(rows, 1);
+    for (int64_t row = 0; row < rows; ++row)
+      std::memcpy(to + row * (n / rows), floats(part) + row * width, width * sizeof(float));
+    to += width;
+  }
+  round_to(call, 0, whole);
+  return true;
+}
+
+template <class T>
+void swap_axes(const TBlob& x, T* to, const std::vector<int64_t>& order) {
+  copy_transposed(static_cast<const T*>(x.dptr_), to, x.shape_, order);
+}
+
+// For integers or float64, in an X-ray.
+void swap_other_axes(const Call& call, const std::vector<int64_t>& order) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  const size_t bytes = mshadow::mshadow_sizeof(x.type_flag_);
+  if (call.write(0) == kAdd) {
+    std::vector<double> made(size(y));
+    swap_axes(x, made.data(), order);
+    auto* const to = static_cast<double*>(y.dptr_);
+    for (size_t i = 0; i < made.size(); ++i) to[i] += made[i];
+  } else if (bytes == 1) {
+    swap_axes(x, static_cast<uint8_t*>(y.dptr_), order);
+  } else if (bytes == 4) {
+    swap_axes(x, static_cast<uint32_t*>(y.dptr_), order);
+  } else {
+    swap_axes(x, static_cast<uint64_t*>(y.dptr_), order);
+  }
+}
+
+// MXNet's code is stateful here too.
+bool swap_axes(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.write(0) == kNothing) return true;
+  std::vector<int64_t> order(x.ndim());
+  std::iota(order.begin(), order.end(), 0);
+  auto axis = [&](const char* key) {
+    const auto said = static_cast<int64_t>(number(call.attrs, key, 0));
+    return said < 0 ? said + x.ndim() : said;
+  };
+  std::swap(order[axis("dim1")], order[axis("dim2")]);
+  if (is_half(x)) {
+    made_in_halves(call, [&](Half* to) { swap_axes(x, to, order); });
+  } else if (is_float(x)) {
+    Lease lease;
+    float* const made = lease.memory(size(y));
+    swap_axes(x, made, order);
+    round_to(call, 0, made);
+  } else {
+    swap_other_axes(call, order);
+  }
+  return true;
+}
+
+}  // namespace
+
+void add_copies(Rows& rows) {
+  rows.insert({
+      {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
+      {"_backward_reshape", {copies, 1}}, {"Reshape", {copies, 1}}, {"Flatten", {copies, 1}},
+      {"expand_dims", {copies, 1}}, {"squeeze", {copies, 1}}, {"BlockGrad", {copies, 1}},
+      {"_npx_reshape", {copies, 1}}, {"_np_reshape", {copies, 1}}, {"_np_squeeze", {copies, 1}},
+      {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
+      {"amp_cast", {cast, 0, kGrids}}, {"_backward_amp_cast", {cast, 0, kGrids}},
+      {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
+      {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},
+      {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
+      {"_backward_slice_axis", {slice_axis_gradient, 0}}, {"_backward_stack", {as_it_is, 0}},
+      {"reverse", {as_it_is, 0}}, {"_backward_reverse", {as_it_is, 0}}, {"repeat", {as_it_is, 0}},
+      {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
+      {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
+      {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
+      {"reset_arrays", {as_it_is, 0}},
+      {"SwapAxis", {swap_axes, 0, kGrids}}, {"_backward_SwapAxis", {swap_axes, 0, kGrids}},
+      {"SliceChannel", {split, 0, kGrids}}, {"_backward_SliceChannel", {split_gradient, 0, kGrids}},
+      {"Concat", {concat, 0, kAnyOrder}}, {"_rnn_param_concat", {concat, 0}},
+      {"_backward_Concat", {concat_gradient, 0, kAnyOrder}}});
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,105 @@
+// Dropout.
+//
+// MXNet's code draws the mask. Its state records whether values were dropped, and its first backward pass
+// resets that. This code derives it from the mask, which is 1 for values that were kept without scaling.
+
+#include <algorithm>
+
+#include "dispatch/watch.h"
+#include "operators/own.h"
+
+namespace gluon_amp {
+namespace {
+
+float scale_of(const NodeAttrs& attrs) { return 1.0f / (1.0f - number(attrs, "p", 0.5f)); }
+
+Half one_of(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16 ? 0x3c00 : 0x3f80; }
+
+bool dropout(const Call& call) {
+  const float p = number(call.attrs, "p", 0.5f);
+  const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
+  if (!drops && !call.rounding.any && is_half(call.in[0]) &&
+      call.in[0].type_flag_ == call.out[0].type_flag_) {
+    const Half* from = halves(call.in[0]);
+    Half* to = halves(call.out[0]);
+    if (call.write(0) == kStore && from != to)
+      kernels->copy(from, to, size(call.in[0]) * sizeof(Half));
+    if (call.write(0) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.in[0]), kAdd);
+  } else {
+    run(call, false, {}, call.state, nullptr);
+  }
+  if (!drops && call.out.size() > 1 && call.write(1) != kNothing) {
+    const TBlob& mask = call.out[1];
+    if (is_half(mask)) std::fill_n(halves(mask), size(mask), one_of(mask));
+    else if (is_float(mask)) std::fill_n(floats(mask), size(mask), 1.0f);
+  }
+  return true;
+}
+
+// Counts the gradient before rounding.
+void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scale) {
+  Lease lease;
+  const int64_t n = size(d);
+  float *exact = lease.memory(n), *kept = lease.memory(n);
+  kernels_of(g)->widen(halves(g), exact, n);
+  kernels_of(mask)->widen(halves(mask), kept, n);
+  for (int64_t i = 0; i < n; ++i)
+    exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
+  show(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
+}
+
+// A mask of another shape is broadcast by MXNet's multiplication.
+bool dropout_gradient(const Call& call) {  // gradient, mask
+  const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
+  const float scale = scale_of(call.attrs);
+  if (call.write(0) == kNothing) return true;
+  if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
+    if (watching()) show_gradient(g, mask, d, scale);
+    kernels_of(g)->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
+    return true;
+  }
+  if (!call.rounding.any && is_float(g) && is_float(mask) && is_float(d) &&
+      g.shape_ == mask.shape_) {
+    kernels->binary_floats(kProduct, floats(g), floats(mask), floats(d), size(d), call.write(0));
+    return true;
+  }
+  // any shape and type, one value at a time
+  std::vector<int64_t> stride(g.ndim());
+  int64_t step = 1;
+  for (int i = g.ndim(); i-- > 0;) {
+    stride[i] = mask.shape_[i] == 1 ? 0 : step;
+    step *= mask.shape_[i];
+  }
+  Lease lease;
+  const int64_t n = size(d);
+  float* out = lease.memory(n);
+  float* m = lease.memory(size(mask));
+  if (is_half(g)) kernels_of(g)->widen(halves(g), out, n);
+  else kernels->copy(floats(g), out, n * sizeof(float));
+  if (const Grid* grid = call.rounding.read(0)) kernels->round(*grid, out, out, n, kStore);
+  if (is_half(mask)) kernels_of(mask)->widen(halves(mask), m, size(mask));
+  else kernels->copy(mask.dptr_, m, size(mask) * sizeof(float));
+  for (int64_t i = 0; i < n; ++i) {
+    int64_t rest = i, at = 0;
+    for (int k = g.ndim(); k-- > 0;) {
+      at += rest % g.shape_[k] * stride[k];
+      rest /= g.shape_[k];
+    }
+    out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
+  }
+  const Grid* grid = call.rounding.written(0);
+  show(out, n, 0, d.dptr_, grid, d.type_flag_);
+  if (grid) kernels->round(*grid, out, out, n, kStore);
+  if (is_half(d)) kernels_of(d)->narrow(out, halves(d), n, call.write(0));
+  else kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));
+  return true;
+}
+
+}  // namespace
+
+void add_dropout(Rows& rows) {
+  rows.insert({
+      {"Dropout", {dropout, 1, kGrids}}, {"_backward_Dropout", {dropout_gradient, 1, kGrids}}});
+}
+
+}  // namespace gluon_amp

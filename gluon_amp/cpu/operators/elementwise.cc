@@ -1,0 +1,161 @@
+// Elementwise operators with hand-written kernels: activations, arithmetic. Others run the generic operator in
+// pieces.
+#include "operators/pieces.h"
+
+namespace gluon_amp {
+namespace {
+
+bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
+  if (all_float(call)) {
+    kernels->unary_floats(f, floats(call.in[0]), floats(call.out[0]), size(call.out[0]), a, b,
+                          call.write(0));
+    return true;
+  }
+  if (!all_half(call)) return false;
+  kernels_of(call.in[0])->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
+                 call.write(0));
+  return true;
+}
+
+// in[0] is the gradient; `read`: the input that holds x or y, whichever the kernel reads
+bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b = 0) {
+  if (all_float(call)) {
+    kernels->unary_gradient_floats(f, floats(call.in[0]), read ? floats(call.in[read]) : nullptr,
+                                   floats(call.out[0]), size(call.out[0]), a, b, call.write(0));
+    return true;
+  }
+  if (!all_half(call)) return false;
+  kernels_of(call.in[0])->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
+                          halves(call.out[0]), size(call.out[0]), a, b, call.write(0));
+  return true;
+}
+
+bool relu(const Call& call) { return unary(call, kReluOf); }
+bool relu_gradient(const Call& call) { return unary_gradient(call, kReluOf, 1); }
+bool sigmoid(const Call& call) { return unary(call, kSigmoidOf); }
+bool sigmoid_gradient(const Call& call) { return unary_gradient(call, kSigmoidOf, 1); }
+bool tanh(const Call& call) { return unary(call, kTanhOf); }
+bool tanh_gradient(const Call& call) { return unary_gradient(call, kTanhOf, 1); }
+
+bool activation(const Call& call) {
+  const std::string type = word(call.attrs, "act_type", "");
+  return type == "relu"      ? relu(call)
+         : type == "sigmoid" ? sigmoid(call)
+         : type == "tanh"    ? tanh(call)
+                             : false;
+}
+
+bool activation_gradient(const Call& call) {  // of y; of y and x for all but relu
+  const std::string type = word(call.attrs, "act_type", "");
+  return type == "relu"      ? relu_gradient(call)
+         : type == "sigmoid" ? sigmoid_gradient(call)
+         : type == "tanh"    ? tanh_gradient(call)
+                             : false;
+}
+
+bool leaky(const Call& call) {
+  const std::string type = word(call.attrs, "act_type", "leaky");
+  const float slope = number(call.attrs, "slope", 0.25f);
+  if (type == "gelu") return unary(call, kGeluOf);
+  return type == "leaky" && slope > 0 && unary(call, kLeakyOf, slope);
+}
+
+bool leaky_gradient(const Call& call) {  // gradient, x, y
+  const std::string type = word(call.attrs, "act_type", "leaky");
+  const float slope = number(call.attrs, "slope", 0.25f);
+  if (call.in.size() != 3) return false;
+  if (type == "gelu") return unary_gradient(call, kGeluOf, 1);
+  return type == "leaky" && slope > 0 && unary_gradient(call, kLeakyOf, 2, slope);
+}
+
+bool clip(const Call& call) {
+  return unary(call, kClipOf, number(call.attrs, "a_min", 0), number(call.attrs, "a_max", 0));
+}
+
+bool clip_gradient(const Call& call) {
+  return unary_gradient(call, kClipOf, 1, number(call.attrs, "a_min", 0),
+                        number(call.attrs, "a_max", 0));
+}
+
+template <Unary f, int sign>
+bool with_scalar(const Call& call) {
+  return unary(call, f, sign * number(call.attrs, "scalar", 1));
+}
+
+template <Binary f>
+bool binary(const Call& call) {
+  if (all_float(call)) {
+    kernels->binary_floats(f, floats(call.in[0]), floats(call.in[1]), floats(call.out[0]),
+                           size(call.out[0]), call.write(0));
+    return true;
+  }
+  if (!all_half(call)) return false;
+  kernels_of(call.in[0])->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
+                  size(call.out[0]), call.write(0));
+  return true;
+}
+
+bool product_gradient(const Call& call) {  // gradient, x, y
+  if (all_float(call)) {
+    kernels->product_gradient_floats(floats(call.in[0]), floats(call.in[1]), floats(call.in[2]),
+                                     floats(call.out[0]), call.write(0), floats(call.out[1]),
+                                     call.write(1), size(call.in[0]));
+    return true;
+  }
+  if (!all_half(call)) return false;
+  kernels_of(call.in[0])->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
+                            halves(call.out[0]), call.write(0), halves(call.out[1]),
+                            call.write(1), size(call.in[0]));
+  return true;
+}
+
+bool sum(const Call& call) {
+  if (!all_half(call)) return false;
+  std::vector<const Half*> from;
+  for (auto& array : call.in) from.push_back(halves(array));
+  kernels_of(call.out[0])->sum(from.data(), from.size(), halves(call.out[0]), size(call.out[0]), call.write(0));
+  return true;
+}
+
+// The generic operator in pieces, so that its float32 scratch stays in the cache.
+bool some_at_a_time(const Call& call) {
+  return some_numbers_at_a_time(call, int64_t(1) << 16, [](const Call& piece) {
+    run(piece);
+    return true;
+  });
+}
+
+}  // namespace
+
+void add_elementwise(Rows& rows) {
+  for (const char* name : {
+           "abs", "_backward_abs", "sign", "round", "rint", "ceil", "floor", "trunc", "fix",
+           "negative", "sqrt", "_backward_sqrt", "square", "_backward_square", "hard_sigmoid",
+           "_backward_hard_sigmoid", "softsign", "_backward_softsign", "_maximum_scalar",
+           "_backward_maximum_scalar", "_minimum_scalar", "_backward_minimum_scalar", "_maximum",
+           "_backward_maximum", "_minimum", "_backward_minimum", "_backward_sub", "_backward_div",
+           "where", "_backward_where"})
+    rows.insert({name, {some_at_a_time, kAnyPlace}});
+  constexpr int kEach = kNumbers | kAnyOrder;
+  rows.insert({
+      {"relu", {relu, 1, kAnyOrder}}, {"_backward_relu", {relu_gradient, 2, kAnyOrder}},
+      {"sigmoid", {sigmoid, 1, kEach}}, {"_backward_sigmoid", {sigmoid_gradient, 2, kEach}},
+      {"tanh", {tanh, 1, kEach}}, {"_backward_tanh", {tanh_gradient, 2, kEach}},
+      {"Activation", {activation, 1, kEach}}, {"_backward_Activation", {activation_gradient, 2, kEach}},
+      {"LeakyReLU", {leaky, 1, kEach}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kEach}},
+      {"clip", {clip, 1, kAnyOrder}}, {"_backward_clip", {clip_gradient, 2, kAnyOrder}},
+      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kEach}},
+      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kEach}},
+      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kEach}},
+      {"elemwise_add", {binary<kSum>, 2, kEach}}, {"_grad_add", {binary<kSum>, 2, kEach}},
+      {"add_n", {sum, kAnyPlace, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
+      {"elemwise_mul", {binary<kProduct>, 2, kEach}},
+      {"_backward_mul", {product_gradient, kAnyPlace, kEach}},
+      {"elemwise_div", {binary<kQuotient>, 2, kEach}}});
+}
+
+}  // namespace gluon_amp

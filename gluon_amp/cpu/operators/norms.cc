@@ -1,0 +1,239 @@
+// Norms that have code of their own: batch norm, layer norm, softmax.
+#include "dispatch/watch.h"
+#include "onednn/onednn.h"
+#include "operators/own.h"
+
+namespace gluon_amp {
+namespace {
+
+bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
+  if (!is_half(x) && !(is_float(x) && (call.rounding.any || takes_floats()))) return false;
+  if (size(x) == 0) return false;
+  int axis = static_cast<int>(number(call.attrs, "axis", 1));
+  if (axis < 0) axis += x.ndim();
+  int64_t outer = 1, inner = 1;
+  for (int i = 0; i < axis; ++i) outer *= x.shape_[i];
+  for (int i = axis + 1; i < x.ndim(); ++i) inner *= x.shape_[i];
+  *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
+           number(call.attrs, "momentum", 0.9f),
+           call.context.is_train && !flag(call.attrs, "use_global_stats", false),
+           flag(call.attrs, "fix_gamma", true), is_half(x), relu, call.blocked.any()};
+  return !made->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
+}
+
+// Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
+struct RoundedOutput {
+  const Call& call;
+  const Grid* grid;
+  Lease lease;
+  void* memory;
+  Write write;
+
+  RoundedOutput(const Call& c)
+      : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
+    if (!grid || write != kAdd) return;
+    memory = is_half(c.out[0]) ? static_cast<void*>(lease.memory((size(c.out[0]) + 1) / 2))
+                               : lease.memory(size(c.out[0]));
+    write = kStore;
+  }
+  void round() {
+    if (!grid || call.write(0) == kNothing) return;
+    const TBlob& to = call.out[0];
+    const int64_t n = size(to);
+    if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n,
+                                            call.write(0));
+    float* wide = lease.memory(n);
+    kernels_of(to)->widen(static_cast<Half*>(memory), wide, n);
+    kernels->round(*grid, wide, wide, n, kStore);
+    kernels_of(to)->narrow(wide, halves(to), n, call.write(0));
+  }
+};
+
+// The counts for a watched output 0 of halves, counted by the kernel; null otherwise, and with a relu, which
+// runs on halves.
+Counts* counts_as_made(const Call& call, bool relu) {
+  return is_half(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
+}
+
+// Input 0, rounded if the node has a setting for it.
+const void* rounded_input(const Call& call, Lease* lease) {
+  const Grid* grid = call.rounding.read(0);
+  const TBlob& from = call.in[0];
+  if (!grid) return from.dptr_;
+  float* wide = lease->memory(size(from));
+  if (is_float(from)) {
+    kernels->round(*grid, floats(from), wide, size(from), kStore);
+    return wide;
+  }
+  kernels_of(from)->widen(halves(from), wide, size(from));
+  kernels->round(*grid, wide, wide, size(from), kStore);
+  Half* narrowed = reinterpret_cast<Half*>(lease->memory((size(from) + 1) / 2));
+  kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
+  return narrowed;
+}
+
+// x, gamma, beta, moving mean, moving variance -> y, mean, 1 / deviation
+template <bool relu>
+bool batch_norm(const Call& call) {
+  BatchNorm norm;
+  if (!batch_norm_of(call, call.in[0], relu, &norm) || !is_float(call.in[1])) return false;
+  if (norm.blocked && !(call.blocked.input(0) && call.blocked.output(0))) return false;
+  auto kept = [&](size_t i) {
+    return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
+  };
+  RoundedOutput y(call);
+  kernels_of(call.in[0])->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
+                             floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
+                             kept(2), counts_as_made(call, relu)});
+  y.round();
+  return true;
+}
+
+// gradient, mean, 1 / deviation, x, gamma, beta, moving mean, moving variance
+template <bool relu>
+bool batch_norm_gradient(const Call& call) {
+  BatchNorm norm;
+  if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
+  if (norm.blocked && !(call.blocked.input(0) && call.blocked.input(3) && call.blocked.output(0))) return false;
+  Lease lease;
+  RoundedOutput dx(call);
+  kernels_of(call.in[3])->batch_norm_gradient(norm, {
+      rounded_input(call, &lease), call.in[3].dptr_,
+      floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
+      dx.memory, dx.write, floats(call.out[1]), call.write(1),
+      floats(call.out[2]), call.write(2), counts_as_made(call, relu)});
+  dx.round();
+  return true;
+}
+
+// Over the last axis, of halves, or of floats if the node has kEngineKey.
+bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
+  const int axis = static_cast<int>(number(call.attrs, "axis", -1));
+  if (!is_half(x) && !(is_float(x) && (takes_floats() || find(call.attrs, kEngineKey)))) return false;
+  if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
+  const int64_t width = x.shape_[x.ndim() - 1];
+  if (width == 0) return false;
+  *made = {size(x) / width, width, number(call.attrs, "eps", 1e-5f)};
+  return true;
+}
+
+// A parameter or statistic as floats.
+const float* as_floats(const TBlob& x, Lease* lease) {
+  if (is_float(x)) return floats(x);
+  float* made = lease->memory(size(x));
+  kernels_of(x)->widen(halves(x), made, size(x));
+  return made;
+}
+
+// Output i as floats, which `round` rounds to halves if the output is 16-bit.
+struct FloatOutput {
+  const TBlob& to;
+  Write asked, write;
+  Lease lease;
+  float* memory = nullptr;
+
+  FloatOutput(const Call& call, size_t i) : to(call.out[i]), asked(call.write(i)), write(asked) {
+    if (asked == kNothing) return;
+    memory = is_half(to) ? lease.memory(size(to)) : floats(to);
+    if (is_half(to)) write = kStore;
+  }
+  void round() {
+    if (is_half(to) && asked != kNothing) kernels_of(to)->narrow(memory, halves(to), size(to), asked);
+  }
+};
+
+// x, gamma, beta -> y, mean, deviation
+bool layer_norm(const Call& call) {
+  LayerNorm norm;
+  if (!layer_norm_of(call, call.in[0], &norm) || call.write(1) == kAdd || call.write(2) == kAdd)
+    return false;
+  Lease lease;
+  const float *gamma = as_floats(call.in[1], &lease), *beta = as_floats(call.in[2], &lease);
+  FloatOutput mean(call, 1), deviation(call, 2);
+  if (is_half(call.in[0]))
+    kernels_of(call.in[0])->layer_norm(norm, halves(call.in[0]), gamma, beta, halves(call.out[0]), call.write(0),
+                        mean.memory, deviation.memory);
+  else
+    kernels->layer_norm_floats(norm, floats(call.in[0]), gamma, beta, floats(call.out[0]),
+                               call.write(0), mean.memory, deviation.memory);
+  mean.round();
+  deviation.round();
+  return true;
+}
+
+// gradient, x, gamma, mean, deviation
+bool layer_norm_gradient(const Call& call) {
+  LayerNorm norm;
+  const TBlob &g = call.in[0], &x = call.in[1], &dx = call.out[0];
+  if (!layer_norm_of(call, x, &norm)) return false;
+  Lease lease;
+  const float *gamma = as_floats(call.in[2], &lease), *mean = as_floats(call.in[3], &lease),
+              *deviation = as_floats(call.in[4], &lease);
+  FloatOutput dgamma(call, 1), dbeta(call, 2);
+  if (is_half(x))
+    kernels_of(g)->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
+                                 call.write(0), dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
+  else
+    kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation, floats(dx),
+                                        call.write(0), dgamma.memory, dgamma.write, dbeta.memory,
+                                        dbeta.write);
+  dgamma.round();
+  dbeta.round();
+  return true;
+}
+
+// ---- softmax over the last axis ------------------------------------------------------------
+
+bool last_axis(const Call& call, const TBlob& x) {
+  const int axis = static_cast<int>(number(call.attrs, "axis", -1));
+  return (axis == -1 || axis == x.ndim() - 1) && !flag(call.attrs, "use_length", false) &&
+         x.ndim() > 0 && x.shape_[x.ndim() - 1] > 0;
+}
+
+float temperature(const Call& call) {
+  const std::string set = word(call.attrs, "temperature", "None");
+  return set == "None" ? 1 : number(call.attrs, "temperature", 1);
+}
+
+bool softmax(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.in.size() != 1 || !last_axis(call, x)) return false;
+  const int64_t width = x.shape_[x.ndim() - 1], rows = size(x) / width;
+  if (all_half(call))
+    kernels_of(x)->softmax(halves(x), halves(y), rows, width, temperature(call), call.write(0));
+  else if (all_float(call))
+    kernels->softmax_floats(floats(x), floats(y), rows, width, temperature(call), call.write(0));
+  else
+    return false;
+  return true;
+}
+
+bool softmax_gradient(const Call& call) {  // gradient, y
+  const TBlob &g = call.in[0], &y = call.in[1], &dx = call.out[0];
+  if (call.in.size() != 2 || !last_axis(call, g)) return false;
+  const int64_t width = g.shape_[g.ndim() - 1], rows = size(g) / width;
+  if (all_half(call))
+    kernels_of(g)->softmax_gradient(halves(g), halves(y), halves(dx), rows, width, temperature(call),
+                              call.write(0));
+  else if (all_float(call))
+    kernels->softmax_gradient_floats(floats(g), floats(y), floats(dx), rows, width,
+                                     temperature(call), call.write(0));
+  else
+    return false;
+  return true;
+}
+
+}  // namespace
+
+void add_norms(Rows& rows) {
+  rows.insert({
+      {"BatchNorm", {batch_norm<false>, 1, kGrids | kBlocks}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kBlocks}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kBlocks}},  // its relu is of halves
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kBlocks}},
+      {"LayerNorm", {layer_norm, 1, kFloats}},
+      {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
+      {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,63 @@
+// Memory-bound operators with hand-written kernels.
+//
+// Each function reads an operator's attributes and calls a kernel. If it returns false, the generic operator
+// runs, which supports every case and is the reference in tests. One file for each kind of operator adds its
+// rows.
+#pragma once
+#include <algorithm>
+
+#include "dispatch/watch.h"
+
+namespace gluon_amp {
+
+using Rows = std::map<std::string, OwnCode>;
+
+void add_broadcast(Rows& rows);
+void add_convolution(Rows& rows);
+void add_copies(Rows& rows);
+void add_dense(Rows& rows);
+void add_dropout(Rows& rows);
+void add_elementwise(Rows& rows);
+void add_embedding(Rows& rows);
+void add_images(Rows& rows);
+void add_norms(Rows& rows);
+void add_pad(Rows& rows);
+void add_pooling(Rows& rows);
+void add_products(Rows& rows);
+void add_updates(Rows& rows);
+
+// Whether all arrays are of one 16-bit type.
+inline bool all_half(const Call& call) {
+  const int type = call.out.empty() ? kNoHalf : call.out[0].type_flag_;
+  const auto same = [type](const TBlob& array) { return array.type_flag_ == type; };
+  return is_half(type) && std::all_of(call.in.begin(), call.in.end(), same) &&
+         std::all_of(call.out.begin(), call.out.end(), same);
+}
+
+// For kernels of halves that also run on floats. In an X-ray's float32 step their bits may differ from those
+// of MXNet's code.
+inline bool all_float(const Call& call) {
+  return takes_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
+         std::all_of(call.out.begin(), call.out.end(), is_float);
+}
+
+// Writes floats to a float32 output, rounded if the node has a setting for it.
+inline void round_to(const Call& call, size_t i, const float* made) {
+  const Grid* grid = call.rounding.written(i);
+  kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
+                 call.write(i));
+}
+
+// Writes or adds to output 0 the halves that make(to) computes.
+template <class F>
+void made_in_halves(const Call& call, F make) {
+  const TBlob& to = call.out[0];
+  if (call.write(0) == kStore) return make(halves(to));
+  Lease lease;
+  Half* const made = reinterpret_cast<Half*>(lease.memory((size(to) + 1) / 2));
+  make(made);
+  const Half* const added = made;
+  kernels_of(to)->sum(&added, 1, halves(to), size(to), call.write(0));
+}
+
+}  // namespace gluon_amp

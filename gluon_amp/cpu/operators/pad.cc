@@ -1,0 +1,138 @@
+// Padding. MXNet's code is stateful, so the generic operator cannot replace it.
+#include "dispatch/watch.h"
+#include "operators/own.h"
+
+namespace gluon_amp {
+namespace {
+
+// The padding of the axes after the second, the only ones that MXNet pads. Each plane is a matrix with rows
+// along the last axis.
+struct Padding {
+  int64_t planes, rows, width;    // before padding
+  int64_t before, after;          // added to each row
+  std::vector<int64_t> row_of;    // for each padded row, the row that it copies; -1: none
+  std::vector<int64_t> place_of;  // for each column of a padded row, the column that it copies; -1: none
+};
+
+// For each index of a padded axis, the index that it copies; -1: none.
+std::vector<int64_t> places_of(int64_t size, int64_t before, int64_t after, const std::string& mode) {
+  std::vector<int64_t> made;
+  for (int64_t at = -before; at < size + after; ++at) {
+    if (mode == "edge") made.push_back(std::clamp<int64_t>(at, 0, size - 1));
+    else if (at >= 0 && at < size) made.push_back(at);
+    else if (mode == "reflect") made.push_back(at < 0 ? -at : 2 * (size - 1) - at);
+    else made.push_back(-1);
+  }
+  return made;
+}
+
+Padding padding_of(const Call& call, const mxnet::TShape& x) {
+  const std::vector<int64_t> added = numbers(call.attrs, "pad_width");
+  const std::string mode = word(call.attrs, "mode", "constant");
+  const int last = x.ndim() - 1;
+  Padding made{x[0] * x[1], 1, x[last], added[2 * last], added[2 * last + 1], {0}, {}};
+  for (int i = 2; i < last; ++i) {
+    std::vector<int64_t> rows;
+    for (int64_t row : made.row_of)
+      for (int64_t place : places_of(x[i], added[2 * i], added[2 * i + 1], mode))
+        rows.push_back(row < 0 || place < 0 ? -1 : row * x[i] + place);
+    made.row_of = rows;
+    made.rows *= x[i];
+  }
+  made.place_of = places_of(made.width, made.before, made.after, mode);
+  return made;
+}
+
+template <class T>
+void pad(const Padding& p, const T* x, T* y, T constant) {
+  const int64_t wide = p.place_of.size(), high = p.row_of.size();
+  for_all(p.planes * high, p.planes * high * wide, [&](int64_t i) {
+    const int64_t row = p.row_of[i % high];
+    T* const to = y + i * wide;
+    if (row < 0) {
+      std::fill_n(to, wide, constant);
+      return;
+    }
+    const T* const from = x + (i / high * p.rows + row) * p.width;
+    const auto repeat = [&](int64_t at) { return p.place_of[at] < 0 ? constant : from[p.place_of[at]]; };
+    for (int64_t at = 0; at < p.before; ++at) to[at] = repeat(at);
+    std::copy_n(from, p.width, to + p.before);
+    for (int64_t at = p.before + p.width; at < wide; ++at) to[at] = repeat(at);
+  });
+}
+
+// Sums for each number the gradients of its copies, in their order. `row(first, memory)` returns those of a
+// padded row. `more`: whether to add to the output.
+template <class T, class F>
+void add_up(const Padding& p, bool more, T* sums, F row) {
+  const int64_t wide = p.place_of.size(), high = p.row_of.size();
+  for_all(p.planes, p.planes * high * wide, [&](int64_t plane) {
+    std::vector<T> memory(wide);
+    T* const own = sums + plane * p.rows * p.width;
+    if (!more) std::fill_n(own, p.rows * p.width, T(0));
+    for (int64_t i = 0; i < high; ++i) {
+      if (p.row_of[i] < 0) continue;
+      T* const to = own + p.row_of[i] * p.width;
+      const T* const from = row((plane * high + i) * wide, memory.data());
+      const auto add = [&](int64_t at) { if (p.place_of[at] >= 0) to[p.place_of[at]] += from[at]; };
+      for (int64_t at = 0; at < p.before; ++at) add(at);
+      for (int64_t at = 0; at < p.width; ++at) to[at] += from[p.before + at];
+      for (int64_t at = p.before + p.width; at < wide; ++at) add(at);
+    }
+  });
+}
+
+bool forward(const Call& call) {
+  const TBlob &x = call.in[0], &y = call.out[0];
+  if (call.write(0) == kNothing || size(y) == 0) return true;
+  const Padding p = padding_of(call, x.shape_);
+  const float constant = number(call.attrs, "constant_value", 0);
+  if (is_half(x)) {
+    Half rounded;
+    kernels_of(x)->narrow(&constant, &rounded, 1, kStore);
+    made_in_halves(call, [&](Half* to) { pad(p, halves(x), to, rounded); });
+  } else if (is_float(x)) {
+    Lease lease;
+    float* const made = lease.memory(size(y));
+    pad(p, floats(x), made, constant);
+    round_to(call, 0, made);
+  } else {
+    pad(p, static_cast<double*>(x.dptr_), static_cast<double*>(y.dptr_), double(constant));
+  }
+  return true;
+}
+
+bool backward(const Call& call) {
+  const TBlob &g = call.in[0], &dx = call.out[0];
+  if (call.write(0) == kNothing || size(dx) == 0) return true;
+  const Padding p = padding_of(call, dx.shape_);
+  if (!is_half(g) && !is_float(g)) {
+    const auto* const from = static_cast<double*>(g.dptr_);
+    add_up(p, call.write(0) == kAdd, static_cast<double*>(dx.dptr_),
+           [=](int64_t first, double*) { return from + first; });
+    return true;
+  }
+  Lease lease;
+  float* const sums = lease.memory(size(dx));
+  const int64_t wide = p.place_of.size();
+  const Grid* const read = call.rounding.read(0);
+  add_up(p, false, sums, [&](int64_t first, float* memory) -> const float* {
+    if (is_half(g)) kernels_of(g)->widen(halves(g) + first, memory, wide);
+    if (read) kernels->round(*read, is_half(g) ? memory : floats(g) + first, memory, wide, kStore);
+    return is_half(g) || read ? memory : floats(g) + first;
+  });
+  if (is_float(g)) {
+    round_to(call, 0, sums);
+    return true;
+  }
+  narrow(sums, dx, call.write(0));
+  return true;
+}
+
+}  // namespace
+
+void add_pad(Rows& rows) {
+  rows.insert({{"Pad", {forward, 0, kGrids}}, {"_backward_Pad", {backward, 0, kGrids}}});
+}
+
+}  // namespace gluon_amp

@@ -1,0 +1,375 @@
+// RNN, LSTM and GRU as a loop over time, forward and backward, for cases that MXNet's code does not support:
+// products with another format than other tensors, or that emulate a GPU's Tensor Cores.
+//
+// Inputs of products are rounded to their format: data, the output of each step, weights, and the gradients of
+// the gates. The output of each step, and gradients between layers, have the policy's format `between`. Gates,
+// cells and gradients that are carried from step to step are float32. Products sum over a layer's inputs or
+// units; for gradients of data over the gates; for gradients of weights over time, then batch.
+//
+// For all steps: x * Wx, with `gates` numbers for each unit. In each step: h * Wh; then with
+// s = x * Wx + bx + h * Wh + bh:
+//   rnn    h' = relu(s) or tanh(s)
+//   lstm   i, f, g, o of s;  c' = f * c + i * g;  h' = o * tanh(c')
+//   gru    r, z of s;  n = tanh(x * Wx + bx + r * (h * Wh + bh));  h' = (1 - z) * n + z * h
+#include <cmath>
+#include <cstring>
+
+#include "dispatch/watch.h"
+#include "operators/rnn.h"
+#include "tensor_core/products.h"
+
+namespace gluon_amp {
+namespace {
+
+float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+using Floats = std::vector<float>;
+using Halves = std::vector<Half>;
+
+const Grid kHalves = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
+
+using Matrix = RowsOrColumns;
+
+// Floats that are halves, as halves.
+struct Narrowed {
+  Halves numbers;
+  HalfMatrix matrix;
+
+  Narrowed(const Matrix& from, int64_t rows, int64_t columns) : numbers(rows * columns) {
+    kernels->narrow(from.data, numbers.data(), rows * columns, kStore);
+    matrix = from.transposed ? HalfMatrix{numbers.data(), 1, rows}
+                             : HalfMatrix{numbers.data(), columns, 1};
+  }
+};
+
+// The attributes of MXNet's `linalg_gemm2`, parsed by MXNet; never deleted.
+const NodeAttrs& product_attributes(bool a_transposed, bool b_transposed) {
+  static const auto make = [](bool a, bool b) {
+    const char* keys[] = {"transpose_a", "transpose_b"};
+    const char* values[] = {a ? "True" : "False", b ? "True" : "False"};
+    SymbolHandle symbol;
+    if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(nnvm::Op::Get("_linalg_gemm2")), 2, keys,
+                                   values, &symbol))
+      throw dmlc::Error(MXGetLastError());
+    return &(*static_cast<std::vector<nnvm::NodeEntry>*>(symbol))[0].node->attrs;
+  };
+  static const NodeAttrs* made[] = {make(false, false), make(false, true), make(true, false),
+                                    make(true, true)};
+  return *made[2 * a_transposed + b_transposed];
+}
+
+struct Sizes {
+  int64_t time, batch, units, gates;  // gates: for each unit
+  int64_t steps() const { return time * batch; }
+  int64_t all() const { return gates * units; }
+};
+
+// Data of the forward pass of one direction of a layer for the backward pass.
+struct Kept {
+  Floats gates;   // (time, batch, gates, units), after their activations
+  Floats inside;  // (time, batch, units): lstm: the cell before the step; gru: h * Wh + bh of n
+  Floats after;   // (time, batch, units): lstm: the cell after the step
+  Floats before;  // (time, batch, units): the hidden state before the step
+  Floats read;    // the same, rounded for products
+  Floats wx, wh;  // weights, rounded for products
+};
+
+}  // namespace
+
+RnnShape::RnnShape(const NodeAttrs& attrs)
+    : mode(word(attrs, "mode", "")), units(static_cast<int64_t>(number(attrs, "state_size", 0))),
+      layers(static_cast<int64_t>(number(attrs, "num_layers", 1))),
+      directions(flag(attrs, "bidirectional", false) ? 2 : 1),
+      gates(mode == "lstm" ? 4 : mode == "gru" ? 3 : 1) {}
+
+RnnShape::Places RnnShape::places(int64_t layer, int64_t direction, int64_t data) const {
+  const int64_t all = gates * units;
+  int64_t at = 0, count = layers * directions;
+  Places made{};
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t in = k < directions ? data : directions * units;
+    if (k == layer * directions + direction) made = {in, at, at + all * in, 0, 0};
+    at += all * (in + units);
+  }
+  made.bx = at + (layer * directions + direction) * 2 * all;
+  made.bh = made.bx + all;
+  return made;
+}
+
+// y = a * b by MXNet's float32 code
+void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
+                   const RowsOrColumns& a, const RowsOrColumns& b, float* y) {
+  static const auto& compute = *get<mxnet::FCompute>(nnvm::Op::Get("_linalg_gemm2"),
+                                                     "FCompute<cpu>");
+  auto blob = [](const float* data, int64_t first, int64_t second) {
+    return TBlob(const_cast<float*>(data), mxnet::TShape({first, second}), mshadow::cpu::kDevMask);
+  };
+  compute(product_attributes(a.transposed, b.transposed), context,
+          {a.transposed ? blob(a.data, depth, rows) : blob(a.data, rows, depth),
+           b.transposed ? blob(b.data, columns, depth) : blob(b.data, depth, columns)},
+          {mxnet::kWriteTo}, {blob(y, rows, columns)});
+}
+
+struct RnnLoop::Layers : RnnShape {
+  using RnnShape::RnnShape;
+  bool as_gpu;  // whether products emulate Tensor Cores; all formats are then float16
+  TensorCore gpu;
+  Grid product, gradient;      // of products' inputs: data and weights; gradients of gates
+  std::string scaling;         // of products' inputs, or empty
+  std::vector<Kept> kept;      // for each direction of each layer
+  std::vector<Floats> inputs;  // of each layer, rounded for products
+
+  void multiply(const Call& call, int64_t rows, int64_t columns, int64_t depth, Matrix a, Matrix b,
+                float* y) const {
+    if (!as_gpu) return float_product(call.context, rows, columns, depth, a, b, y);
+    const Narrowed from(a, rows, depth), with(b, depth, columns);
+    kernels->tensor_core_product(gpu, rows, columns, depth, from.matrix, with.matrix, nullptr,
+                                 {y, columns, 1});
+  }
+
+  // ---- rounding
+
+  static Floats taken(const TBlob& from) {
+    if (is_float(from)) return Floats(floats(from), floats(from) + size(from));
+    Floats made(size(from));
+    kernels_of(from)->widen(halves(from), made.data(), made.size());
+    return made;
+  }
+
+  // Rounds to the format `between`, forward or backward.
+  static void settle(const Call& call, Floats* numbers) {
+    const Grid& grid = call.rounding.any ? call.rounding.output : kHalves;
+    kernels->round(call.rounding.keyed_anew(grid), numbers->data(), numbers->data(),
+                   numbers->size(), kStore);
+  }
+
+  // Rounds an input of products; `place` is the name of its history.
+  void read(const Call& call, bool backward, const std::string& place, const float* from,
+            float* to, int64_t n) const {
+    Grid grid = call.rounding.keyed_anew(backward ? gradient : product);
+    if (!scaling.empty()) grid = scaled(grid, scaling, call.context, place, backward, from, n);
+    if (grid.rounds() || from != to) kernels->round(grid, from, to, n, kStore);
+  }
+
+  static void give(const Call& call, size_t i, Floats made) {
+    const TBlob& to = call.out[i];
+    if (call.write(i) == kNothing) return;
+    const Grid* written = call.rounding.written(i);
+    const Grid grid = written ? *written : Grid();
+    show(made.data(), size(to), 0, to.dptr_, written, to.type_flag_);
+    if (is_float(to)) return kernels->round(grid, made.data(), floats(to), size(to), call.write(i));
+    kernels->round(grid, made.data(), made.data(), size(to), kStore);
+    kernels_of(to)->narrow(made.data(), halves(to), size(to), call.write(i));
+  }
+
+  // One step of one row: computes the gates and the new state from both sums.
+  void step(const float* x, const float* h, const float* before, const Sizes& of, float* gate,
+            float* inside, float* cell, float* made) const {
+    const int64_t n = of.units;
+    for (int64_t j = 0; j < n; ++j) {
+      if (mode == "lstm") {
+        const float i = sigmoid(x[j] + h[j]), f = sigmoid(x[n + j] + h[n + j]),
+                    g = std::tanh(x[2 * n + j] + h[2 * n + j]),
+                    o = sigmoid(x[3 * n + j] + h[3 * n + j]);
+        gate[j] = i, gate[n + j] = f, gate[2 * n + j] = g, gate[3 * n + j] = o;
+        inside[j] = cell[j];
+        cell[j] = f * cell[j] + i * g;
+        made[j] = o * std::tanh(cell[j]);
+      } else if (mode == "gru") {
+        const float r = sigmoid(x[j] + h[j]), z = sigmoid(x[n + j] + h[n + j]),
+                    c = std::tanh(x[2 * n + j] + r * h[2 * n + j]);
+        gate[j] = r, gate[n + j] = z, gate[2 * n + j] = c;
+        inside[j] = h[2 * n + j];
+        made[j] = (1 - z) * c + z * before[j];
+      } else {
+        const float sum = x[j] + h[j];
+        made[j] = gate[j] = mode == "rnn_relu" ? (sum > 0 || sum != sum ? sum : 0) : std::tanh(sum);
+      }
+    }
+  }
+
+  // Computes the gradients of both sums of a row from that of its new state. `dh` and `dc` become those of the
+  // previous state, without the part through h * Wh.
+  void step_back(const Kept& k, int64_t row, const Sizes& of, float* dh, float* dc, float* dx,
+                 float* ds) const {
+    const int64_t n = of.units;
+    const float *gate = &k.gates[row * of.all()], *inside = &k.inside[row * n],
+                *after = &k.after[row * n];
+    const float* before = &k.before[row * n];
+    for (int64_t j = 0; j < n; ++j) {
+      if (mode == "lstm") {
+        const float i = gate[j], f = gate[n + j], g = gate[2 * n + j], o = gate[3 * n + j],
+                    tanh = std::tanh(after[j]);
+        const float d = dc[j] + dh[j] * o * (1 - tanh * tanh);
+        dx[j] = d * g * i * (1 - i);
+        dx[n + j] = d * inside[j] * f * (1 - f);
+        dx[2 * n + j] = d * i * (1 - g * g);
+        dx[3 * n + j] = dh[j] * tanh * o * (1 - o);
+        dc[j] = d * f;
+        dh[j] = 0;
+      } else if (mode == "gru") {
+        const float r = gate[j], z = gate[n + j], c = gate[2 * n + j];
+        const float d = dh[j] * (1 - z) * (1 - c * c);
+        dx[j] = d * inside[j] * r * (1 - r);
+        dx[n + j] = dh[j] * (before[j] - c) * z * (1 - z);
+        dx[2 * n + j] = d;
+        ds[2 * n + j] = d * r;
+        dh[j] *= z;
+      } else {
+        const float h = gate[j];
+        dx[j] = mode == "rnn_relu" ? (h > 0 ? dh[j] : 0) : dh[j] * (1 - h * h);
+        dh[j] = 0;
+      }
+    }
+    std::memcpy(ds, dx, (mode == "gru" ? 2 : gates) * n * sizeof(float));
+  }
+
+  void forward(const Call& call);
+  void backward(const Call& call);
+};
+
+void RnnLoop::Layers::forward(const Call& call) {
+  const TBlob& data = call.in[0];
+  const bool lstm = mode == "lstm";
+  const Floats params = taken(call.in[1]), states = taken(call.in[2]),
+               cells = lstm ? taken(call.in[3]) : Floats();
+  const Sizes of{data.shape_[0], data.shape_[1], units, gates};
+  const int64_t all = of.all(), wide_row = directions * units, rows = of.batch;
+  const int64_t size_h = rows * units;
+  Floats x = taken(data), last_h(layers * directions * size_h), last_c(lstm ? last_h.size() : 0);
+  kept.assign(layers * directions, Kept());
+  inputs.clear();
+  for (int64_t layer = 0; layer < layers; ++layer) {
+    Floats y(of.steps() * wide_row);
+    read(call, false, "x" + std::to_string(layer), x.data(), x.data(), x.size());
+    for (int64_t d = 0; d < directions; ++d) {
+      const int64_t which = layer * directions + d;
+      const std::string name = std::to_string(which);
+      const Places at = places(layer, d, data.shape_[2]);
+      const float *bx = &params[at.bx], *bh = &params[at.bh];
+      Kept& k = kept[which];
+      k.wx.resize(all * at.inputs);
+      k.wh.resize(all * units);
+      read(call, false, "wx" + name, &params[at.wx], k.wx.data(), k.wx.size());
+      read(call, false, "wh" + name, &params[at.wh], k.wh.data(), k.wh.size());
+      Floats sum_x(of.steps() * all), sum_h(rows * all), made(size_h);
+      multiply(call, of.steps(), all, at.inputs, {x.data(), false}, {k.wx.data(), true},
+               sum_x.data());
+      for (int64_t i = 0; i < of.steps() * all; ++i) sum_x[i] += bx[i % all];
+      k.gates.resize(of.steps() * all);
+      for (Floats* each : {&k.inside, &k.after, &k.before, &k.read}) each->resize(of.steps() * units);
+      Floats h(&states[which * size_h], &states[which * size_h] + size_h);
+      Floats c = lstm ? Floats(&cells[which * size_h], &cells[which * size_h] + size_h)
+                      : Floats(size_h);
+      for (int64_t s = 0; s < of.time; ++s) {
+        const int64_t t = d ? of.time - 1 - s : s, row = t * rows;
+        float* read_h = &k.read[row * units];
+        std::copy(h.begin(), h.end(), k.before.begin() + row * units);
+        read(call, false, "h" + name + "." + std::to_string(s), h.data(), read_h, size_h);
+        multiply(call, rows, all, units, {read_h, false}, {k.wh.data(), true}, sum_h.data());
+        for (int64_t i = 0; i < rows * all; ++i) sum_h[i] += bh[i % all];
+        for (int64_t i = 0; i < rows; ++i)
+          step(&sum_x[(row + i) * all], &sum_h[i * all], &h[i * units], of,
+               &k.gates[(row + i) * all], &k.inside[(row + i) * units], &c[i * units],
+               &made[i * units]);
+        std::copy(c.begin(), c.end(), k.after.begin() + row * units);
+        h = made;
+        settle(call, &h);
+        for (int64_t i = 0; i < rows; ++i)
+          std::copy_n(&h[i * units], units, &y[(row + i) * wide_row + d * units]);
+      }
+      std::copy(h.begin(), h.end(), last_h.begin() + which * size_h);
+      if (lstm) std::copy(c.begin(), c.end(), last_c.begin() + which * size_h);
+    }
+    inputs.push_back(std::move(x));
+    x = std::move(y);
+  }
+  Floats* made[] = {&x, &last_h, &last_c};
+  for (size_t i = 0; i < call.out.size(); ++i) give(call, i, std::move(*made[i]));
+  if (!call.context.is_train) kept.clear(), inputs.clear();
+}
+
+// Reads data, parameters, state, output, its gradient; [state's output, its gradient]; for an LSTM the cell,
+// [its output, its gradient].
+void RnnLoop::Layers::backward(const Call& call) {
+  const TBlob& data = call.in[0];
+  const bool lstm = mode == "lstm", with_states = call.in.size() > (lstm ? 6 : 5);
+  const Sizes of{data.shape_[0], data.shape_[1], units, gates};
+  const int64_t all = of.all(), wide_row = directions * units, rows = of.batch;
+  const int64_t size_h = rows * units, steps = of.steps();
+  Floats dy = taken(call.in[4]), dx;
+  Floats dparams(size(call.in[1])), dstate(layers * directions * size_h), dcell(dstate.size());
+  if (with_states) dstate = taken(call.in[6]);
+  if (with_states && lstm) dcell = taken(call.in[9]);
+  for (Floats* head : {&dy, &dstate, &dcell}) settle(call, head);
+  for (int64_t layer = layers - 1; layer >= 0; --layer) {
+    const Floats& x = inputs[layer];
+    dx.assign(x.size(), 0);
+    for (int64_t d = 0; d < directions; ++d) {
+      const int64_t which = layer * directions + d;
+      const std::string name = std::to_string(which) + ".";
+      const Places at = places(layer, d, data.shape_[2]);
+      const Kept& k = kept[which];
+      float *dh = &dstate[which * size_h], *dc = &dcell[which * size_h];
+      Floats back(size_h), product_x(x.size()), gates_x(steps * all), gates_h(steps * all);
+      for (int64_t s = of.time - 1; s >= 0; --s) {
+        const int64_t t = d ? of.time - 1 - s : s, row = t * rows;
+        float *to_x = &gates_x[row * all], *to_h = &gates_h[row * all];
+        for (int64_t i = 0; i < rows; ++i) {
+          for (int64_t j = 0; j < units; ++j)
+            dh[i * units + j] += dy[(row + i) * wide_row + d * units + j];
+          step_back(k, row + i, of, dh + i * units, dc + i * units, to_x + i * all, to_h + i * all);
+        }
+        const std::string place = name + std::to_string(s);
+        read(call, true, "gx" + place, to_x, to_x, rows * all);
+        if (mode == "gru") read(call, true, "gh" + place, to_h, to_h, rows * all);
+        else std::copy_n(to_x, rows * all, to_h);
+        multiply(call, rows, units, all, {to_h, false}, {k.wh.data(), false}, back.data());
+        for (int64_t i = 0; i < size_h; ++i) dh[i] += back[i];
+      }
+      multiply(call, steps, at.inputs, all, {gates_x.data(), false}, {k.wx.data(), false},
+               product_x.data());
+      for (size_t i = 0; i < dx.size(); ++i) dx[i] += product_x[i];
+      multiply(call, all, at.inputs, steps, {gates_x.data(), true}, {x.data(), false},
+               &dparams[at.wx]);
+      multiply(call, all, units, steps, {gates_h.data(), true}, {k.read.data(), false},
+               &dparams[at.wh]);
+      for (int64_t i = 0; i < steps * all; ++i) {
+        dparams[at.bx + i % all] += gates_x[i];
+        dparams[at.bh + i % all] += gates_h[i];
+      }
+    }
+    dy = dx;
+    settle(call, &dy);
+  }
+  Floats* made[] = {&dx, &dparams, &dstate, &dcell};
+  for (size_t i = 0; i < call.out.size(); ++i) give(call, i, std::move(*made[i]));
+}
+
+bool RnnLoop::runs(const NodeAttrs& attrs) {
+  return find(attrs, kAccumulateKey) || find(attrs, kLoopKey);
+}
+
+RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers(attrs)) {
+  Layers& made = *layers_;
+  made.as_gpu = find(attrs, kAccumulateKey) != nullptr;
+  if (made.as_gpu) made.gpu = tensor_core_of(attrs);
+  const Rounding said(attrs);
+  made.product = made.as_gpu ? kHalves : said.product;
+  made.gradient = made.as_gpu ? kHalves : said.gradient;
+  if (said.scaling) made.scaling = *said.scaling;
+  drops_ = made.layers > 1 && number(attrs, "p", 0) > 0;
+}
+
+RnnLoop::~RnnLoop() = default;
+
+void RnnLoop::run(const Call& call, bool forward) {
+  if (layers_->as_gpu) check_halves(call);
+  if (drops_ && call.context.is_train)
+    throw dmlc::Error(std::string(layers_->as_gpu ? "accumulate=" : "a policy of several formats") +
+                      ": RNN with dropout between its layers has no code: keep it in float32 (keep=)");
+  if (forward) layers_->forward(call);
+  else layers_->backward(call);
+}
+
+}  // namespace gluon_amp
