@@ -1033,7 +1033,7 @@ class ModuleLog:
 
 def cross_entropy(probabilities, label):
     """Returns the mean cross entropy of softmax outputs over a batch."""
-    likely = probabilities.astype("float32").pick(label.as_in_context(probabilities.context))
+    likely = probabilities.astype("float32").pick(label.as_in_context(probabilities.ctx))
     return float(-(likely + 1e-12).log().mean().asscalar())
 
 

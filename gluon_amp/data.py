@@ -96,7 +96,7 @@ def _cast(data: Array, dtype: str) -> Any:
         return data
     ours = isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32"
     if ours and dtype == "float16":
-        half = mx.nd.empty(data.shape, data.context, dtype)
+        half = mx.nd.empty(data.shape, data.ctx, dtype)
         narrow(data, half)
         return half
     return data.astype(dtype)

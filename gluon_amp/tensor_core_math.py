@@ -76,7 +76,7 @@ def tensor_core_dot(a: AnyArray, b: AnyArray, c: Optional[AnyArray] = None, gpu:
     if shape == () and not mx.util.is_np_shape():  # MXNet then has no 0-d arrays
         made = made.reshape(1)
     make = mx.np.array if isinstance(given[0], mx.np.ndarray) else mx.nd.array
-    return make(made, dtype=sums, ctx=given[0].context)
+    return make(made, dtype=sums, ctx=given[0].ctx)
 
 
 def _sum_of(core: TensorCore, gpu: str, format_: str, sums: str) -> Sum:

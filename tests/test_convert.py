@@ -522,7 +522,7 @@ def test_copy_has_same_devices_and_accumulated_gradients(make_copy):
 
     backward(net)
     twin = make_copy(net)
-    assert [a.context for a in twin.weight.list_data()] == devices
+    assert [a.ctx for a in twin.weight.list_data()] == devices
     for mine, theirs in zip(backward(twin), backward(net)):
         assert np.array_equal(mine, np.full((3, 2), 2))
         assert np.array_equal(theirs, mine)

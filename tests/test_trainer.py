@@ -703,7 +703,7 @@ def test_float64_parameters_of_a_plain_block_train_in_float64(name, devices):
             self.dense = nn.Dense(2, in_units=3)
 
         def forward(self, x):
-            return self.dense((x * self.factor.data(x.context)).astype("float32"))
+            return self.dense((x * self.factor.data(x.ctx)).astype("float32"))
 
     contexts = [mx.cpu(i) for i in range(devices)]
     net = amp.convert(Scaled())

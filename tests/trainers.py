@@ -32,8 +32,8 @@ class One(gluon.Block):
         self.a, self.b = (self.params.get(name) for name in "ab")
 
     def forward(self, x, y):  # "* 1": MXNet's cast alone does not accumulate gradients
-        return ((self.a.data(x.context) * 1).astype("float32") * x
-                + self.b.data(x.context) * y).sum().reshape(1)
+        return ((self.a.data(x.ctx) * 1).astype("float32") * x
+                + self.b.data(x.ctx) * y).sum().reshape(1)
 
 
 def learn(net, trainer, *data):

@@ -44,6 +44,12 @@ def to_half(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
     return array.astype(dtype, copy=False)
 
 
+def on_device(array: Any, device: Any) -> Any:
+    """Returns an array on a device; an array there unchanged. MXNet has no one method for arrays
+    of `mx.nd` and `mx.np`."""
+    return array if array.ctx == device else array.copyto(device)
+
+
 def save_arrays(path: str, arrays: Mapping[str, "mx.nd.NDArray"]) -> None:
     """Writes arrays of `mx.nd` or `mx.np` to a file, atomically."""
     classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
@@ -62,7 +68,7 @@ def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
     if not on_gpu_in_float16(arrays):
         return [to_float32(array) for array in arrays]
     sizes = [array.size for array in arrays]
-    flat, at = mx.nd.zeros(sum(sizes), arrays[0].context), 0
+    flat, at = mx.nd.zeros(sum(sizes), arrays[0].ctx), 0
     wide = []
     for array, size in zip(arrays, sizes):
         wide.append(flat[at:at + size].reshape(array.shape))
@@ -101,9 +107,9 @@ def _descend(weights: Sequence[Any], gradients: Sequence[Any], masters: Sequence
 
 def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
     """Whether these are dense float16 arrays on one GPU."""
-    first = arrays[0].context
+    first = arrays[0].ctx
     return first.device_type == "gpu" and all(
-        dtype_name(a.dtype) == "float16" and a.stype == "default" and a.context == first
+        dtype_name(a.dtype) == "float16" and a.stype == "default" and a.ctx == first
         for a in arrays)
 
 
@@ -126,7 +132,7 @@ def follow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
 
 
 def _on_cpu(array: "mx.nd.NDArray") -> bool:
-    return array.context.device_type != "gpu" and array.stype == "default"
+    return array.ctx.device_type != "gpu" and array.stype == "default"
 
 
 def multiply(arrays: Iterable[Any], factor: float) -> None:

@@ -137,7 +137,7 @@ def install() -> None:
     def copy_from_numpy(theirs: Any, self: Any, source: Any) -> None:
         if self.dtype is not BFLOAT16:
             return theirs(self, source)
-        wide = mx.nd.empty(self.shape, ctx=self.context)
+        wide = mx.nd.empty(self.shape, ctx=self.ctx)
         wide._sync_copyfrom(np.asarray(source, np.float32))
         _cast(wide, BFLOAT16, out=self)
 

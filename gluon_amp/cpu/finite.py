@@ -29,7 +29,7 @@ def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
         return _squares_on(mx.cpu(), list(arrays)).asnumpy()
     groups: Dict[Any, List[int]] = {}
     for i, array in enumerate(arrays):
-        groups.setdefault(array.context, []).append(i)
+        groups.setdefault(array.ctx, []).append(i)
     pushed = []
     for context, group in groups.items():
         # a GPU's kernel requires arrays of one type
@@ -70,7 +70,7 @@ def not_finite(names: Iterable[str], sums: "np.ndarray[Any, Any]") -> Tuple[str,
 def _dense(array: Array) -> Array:
     if array.stype != "row_sparse":
         return array
-    return array.data if array.indices.size else mx.nd.zeros(1, array.context)
+    return array.data if array.indices.size else mx.nd.zeros(1, array.ctx)
 
 
 def _squares_on(context: Context, arrays: List[Any]) -> Array:

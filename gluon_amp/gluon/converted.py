@@ -469,9 +469,9 @@ def _to_float32(array: Array) -> Array:
 
 def _on_plain_cpu(array: Array) -> Array:
     """Moves an array in shared or pinned memory to the CPU context that a graph requires."""
-    if array.context.device_type not in _OTHER_CPUS:
+    if array.ctx.device_type not in _OTHER_CPUS:
         return array
-    return array.as_in_context(mx.cpu(array.context.device_id))
+    return array.copyto(mx.cpu(array.ctx.device_id))
 
 
 class _Names(mx.name.NameManager):

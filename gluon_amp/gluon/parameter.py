@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Parameter
-from ..cpu.arrays import HALVES, dtype_name, to_float32, to_half
+from ..cpu.arrays import HALVES, dtype_name, on_device, to_float32, to_half
 from ..cpu.finite import beyond_float16
 from ..formats import FLOAT16, Format
 
@@ -193,7 +193,7 @@ def complete_copy(parameter: Parameter) -> None:
     parameter._var = None  # created again on access
     if parameter._data is None:
         return
-    parameter._data = [array.as_in_context(device)
+    parameter._data = [on_device(array, device)
                        for array, device in zip(parameter._data, parameter._ctx_list)]
     before = parameter._grad
     parameter._init_grad()

@@ -418,7 +418,7 @@ def check(net: Network, batch: Batch) -> None:
     if own:
         raise ValueError("xray inspects graphs, and a plain Block has parameters of its own: move "
                          f"them into a HybridBlock. Received: {', '.join(own[:5])}")
-    if any(array.context.device_type == "gpu" for array in split(batch)[0]):
+    if any(array.ctx.device_type == "gpu" for array in split(batch)[0]):
         raise ValueError("xray runs on CPUs only, where results are counted before they are "
                          "rounded. Received: data on a GPU")
 

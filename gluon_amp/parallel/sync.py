@@ -12,7 +12,7 @@ from mxnet.kvstore import KVStoreBase
 
 from .._mxnet import message, mx, np
 from ..checks import counted
-from ..cpu.arrays import narrow, to_float32
+from ..cpu.arrays import narrow, on_device, to_float32
 from ..cpu.bfloat16 import is_bfloat16
 from .rendezvous import HOROVOD_MEETS_AT
 from .store import servers
@@ -130,10 +130,10 @@ class Workers:
             if not is_bfloat16(on_devices[0].dtype) or "dist" in self._kvstore.type:
                 others.append((key, on_devices))
                 continue
-            total = sum(to_float32(gradient).as_in_context(on_devices[0].context)
+            total = sum(on_device(to_float32(gradient), on_devices[0].ctx)
                         for gradient in on_devices)
             for gradient in on_devices:
-                narrow(total.as_in_context(gradient.context), gradient)
+                narrow(on_device(total, gradient.ctx), gradient)
         return others
 
     def any(self, flag: bool) -> bool:
@@ -234,7 +234,7 @@ class Workers:
             mx.nd.waitall()
         for array in arrays:
             array.wait_to_read()
-            if array.stype == "default" and array.context.device_type == "cpu":
+            if array.stype == "default" and array.ctx.device_type == "cpu":
                 address = ctypes.c_void_p()  # unused: the call reorders the array
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 

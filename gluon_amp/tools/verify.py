@@ -69,15 +69,15 @@ def _operators() -> List[_Operator]:
         _Operator("transpose, slice, concat", lambda a: nd.concat(
             a.T.slice_axis(0, 3, 50), a.T, dim=0), [(64, 100)]),
         _Operator("Embedding", lambda w: nd.Embedding(
-            nd.array([[1, 2, 2], [0, 5, 9]], ctx=w.context), w, 10, 16), [(10, 16)]),
-        _Operator("take", lambda w: nd.take(w, nd.array([1, 7, 3], ctx=w.context)), [(10, 16)]),
+            nd.array([[1, 2, 2], [0, 5, 9]], ctx=w.ctx), w, 10, 16), [(10, 16)]),
+        _Operator("take", lambda w: nd.take(w, nd.array([1, 7, 3], ctx=w.ctx)), [(10, 16)]),
         _Operator("where", lambda a, b: nd.where(a > b, a, b), [(64, 100)] * 2),
     ]
 
 
 def _batch_norm(data: Array, gamma: Array, beta: Array) -> Array:
     float32 = [each.astype("float32") for each in (gamma, beta)]
-    mean, variance = mx.nd.zeros(32, data.context), mx.nd.ones(32, data.context)
+    mean, variance = mx.nd.zeros(32, data.ctx), mx.nd.ones(32, data.ctx)
     return mx.nd.BatchNorm(data, *float32, mean, variance, fix_gamma=False)
 
 

@@ -57,11 +57,11 @@ class AdamW(mx.optimizer.Optimizer):
         for i, index in enumerate(indices):
             lrs[i] = bias_corrected(self, lrs[i], self._index_update_count[index])
         # On a CPU the operator loops over the largest size for each array: one array per call.
-        on_gpu = weights[0].context.device_type == "gpu"
+        on_gpu = weights[0].ctx.device_type == "gpu"
         size = len(weights) if on_gpu else 1
         rescale_grad = self.rescale_grad
         if on_gpu:  # without it, MXNet fills an array with one more launch
-            rescale_grad = mx.nd.array([rescale_grad], weights[0].context)
+            rescale_grad = mx.nd.array([rescale_grad], weights[0].ctx)
         for i in range(0, len(weights), size):
             part = slice(i, i + size)
             getattr(mx.nd.contrib, name)(

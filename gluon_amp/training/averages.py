@@ -90,7 +90,7 @@ class _Copy:
     """A copy of float32 arrays in one array; `parts` are its parts with the arrays' shapes."""
 
     def __init__(self, arrays: List[Any]) -> None:
-        self.flat = mx.nd.zeros(sum(array.size for array in arrays), arrays[0].context)
+        self.flat = mx.nd.zeros(sum(array.size for array in arrays), arrays[0].ctx)
         self.parts: List[Any] = []
         at = 0
         for array in arrays:

@@ -53,7 +53,7 @@ class Backward:
 
     def run(self, scale: float, retain_graph: bool = True) -> None:
         """Runs a pass with this number as head gradient."""
-        heads = [_head(one.shape, one.context, one.dtype, scale) for one in self._losses]
+        heads = [_head(one.shape, one.ctx, one.dtype, scale) for one in self._losses]
         try:
             run_backward(self._losses, heads, retain_graph)
         finally:
@@ -225,7 +225,7 @@ def _free(losses: List[Any]) -> None:
     that computes only the gradients of arrays added for it."""
     if free_graphs(losses):
         return
-    added = [mx.nd.zeros(1, loss.context, loss.dtype) for loss in losses]
+    added = [mx.nd.zeros(1, loss.ctx, loss.dtype) for loss in losses]
     for one in added:
         one.attach_grad()
     with mx.autograd.record():

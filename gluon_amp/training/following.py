@@ -66,7 +66,7 @@ class Following:
 
     @staticmethod
     def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Hashable:
-        return weights[0].context, tuple(indices)
+        return weights[0].ctx, tuple(indices)
 
 
 def weights_unwritten(optimizer: Optimizer) -> ContextManager[None]:

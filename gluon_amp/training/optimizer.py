@@ -157,7 +157,7 @@ class _WithMasters:
             both = master, self.create_state(index, master)
             return both[::-1] if isinstance(self, _MASTER_LAST) else both
         state = super().create_state_multi_precision(index, weight)
-        if dtype == "float16" and weight.context.device_type == "gpu":
+        if dtype == "float16" and weight.ctx.device_type == "gpu":
             master = master_in(self, state)
             if master is not None:
                 self._following.made(index, master, weight)
@@ -209,7 +209,7 @@ class _WithMasters:
         """Synchronizes master weights with writes to weights, updates them with MXNet's operators,
         and rounds them to weights."""
         masters, inner = _split(self, states)
-        on_gpu = weights[0].context.device_type == "gpu"
+        on_gpu = weights[0].ctx.device_type == "gpu"
         if on_gpu:
             self._following.follow(indices, masters, weights)
         else:
