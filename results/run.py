@@ -82,6 +82,9 @@ STUDIES = {
         "--batch-size 100 --num-epochs 6 --lr 0.1 --lr-step-epochs 4 --warmup-epochs 0.5 "
         "--random-crop 1 --random-mirror 1 --pad-size 4 --top-k 5 --rgb-mean 125.3,123,113.9 "
         "--rgb-std 63,62.1,66.7 --disp-batches 20", range(10)),
+    "gpt": task("gpt", "cast"),
+    "unet": task("unet", "cast"),
+    **{name: task(name) for name in ("lstm", "translate", "ssd", "ctc", "wgan")},
 }
 
 

@@ -1,87 +1,200 @@
-"""Prints the table of this folder's trainings: python results/table.py results/*.jsonl
+"""Prints the tables of this folder's trainings and draws differences.png: python results/table.py
 
-It also draws differences.png. Runs of one seed have the same initial weights and the same order of
-images, so they are compared in pairs, as in `gluon-amp report`.
+plan.md fixes the studies, arms, margins and tests. Runs of one seed have the same initial weights
+and data, so they are compared in pairs. A study enters when float32 and another arm have ended.
 """
-import sys
+import math
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Dict, NamedTuple, Optional
 
+import numpy as np
 import study
 from gluon_amp.reports.colors import color
-from gluon_amp.reports.verdict import outcome, p_text, paired
+from gluon_amp.reports.verdict import LEVEL, Difference, paired
 from matplotlib.figure import Figure
+from run import STUDIES, file_of
+from scipy.stats import mannwhitneyu
 
 HERE = Path(__file__).parent
-MARGIN = 0.5  # points of accuracy
+BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
+MARGIN = 0.5  # points of accuracy; of the tasks: a standard deviation of float32
 
 
-def results(path):
-    """Returns the results of each kind of runs by seed: test accuracy after the last epoch, in
-    percent, and the number of skipped steps."""
-    found = {}
-    for name, lines in study.runs(path).items():
-        kind, seed = name.rsplit("-seed", 1)
-        end = [line for line in lines if "err_top1" in line][-1]
-        found.setdefault(kind, {})[int(seed)] = 100 * (1 - end["err_top1"]), end["skipped"]
-    return dict(sorted(found.items(), key=lambda item: (item[0] != "float32", item[0])))
+class Measure(NamedTuple):
+    name: str
+    factor: float = 1  # of the logged number
+    higher_is_better: bool = True
 
 
-def rows(path):
-    """Yields the table cells of each kind, and its paired differences to float32."""
-    found = results(path)
-    for kind, runs in found.items():
-        accuracies = [accuracy for accuracy, _ in runs.values()]
-        skipped = [skipped for _, skipped in runs.values()]
-        cells = [path.stem, kind, len(runs), f"{mean(accuracies):.2f} ± {stdev(accuracies):.2f}",
-                 " to ".join(map(str, sorted({min(skipped), max(skipped)}))), "", ""]
-        pairs = sorted(runs.keys() & found["float32"].keys())
-        if kind == "float32":
-            yield cells, kind, None, []
+MEASURES = {
+    "err_top1": Measure("accuracy, %"),
+    "validation_loss": Measure("validation loss", 1, False),
+    "perplexity": Measure("perplexity", 1, False),
+    "exact_match": Measure("exact match, %", 100),
+    "mean_average_precision": Measure("mean average precision, %", 100),
+    "intersection_over_union": Measure("intersection over union, %", 100),
+    "label_error_rate": Measure("label error rate, %", 100, False),
+    "distance": Measure("sliced Wasserstein distance", 1, False),
+}
+
+
+class Results(NamedTuple):
+    """The results of a study."""
+    name: str
+    measure: Measure
+    values: Dict[str, Dict[int, float]]  # by arm and seed
+    skipped: Dict[str, Dict[int, int]]
+
+    @property
+    def margin(self):
+        if self.measure is MEASURES["err_top1"]:
+            return MARGIN
+        return stdev(self.values["float32"].values())
+
+    def differences(self, arm):
+        """Returns an arm's results minus those of float32 with the same seed."""
+        float32 = self.values["float32"]
+        return [value - float32[seed] for seed, value in sorted(self.values[arm].items())
+                if seed in float32]
+
+
+class Comparison(NamedTuple):
+    """An arm of a study beside float32."""
+    study: Results
+    arm: str
+    difference: Difference
+    like_chance: Optional[float]  # p of Mann and Whitney's test; None for the control
+
+
+def results(name):
+    """Returns the completed runs of a study."""
+    measure, values, skipped = None, {}, {}
+    for run, lines in study.runs(file_of(name)).items():
+        arm, seed = run.rsplit("-seed", 1)
+        end = next(line for line in reversed(lines) if not MEASURES.keys().isdisjoint(line))
+        key = next(iter(MEASURES.keys() & end.keys()))
+        measure, value = MEASURES[key], end[key]
+        value = 100 * (1 - value) if key == "err_top1" else measure.factor * value
+        values.setdefault(arm, {})[int(seed)] = value
+        skipped.setdefault(arm, {})[int(seed)] = end["skipped"]
+    finite = [v for of_arm in values.values() for v in of_arm.values() if math.isfinite(v)]
+    for of_arm in values.values():
+        for seed, value in of_arm.items():
+            if not math.isfinite(value):
+                of_arm[seed] = min(finite) if measure.higher_is_better else max(finite)
+    return Results(name, measure, values, skipped)
+
+
+def comparisons(of):
+    """Yields the comparisons of a study with float32, the control first."""
+    chance = [abs(d) for d in of.differences("control")] if "control" in of.values else []
+    for arm in sorted(of.values.keys() - {"float32"}, key=lambda arm: (arm != "control", arm)):
+        differences = of.differences(arm)
+        if len(differences) < 2:
             continue
-        mine, reference = ([found[k][seed][0] for seed in pairs] for k in (kind, "float32"))
-        difference = paired(mine, reference)
-        low, high = difference.interval()
-        cells[5:] = [f"{difference.mean:+.2f} ({low:+.2f} to {high:+.2f})",
-                     f"{answer(difference)}; shown within {difference.shown_within}"]
-        yield cells, kind, difference, [a - b for a, b in zip(mine, reference)]
+        like_chance = None
+        if arm != "control" and chance:
+            like_chance = float(mannwhitneyu(np.abs(differences), chance).pvalue)
+        yield Comparison(of, arm, paired(differences, [0] * len(differences)), like_chance)
 
 
-def answer(difference):
-    """Returns the verdict, with the p of its test."""
-    word = outcome(difference, MARGIN)
-    if word == "different":
-        return f"different, p = {difference.p:.3f}"
-    return f"{word}, {p_text(difference, MARGIN)}"
+def holm(p_values):
+    """Returns p values, None among them, corrected for their number by Holm's method."""
+    order = sorted((i for i, p in enumerate(p_values) if p is not None), key=p_values.__getitem__)
+    corrected, largest = list(p_values), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def p_text(p):
+    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def row(one, p, p_chance):
+    """Returns the cells of a comparison; the p values are corrected."""
+    low, high = one.difference.interval()
+    equivalence = one.difference.p_equivalent(one.study.margin)
+    same = "yes" if equivalence < LEVEL else "not shown"
+    if p is not None and p < LEVEL:
+        same += ", different"
+    return [one.study.name, one.arm, one.difference.seeds, spread(one.study, one.arm),
+            skips(one.study, one.arm), f"{signed(one.difference.mean)} ({signed(low)} to {signed(high)})",
+            f"{one.study.margin:.2g}", f"{same}, p = {p_text(equivalence)}".replace("= <", "<"),
+            p_text(p), p_text(p_chance)]
+
+
+def signed(number):
+    """Returns a difference with three digits."""
+    return f"{number:+.3g}" if abs(number) > 1e-9 else "0"
+
+
+def spread(of, arm):
+    values = of.values[arm].values()
+    return f"{mean(values):.4g} ± {stdev(values):.2g}"
+
+
+def skips(of, arm):
+    counts = of.skipped[arm].values()
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
+
+
+def table(found):
+    """Yields the lines of a table; p values are corrected over all comparisons of the table."""
+    tested = [one for one in found if one.arm != "control"]
+    corrected = dict(zip(map(id, tested), zip(holm([one.difference.p for one in tested]),
+                                              holm([one.like_chance for one in tested]))))
+    yield ("| study | arm | seeds | measure: mean ± standard deviation | skipped steps | minus "
+           "float32 (95 %) | margin | the same within the margin? | difference: p | chance: p |")
+    yield "|" + " --- |" * 10
+    last = None
+    for one in found:
+        if one.study is not last:
+            last = one.study
+            cells = [last.name, "float32", len(last.values["float32"]),
+                     f"{last.measure.name}: {spread(last, 'float32')}", skips(last, "float32"),
+                     *[""] * 5]
+            yield f"| {' | '.join(map(str, cells))} |"
+        yield f"| {' | '.join(map(str, row(one, *corrected.get(id(one), (None, None)))))} |"
 
 
 def draw(found, path):
-    """Draws the differences of all pairs of seeds, their mean, and the interval of the tests."""
-    shown = [row for row in found if row[2]]
-    figure = Figure(figsize=(5.4, 0.9 + 0.55 * len(shown)), layout="constrained")
+    """Draws each comparison in margins: its pairs, mean and 90 % interval, over the range of the
+    control's pairs."""
+    shown = [one for one in found if one.arm != "control"]
+    figure = Figure(figsize=(6.4, 1 + 0.48 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
-    axes.axvspan(-MARGIN, MARGIN, color="0.9")
+    axes.axvspan(-1, 1, color="0.93")
     axes.axvline(0, color="0.4", linewidth=0.8)
-    for y, (_, kind, difference, pairs) in enumerate(shown):
-        axes.plot(pairs, [y + 0.22] * len(pairs), "|", color=color(kind), alpha=0.5, markersize=9)
-        axes.plot(difference.interval(0.9), [y, y], color=color(kind), linewidth=3)
-        axes.plot(difference.mean, y, "o", color=color(kind), markersize=7)
-    axes.set_yticks(range(len(shown)),
-                    [f"{cells[0]}\n{kind}, {len(pairs)} seeds" for cells, kind, _, pairs in shown])
-    axes.set(ylim=(-0.5, len(shown) - 0.2), xlabel="points of test accuracy, minus float32's")
+    for y, one in enumerate(shown):
+        margin = one.study.margin
+        if "control" in one.study.values:
+            control = one.study.differences("control")
+            axes.fill_betweenx([y - 0.38, y + 0.38], min(control) / margin, max(control) / margin,
+                               color="0.8", linewidth=0)
+        pairs = [d / margin for d in one.study.differences(one.arm)]
+        ends = [end / margin for end in one.difference.interval(1 - 2 * LEVEL)]
+        axes.plot(pairs, [y + 0.22] * len(pairs), "|", color=color(one.arm), alpha=0.6,
+                  markersize=9)
+        axes.plot(ends, [y, y], color=color(one.arm), linewidth=3)
+        axes.plot(one.difference.mean / margin, y, "o", color=color(one.arm), markersize=6)
+    axes.set_yticks(range(len(shown)), [f"{one.study.name}, {one.arm}" for one in shown])
+    axes.set(ylim=(-0.6, len(shown) - 0.4), xlabel="minus float32, in margins")
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
-def main(paths):
-    found = [row for path in paths for row in rows(path)]
-    print("| study | runs | seeds | test accuracy: mean ± standard deviation | skipped steps | "
-          f"minus float32 (95 %) | the same within {MARGIN:g} points? |\n|{' --- |' * 7}")
-    for cells, *_ in found:
-        print(f"| {' | '.join(map(str, cells))} |")
-    draw(found, HERE / "differences.png")
+def main():
+    found = {name: list(comparisons(of)) for name in STUDIES
+             if "float32" in (of := results(name)).values}
+    planned = [one for name, of in found.items() if name not in BEFORE_PLAN for one in of]
+    print("\n".join(table(planned)), end="\n\n")
+    print("\n".join(table([one for name in BEFORE_PLAN for one in found[name]])))
+    draw(planned, HERE / "differences.png")
 
 
 if __name__ == "__main__":
-    main([Path(name) for name in sys.argv[1:]])
+    main()
