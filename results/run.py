@@ -19,7 +19,7 @@ import study
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-# `control` is float32 with one weight changed by one unit in the last place: control.py.
+# `control` is float32 with one weight changed by one unit in the last place: observe.py.
 TYPES = {"float32": "--dtype float32", "control": "--dtype float32", "float16": "--dtype float16"}
 BFLOAT16 = {"bfloat16": "--dtype bfloat16 --loss-scale none"}
 PHOTOS = "SHARED/data/caltech10_128"
@@ -97,14 +97,14 @@ def train(name, kind, seed):
     """Trains a run, and returns the lines of its log.jsonl; raises an error if it fails."""
     script, flags, _, kinds = STUDIES[name]
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
-        saved = Path(scratch, "saved")
-        nudge = kind == "control" and "tasks" not in script  # a task has this arm itself
-        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved,
-                    before=[HERE / "control.py"] if nudge else [])
+        saved, hits = Path(scratch, "saved"), Path(scratch, "hits")
+        before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
+        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved, before=before)
         text = (saved / "log.jsonl").read_text()
         for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
             text = text.replace(str(folder), word)
-        return [json.loads(line) for line in text.splitlines()]
+        lines = [json.loads(line) for line in text.splitlines()]
+        return [*lines, {"hits": hits.read_text()}] if before else lines
 
 
 def main():

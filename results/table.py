@@ -121,7 +121,8 @@ def row(one, p, p_chance):
     if p is not None and p < LEVEL:
         same += ", different"
     return [one.study.name, one.arm, one.difference.seeds, spread(one.study, one.arm),
-            skips(one.study, one.arm), f"{signed(one.difference.mean)} ({signed(low)} to {signed(high)})",
+            skips(one.study, one.arm),
+            f"{signed(one.difference.mean)} ({signed(low)} to {signed(high)})",
             f"{one.study.margin:.2g}", f"{same}, p = {p_text(equivalence)}".replace("= <", "<"),
             p_text(p), p_text(p_chance)]
 

@@ -17,7 +17,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "example")]
-from control import nudged  # noqa: E402
+from observe import nudged  # noqa: E402
 
 ARMS = ("float32", "control", "float16", "bfloat16", "cast")
 STATIC = 128.0  # the loss scale of `cast`: net.cast("float16") with gluon.Trainer
