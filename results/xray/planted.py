@@ -7,15 +7,13 @@ must be no findings.
     python results/xray/planted.py [--networks NAME ...] [--faults NAME ...]
 """
 import argparse
-import csv
-import logging
 import sys
 
 import gluon_amp as amp
 import numpy as np
+from common import agree, last, losses, write_csv
 from gluon_amp._mxnet import mx
-from gluon_amp.files import replace_file
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 
 STEPS = 30
@@ -193,7 +191,6 @@ def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
         scale: the initial loss scale.
         seed: changes the initial weights by up to 2^-12 of their values.
     """
-    logging.getLogger("gluon_amp").setLevel(logging.ERROR)
     net, batches = made(name, fault, policy, keep)
     if seed is not None:
         rng = np.random.default_rng(seed)
@@ -203,15 +200,7 @@ def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9},
                           clip_norm=1.0, loss_scale=None if policy == "float32" else
                           amp.DynamicLossScale(scale, minimum=2.0 ** -24))
-    losses = []
-    for step in range(STEPS):
-        data, label = batches[step % len(batches)]
-        with autograd.record():
-            loss = LOSS(net(data), label)
-        trainer.backward(loss)
-        trainer.step(len(label))
-        losses.append(float(loss.mean().asscalar()))
-    return float(np.mean(losses[-10:]))
+    return last(losses(trainer, batches, lambda data, label: LOSS(net(data), label), STEPS))
 
 
 def examine(name, fault):
@@ -227,27 +216,18 @@ def examine(name, fault):
         f.node for f in amp.xray(kept, batches, LOSS, steps=2).findings if not f.remedy)
     try:
         high = view.loss_scale[1] if view.loss_scale else 2.0 ** 16
-        losses = [trained(name, FAULTS.get(fault), "float32"),
-                  trained(name, FAULTS.get(fault), "float16", view.keep, min(high, 2.0 ** 16))]
-        row["float32"], row["float16"] = (round(loss, 4) for loss in losses)
-        off = abs(losses[1] - losses[0])
-        row["trains"] = bool(off <= 0.01 * abs(losses[0]) + 0.005)
+        right, found = (trained(name, FAULTS.get(fault), "float32"),
+                        trained(name, FAULTS.get(fault), "float16", view.keep,
+                                min(high, 2.0 ** 16)))
+        row["float32"], row["float16"] = round(right, 4), round(found, 4)
+        row["trains"] = agree(found, right)
         if not row["trains"]:
-            apart = max(abs(trained(name, FAULTS.get(fault), "float32", seed=seed) - losses[0])
+            apart = max(abs(trained(name, FAULTS.get(fault), "float32", seed=seed) - right)
                         for seed in range(4))
             row["float32 from itself"] = round(apart, 4)
     except (amp.LossScaleError, ValueError) as error:
         row["trains"], row["error"] = False, str(error)[:90]
     return row
-
-
-def write_csv(path, columns, rows):
-    def write(beside):
-        with open(beside, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    replace_file(path, write)
 
 
 def show(row):

@@ -7,21 +7,19 @@ float16: nodes in float32, casts, and the signal-to-noise ratio of gradients.
     python results/xray/search.py [--networks NAME ...] [--budget SECONDS]
 """
 import argparse
-import logging
 import sys
 
 import gluon_amp as amp
 import numpy as np
+from common import BARE, write_csv
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
 from gluon_amp.inspection.search import Measure, Settings
 from gluon_amp.inspection.session import Session
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
-from planted import Attention, write_csv
+from planted import Attention
 
-BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
-                  sensitive="float16")
 COLUMNS = ("network", "bare_db", "bare_casts", "rules_nodes", "rules_db", "rules_casts",
            "search_nodes", "search_db", "search_casts", "verified", "trainings", "keep")
 
@@ -173,7 +171,6 @@ def main():
     parser.add_argument("--budget", type=float, default=300.0, metavar="SECONDS")
     parser.add_argument("--output", metavar="CSV")
     options = parser.parse_args()
-    logging.getLogger("gluon_amp").setLevel(logging.ERROR)
     table = []
     for name in options.networks:
         table.append(examine(name, options.budget))

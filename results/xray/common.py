@@ -1,0 +1,44 @@
+"""What the checks of this folder share: a policy without rules, training, comparison, a table."""
+import csv
+import logging
+
+import gluon_amp as amp
+import numpy as np
+from gluon_amp.files import replace_file
+from mxnet import autograd
+
+BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
+                  sensitive="float16")
+logging.getLogger("gluon_amp").setLevel(logging.ERROR)
+
+
+def losses(trainer, batches, loss_of, steps):
+    """Returns the mean loss of each step. `loss_of` takes the arrays of a batch."""
+    made = []
+    for step in range(steps):
+        batch = batches[step % len(batches)]
+        with autograd.record():
+            loss = loss_of(*batch)
+        trainer.backward(loss)
+        trainer.step(len(batch[0]))
+        made.append(float(loss.mean().asscalar()))
+    return made
+
+
+def last(made):
+    """Returns the mean of the last ten losses."""
+    return float(np.mean(made[-10:]))
+
+
+def agree(found, right):
+    """Whether two losses are equal within 1 %, plus 0.005."""
+    return bool(abs(found - right) <= 0.01 * abs(right) + 0.005)
+
+
+def write_csv(path, columns, rows):
+    def write(beside):
+        with open(beside, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    replace_file(path, write)
