@@ -1,11 +1,12 @@
-"""Prints the tables of this folder's trainings and draws differences.png: python results/table.py
+"""Prints the tables of this folder's trainings, and draws them: python results/table.py
 
 plan.md fixes the studies, arms, margins and tests. Runs of one seed have the same initial weights
 and data, so they are compared in pairs. A study enters when float32 and another arm have ended.
 """
 import math
+from collections import Counter
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 from typing import Dict, NamedTuple, Optional
 
 import numpy as np
@@ -14,11 +15,13 @@ from gluon_amp.reports.colors import color
 from gluon_amp.reports.verdict import LEVEL, Difference, paired
 from matplotlib.figure import Figure
 from run import STUDIES, file_of
-from scipy.stats import mannwhitneyu
+from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
 MARGIN = 0.5  # points of accuracy; of the tasks: a standard deviation of float32
+
+STEP_ARMS = ("control", "float16", "bfloat16")
 
 
 class Measure(NamedTuple):
@@ -40,11 +43,13 @@ MEASURES = {
 
 
 class Results(NamedTuple):
-    """The results of a study."""
+    """The results of a study: of each arm by seed."""
     name: str
     measure: Measure
-    values: Dict[str, Dict[int, float]]  # by arm and seed
+    values: Dict[str, Dict[int, float]]
     skipped: Dict[str, Dict[int, int]]
+    hits: Dict[str, Dict[int, str]]  # 0 or 1 for each test image
+    losses: Dict[str, Dict[int, Dict[int, float]]]  # of training, by step
 
     @property
     def margin(self):
@@ -69,21 +74,26 @@ class Comparison(NamedTuple):
 
 def results(name):
     """Returns the completed runs of a study."""
-    measure, values, skipped = None, {}, {}
+    measure, values, skipped, hits, losses = None, {}, {}, {}, {}
     for run, lines in study.runs(file_of(name)).items():
         arm, seed = run.rsplit("-seed", 1)
+        seed = int(seed)
         end = next(line for line in reversed(lines) if not MEASURES.keys().isdisjoint(line))
-        key = next(iter(MEASURES.keys() & end.keys()))
+        key = next(key for key in MEASURES if key in end)
         measure, value = MEASURES[key], end[key]
         value = 100 * (1 - value) if key == "err_top1" else measure.factor * value
-        values.setdefault(arm, {})[int(seed)] = value
-        skipped.setdefault(arm, {})[int(seed)] = end["skipped"]
+        values.setdefault(arm, {})[seed] = value
+        skipped.setdefault(arm, {})[seed] = end["skipped"]
+        losses.setdefault(arm, {})[seed] = {
+            line["step"]: line["loss"] for line in lines if line.keys() >= {"step", "loss"}}
+        if "hits" in lines[-1]:
+            hits.setdefault(arm, {})[seed] = lines[-1]["hits"]
     finite = [v for of_arm in values.values() for v in of_arm.values() if math.isfinite(v)]
     for of_arm in values.values():
         for seed, value in of_arm.items():
             if not math.isfinite(value):
                 of_arm[seed] = min(finite) if measure.higher_is_better else max(finite)
-    return Results(name, measure, values, skipped)
+    return Results(name, measure, values, skipped, hits, losses)
 
 
 def comparisons(of):
@@ -161,6 +171,80 @@ def table(found):
         yield f"| {' | '.join(map(str, row(one, *corrected.get(id(one), (None, None)))))} |"
 
 
+# ---- per image
+
+
+def images(of, arm):
+    """Returns how many test images both, only float32, only the arm, and neither classify
+    correctly: sums over the pairs of runs."""
+    counts = Counter()
+    for seed, line in of.hits[arm].items():
+        counts.update(zip(of.hits["float32"][seed], line))
+    return [counts[pair] for pair in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0"))]
+
+
+def image_table(studies):
+    """Yields the lines of a table of images, with McNemar's exact test."""
+    yield ("| study | arm | pairs of runs | both right | only float32 | only this arm | neither | "
+           "McNemar: p |")
+    yield "|" + " --- |" * 8
+    for of in studies:
+        for arm in sorted(of.hits.keys() - {"float32"}, key=lambda arm: (arm != "control", arm)):
+            both, float32, this, neither = images(of, arm)
+            p = binomtest(this, float32 + this).pvalue if float32 + this else 1.0
+            yield (f"| {of.name} | {arm} | {len(of.hits[arm])} | {both} | {float32} | {this} | "
+                   f"{neither} | {p_text(p)} |")
+
+
+# ---- over the steps
+
+
+def until(losses, target):
+    """Returns the first logged step with this loss; infinity without one."""
+    return next((step for step, loss in sorted(losses.items()) if loss <= target), math.inf)
+
+
+def step_table(studies):
+    """Yields the lines of a table of steps until the loss that float32 reaches at 3/4 of its
+    steps: medians over the seeds."""
+    yield "| study | loss | float32 | control | float16 | bfloat16 |"
+    yield "|" + " --- |" * 6
+    for of in studies:
+        target = median(loss for run in of.losses["float32"].values()
+                        for loss in [run[sorted(run)[len(run) * 3 // 4]]])
+        cells = [f"{median(until(run, target) for run in of.losses[arm].values()):g}"
+                 if arm in of.losses else "" for arm in ("float32", *STEP_ARMS)]
+        yield f"| {of.name} | {target:.3g} | {' | '.join(cells)} |"
+
+
+def draw_losses(studies, path):
+    """Draws the relative distance of each arm's loss to float32's over the steps: the mean over
+    the pairs of runs, and the control's range as a band."""
+    columns = 2
+    figure = Figure(figsize=(7.2, 1.9 * math.ceil(len(studies) / columns)), layout="constrained")
+    for number, of in enumerate(studies):
+        axes = figure.add_subplot(math.ceil(len(studies) / columns), columns, number + 1)
+        for arm in STEP_ARMS:
+            if arm not in of.losses:
+                continue
+            pairs = [(of.losses["float32"][seed], run) for seed, run in of.losses[arm].items()]
+            steps = sorted(pairs[0][0])
+            apart = np.array([[abs(run[step] / float32[step] - 1) for step in steps]
+                              for float32, run in pairs])
+            if arm == "control":
+                axes.fill_between(steps, apart.min(0), apart.max(0), color="0.85", linewidth=0)
+                axes.plot(steps, apart.mean(0), color="0.5", linewidth=1, label="control")
+            else:
+                axes.plot(steps, apart.mean(0), color=color(arm), linewidth=1.4, label=arm)
+        axes.set(title=of.name, yscale="log")
+        axes.grid(alpha=0.3)
+        if number == 0:
+            axes.legend(frameon=False, fontsize="small")
+    figure.supxlabel("step")
+    figure.supylabel("distance of the loss to float32's, relative")
+    figure.savefig(path, dpi=150)
+
+
 def draw(found, path):
     """Draws each comparison in margins: its pairs, mean and 90 % interval, over the range of the
     control's pairs."""
@@ -189,12 +273,17 @@ def draw(found, path):
 
 
 def main():
-    found = {name: list(comparisons(of)) for name in STUDIES
-             if "float32" in (of := results(name)).values}
-    planned = [one for name, of in found.items() if name not in BEFORE_PLAN for one in of]
-    print("\n".join(table(planned)), end="\n\n")
-    print("\n".join(table([one for name in BEFORE_PLAN for one in found[name]])))
+    studies = {name: of for name in STUDIES if "float32" in (of := results(name)).values}
+    planned = [one for name, of in studies.items() if name not in BEFORE_PLAN
+               for one in comparisons(of)]
+    with_steps = [of for of in studies.values() if all(of.losses["float32"].values())]
+    for lines in (table(planned),
+                  table([one for name in BEFORE_PLAN for one in comparisons(studies[name])]),
+                  image_table([of for of in studies.values() if len(of.hits) > 1]),
+                  step_table(with_steps)):
+        print("\n".join(lines), end="\n\n")
     draw(planned, HERE / "differences.png")
+    draw_losses(with_steps, HERE / "losses.png")
 
 
 if __name__ == "__main__":
