@@ -2,7 +2,7 @@
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon
+from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 
@@ -41,6 +41,11 @@ def types(net):
 def values(net):
     """Values of parameters, by name without the net's prefix."""
     return {name[len(net.prefix):]: p.data().asnumpy() for name, p in net.collect_params().items()}
+
+
+def saved_types(path):
+    """The types of the arrays in a file."""
+    return {np.dtype(array.dtype).name for array in nd.load(str(path)).values()}
 
 
 def rounded(arrays):

@@ -1,8 +1,9 @@
 """Runs tests that are written for `mx.nd` in numpy mode: `pytest --numpy`, `make test-np`.
 
-In test modules, `nd` and `mx.nd` become functions that return `mx.np` arrays. `F` of their
-networks becomes functions that take them. Everything else, gluon_amp included, is as users have it
-after `npx.set_np()`. numpy_mode.txt lists the tests that are about `mx.nd` itself, with the reason.
+In test modules, `nd` and `mx.nd` become functions that return `mx.np` arrays, and `mx.sym`
+functions that return its symbols. `F` of their networks becomes functions that take them.
+Everything else, gluon_amp included, is as users have it after `npx.set_np()`. The marker `mx_nd`
+and numpy_mode.txt name the tests that are about `mx.nd` itself, with the reason.
 """
 import functools
 import inspect
@@ -17,7 +18,10 @@ HERE = Path(__file__).parent
 
 
 def classic(value):
-    """Replaces arrays and symbols of numpy mode in a value by those of `mx.nd` and `mx.sym`."""
+    """Replaces arrays and symbols of numpy mode in a value by those of `mx.nd` and `mx.sym`. A
+    function, such as the body of a loop, has the arrays of numpy mode as arguments."""
+    if inspect.isfunction(value):
+        return lambda *args: classic(value(*numpy(args)))
     return _replaced(value, (mx.np.ndarray, mx.sym.numpy._Symbol), "as_nd_ndarray")
 
 
@@ -63,7 +67,7 @@ class Functions:
 
 class Mxnet:
     """MXNet for tests."""
-    nd = Functions(mx.nd)
+    nd, sym = Functions(mx.nd), Functions(mx.sym)
 
     def __getattr__(self, name):
         return getattr(mx, name)
@@ -99,12 +103,12 @@ def prepare_modules():
             for key, value in list(vars(module).items()):
                 if value is mx:
                     setattr(module, key, Mxnet())
-                elif value is mx.nd:
-                    setattr(module, key, Mxnet.nd)
+                elif value is mx.nd or value is mx.sym:
+                    setattr(module, key, Functions(value))
 
 
 def mark_differences(items):
-    """Marks the tests of numpy_mode.txt as expected failures, with its reasons."""
+    """Marks tests with `mx_nd` or in numpy_mode.txt as expected failures, with their reasons."""
     reasons, reason = {}, ""
     for line in (HERE / "numpy_mode.txt").read_text().splitlines():
         if line.startswith("# "):
@@ -112,6 +116,8 @@ def mark_differences(items):
         elif line:
             reasons[line] = reason
     for item in items:
+        for mark in item.iter_markers("mx_nd"):
+            item.add_marker(pytest.mark.xfail(reason=mark.args[0], strict=True))
         name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
         if name in reasons:
             item.add_marker(pytest.mark.xfail(reason=reasons[name]))

@@ -13,7 +13,7 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from converting import Net, holding, make, step, types, values
+from converting import Net, holding, make, saved_types, step, types, values
 from gluon_amp.cpu.arrays import dtype_name, to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -348,7 +348,7 @@ def test_kept_block_that_accepts_only_arrays_trains(inner):
         loss = net(nd.ones((3, 5))).mean(axis=1)
     trainer.backward(loss)
     assert trainer.step(3)
-    assert net[0].weight.grad().astype("float32").norm().asnumpy().item() > 0
+    assert net[0].weight.grad().asnumpy().any()
 
 
 @pytest.mark.parametrize("hybridized", [False, True])
@@ -716,18 +716,22 @@ def test_unconverted_parent_loads_files_into_converted_children(tmp_path, x):
         assert np.array_equal(values(net)[name], value.astype(values(net)[name].dtype))
 
 
-def test_files_of_unconverted_parent_are_float32(tmp_path, x):
+@pytest.mark.parametrize(("save", "load"), [
+    (Net.save_parameters, Net.load_parameters),
+    pytest.param(lambda net, path: net.collect_params().save(path),
+                 lambda net, path: net.collect_params().load(path),
+                 marks=pytest.mark.mx_nd("MXNet's ParameterDict.save refuses mx.np arrays"))],
+    ids=["of network", "of parameters"])
+def test_files_of_unconverted_parent_are_float32(save, load, tmp_path, x):
     path = str(tmp_path / "net.params")
     net = make(prefix="net_")
     amp.convert(net.features)
     amp.convert(net.output)
-    for save, load in (("save_parameters", "load_parameters"), ("save", "load")):
-        of = (lambda net: net) if save == "save_parameters" else (lambda net: net.collect_params())
-        getattr(of(net), save)(path)
-        assert {a.dtype for a in nd.load(path).values()} == {np.float32}
-        stock = Net(prefix="net_")
-        getattr(of(stock), load)(path)
-        np.testing.assert_allclose(stock(x).asnumpy(), net(x).asnumpy(), atol=0.01)
+    save(net, path)
+    assert saved_types(path) == {"float32"}
+    stock = Net(prefix="net_")
+    load(stock, path)
+    np.testing.assert_allclose(stock(x).asnumpy(), net(x).asnumpy(), atol=0.01)
 
 
 def test_saved_weights_of_three_devices_are_exact(tmp_path):
@@ -870,8 +874,8 @@ def test_infer_shape_and_infer_type_are_optional(x):
 
 def test_network_without_branches_is_one_cached_op(x, monkeypatch):
     made = []
-    operator = nd.CachedOp
-    monkeypatch.setattr(nd, "CachedOp", lambda *args: made.append(operator(*args)) or made[-1])
+    operator = mx.nd.CachedOp
+    monkeypatch.setattr("mxnet.nd.CachedOp", lambda *args: made.append(operator(*args)) or made[-1])
     net = amp.convert(make())
     for scope in (autograd.pause, autograd.record, autograd.train_mode):
         with scope():

@@ -83,7 +83,8 @@ class ConvertedBlock:
     """The base of all converted blocks; it precedes the user's class."""
 
     _amp: State
-
+    _amp: State
+    _cached_graph: Any
     def __init_subclass__(cls) -> None:
         """Skips the user's hook, which has run for the original class and may require arguments."""
 
@@ -114,6 +115,9 @@ class ConvertedBlock:
     def __setstate__(self, state: Dict[str, Any]) -> None:
         fill = getattr(super(), "__setstate__", self.__dict__.update)  # the user's own, or Python's
         fill(state)
+        if isinstance(self, mx.gluon.SymbolBlock) and mx.util.is_np_array():
+            inputs, symbol = self._cached_graph  # MXNet unpickles symbols of numpy mode as others
+            self._cached_graph = [i.as_np_ndarray() for i in inputs], symbol.as_np_ndarray()
         for parameter in self.params.values():
             complete_copy(parameter)
 
