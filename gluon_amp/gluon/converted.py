@@ -83,8 +83,8 @@ class ConvertedBlock:
     """The base of all converted blocks; it precedes the user's class."""
 
     _amp: State
-    _amp: State
     _cached_graph: Any
+
     def __init_subclass__(cls) -> None:
         """Skips the user's hook, which has run for the original class and may require arguments."""
 
