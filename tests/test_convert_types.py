@@ -77,15 +77,18 @@ class MyNorm(nn.LayerNorm):
     """A norm defined by the user."""
 
 
-NORMS = {"BatchNorm": nn.BatchNorm, "SyncBatchNorm": lambda: gluon.contrib.nn.SyncBatchNorm(
-    num_devices=1), "LayerNorm": nn.LayerNorm, "GroupNorm": lambda: nn.GroupNorm(2),
-    "InstanceNorm": nn.InstanceNorm, "MyNorm": MyNorm}
+NORMS = {"BatchNorm": nn.BatchNorm, "LayerNorm": nn.LayerNorm, "MyNorm": MyNorm}
+OF_ND = {"SyncBatchNorm": lambda: gluon.contrib.nn.SyncBatchNorm(num_devices=1),
+         "GroupNorm": lambda: nn.GroupNorm(2), "InstanceNorm": nn.InstanceNorm}
 
 
 @pytest.mark.parametrize("cls", [nn.HybridSequential, nn.Sequential])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", [*NORMS, *(
+    pytest.param(name, marks=pytest.mark.mx_nd("its operator takes mx.nd arrays alone"))
+    for name in OF_ND)])
 def test_norms_of_all_kinds_stay_float32(name, cls, x):
-    net = holding(nn.Conv2D(4, 3), NORMS[name](), nn.Dense(3), cls=cls)
+    norm = {**NORMS, **OF_ND}[name]()
+    net = holding(nn.Conv2D(4, 3), norm, nn.Dense(3), cls=cls)
     amp.convert(net)
     for _ in range(2):  # before and after the deferred initialization
         assert {types(net[1])[n] for n in types(net[1])} == {"float32"}
@@ -230,6 +233,7 @@ def test_parameter_shared_with_plain_block_stays_float32():
 # Parameters of other kinds
 
 
+@pytest.mark.mx_nd("no sparse arrays")
 def test_embedding_with_sparse_gradients_stays_float32_and_trains():
     net = holding(nn.Embedding(50, 4, sparse_grad=True), nn.Dense(3))
     amp.convert(net)

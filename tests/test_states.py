@@ -271,6 +271,7 @@ def test_states_continue_on_other_devices(before, after, path):
         assert np.array_equal(weight.asnumpy(), expected)
 
 
+@pytest.mark.mx_nd("no sparse arrays")
 def test_states_of_row_sparse_weights_are_loaded(path):
     weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
     weight.initialize(init="ones")
@@ -298,7 +299,12 @@ def test_files_of_version_0_1_0_load(name):
     """Version 0.1.0 had optimizers in other modules and no checksum."""
     net = make()
     trainer = of(net, name, loss_scale=amp.DynamicLossScale())
-    trainer.load_states(str(Path(__file__).parent / "files" / f"trainer-0.1.0-{name}.states"))
+    file = str(Path(__file__).parent / "files" / f"trainer-0.1.0-{name}.states")
+    if mx.util.is_np_array():
+        with pytest.raises(ValueError, match=r"not written in the present mode of npx\.set_np\(\)"):
+            trainer.load_states(file)
+        return
+    trainer.load_states(file)
     assert type(trainer.optimizer) is type(of(net, name).optimizer)
     assert trainer.optimizer.num_update == 3
     assert trainer.optimizer.lr_scheduler.step == 3

@@ -12,6 +12,7 @@ from trainers import (
     LOSS,
     SGD,
     One,
+    clip,
     dynamic,
     fit,
     learn,
@@ -248,6 +249,7 @@ def test_row_sparse_float16_updates_match_float32(name):
     np.testing.assert_array_equal(train("float16"), train("float32").astype("float16"))
 
 
+@pytest.mark.mx_nd("no sparse arrays")
 @pytest.mark.parametrize("bad", [False, True])
 def test_row_sparse_gradients_are_checked_and_clipped(bad):
     def train(cls, **kwargs):
@@ -330,7 +332,7 @@ def test_clipping_matches_gluon_in_float32(by_hand, scaling, batches):
     for x, y in batches:
         recorded_loss(stock, x, y).backward()
         grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
-        norm = gluon.utils.clip_global_norm(grads, 0.1 * len(y)) / len(y)
+        norm = clip(grads, 0.1 * len(y)) / len(y)
         reference.step(len(y))
         trainer.backward(recorded_loss(net, x, y))
         if by_hand:
@@ -437,12 +439,11 @@ def test_unscaled_gradients_can_be_clipped_by_gluon(scaling, batches):
     net, stock = make(), make()
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
     trainer.backward(recorded_loss(net, x, y))
-    norm = gluon.utils.clip_global_norm([g for grads in trainer.unscale().values() for g in grads],
-                                        0.1)
+    norm = clip([g for grads in trainer.unscale().values() for g in grads], 0.1)
     assert trainer.update(len(y))
     recorded_loss(stock, x, y).backward()
     grads = [p.grad() for p in stock.collect_params().values() if p.grad_req != "null"]
-    assert norm == pytest.approx(gluon.utils.clip_global_norm(grads, 0.1), rel=1e-5)
+    assert norm == pytest.approx(clip(grads, 0.1), rel=1e-5)
     gluon.Trainer(stock.collect_params(), "sgd", SGD).step(len(y))
     for mine, theirs in zip(values(net), values(stock)):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
@@ -457,8 +458,7 @@ def test_clipping_original_gradients_after_unscale_is_refused(scaling, batches):
     trainer = amp.Trainer(net.collect_params(), "sgd", SGD, loss_scale=scaling)
     trainer.backward(recorded_loss(net, x, y))
     trainer.unscale()
-    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()
-                                  if p.grad_req != "null"], 0.1)
+    clip([p.grad() for p in net.collect_params().values() if p.grad_req != "null"], 0.1)
     with pytest.raises(RuntimeError, match=r"after trainer\.unscale\(\).*Modify those arrays"):
         trainer.update(len(y))
     assert all(map(np.array_equal, values(net)[-2:], before[-2:]))
@@ -480,6 +480,7 @@ def test_unscale_before_allreduce_is_refused(call):
 
 @pytest.mark.parametrize("scaling", [None, 1024, "dynamic"])
 @pytest.mark.parametrize("layers", ["float16", "float16 and a norm"])
+@pytest.mark.filterwarnings("ignore:ndarray.context")  # MXNet's function reads it
 def test_gluon_clipping_of_converted_network_is_refused(layers, scaling):
     """MXNet's own error is about dot without float16, or about mixed types."""
     net = nn.HybridSequential()
@@ -498,7 +499,7 @@ def test_gluon_clipping_of_converted_network_is_refused(layers, scaling):
         gluon.utils.clip_global_norm(grads, 0.1)
     assert trainer.step(2)
     amp.restore(net)
-    gluon.utils.clip_global_norm([p.grad() for p in net.collect_params().values()], 0.1)
+    clip([p.grad() for p in net.collect_params().values()], 0.1)
 
 
 # ---- nonfinite gradients: skipped steps, their count, names and log

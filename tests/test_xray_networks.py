@@ -246,6 +246,7 @@ def test_constant_beyond_float16_stays_float32_under_xray():
     assert training(True, make, rows) == training(False, make, rows)
 
 
+@pytest.mark.mx_nd("no sparse arrays")
 def test_training_with_sparse_gradients_under_xray_is_bitwise_identical():
     def make():
         return calling(lambda F, x, table, out: out(table(x.abs()).mean(axis=1)),

@@ -46,6 +46,17 @@ def ones(scale=1.0, size=4, device=None):
     return nd.full(size, scale, ctx=device or mx.cpu())
 
 
+def clip(gradients, limit):
+    """Clips gradients to a global norm in place, as users of each mode do. MXNet's function does
+    not take `mx.np` arrays."""
+    if not mx.util.is_np_array():
+        return gluon.utils.clip_global_norm(gradients, limit)
+    norm = np.sqrt(sum((gradient ** 2).sum().item() for gradient in gradients))
+    for gradient in gradients:
+        gradient[:] *= min(1, limit / norm)
+    return norm
+
+
 def values(net):
     return [p.data().asnumpy() for p in net.collect_params().values()]
 
