@@ -2,6 +2,9 @@
 
 Tests of other files run in this mode by `pytest --numpy=quick` and `make test-np`.
 """
+import copy
+import warnings
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as onp
@@ -224,6 +227,29 @@ def test_search(policy, batch):
     net = convolutional(policy, batch[0])
     found = amp.search(net, [batch], LOSS, budget=9, steps=2, progress=False)
     assert found.keep == []
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_no_deprecated_methods_of_arrays_are_called(policy, tmp_path):
+    """Layers of MXNet whose own code calls none."""
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = nn.Dense(4, in_units=3)
+    net.initialize(ctx=devices)
+    amp.convert(net, policy)
+    given = [(np.ones((2, 3), ctx=device), np.zeros(2, ctx=device)) for device in devices]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(net)
+        trainer = amp.Trainer(net.collect_params(), "adam")
+        with autograd.record():
+            losses = [LOSS(net(x), y) for x, y in given]
+        trainer.backward(losses)
+        assert trainer.step(4)
+        net.save_parameters(str(tmp_path / "net.params"))
+        trainer.save_states(str(tmp_path / "trainer.states"))
+        trainer.load_states(str(tmp_path / "trainer.states"))
+        assert amp.xray(net, given[:1], LOSS).findings == []
+    assert [array.ctx for array in copied.weight.list_data()] == devices
 
 
 # ---- d2l's BERT and Transformer -----------------------------------------------

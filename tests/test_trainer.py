@@ -480,7 +480,6 @@ def test_unscale_before_allreduce_is_refused(call):
 
 @pytest.mark.parametrize("scaling", [None, 1024, "dynamic"])
 @pytest.mark.parametrize("layers", ["float16", "float16 and a norm"])
-@pytest.mark.filterwarnings("ignore:ndarray.context")  # MXNet's function reads it
 def test_gluon_clipping_of_converted_network_is_refused(layers, scaling):
     """MXNet's own error is about dot without float16, or about mixed types."""
     net = nn.HybridSequential()
