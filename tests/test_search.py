@@ -130,17 +130,17 @@ def test_search_stopped_early_returns_best_so_far():
     ({"budget": True}, TypeError, "seconds as a float, or training runs as an int"),
     ({"budget": -1.0}, ValueError, "budget"),
     ({"budget": 2}, ValueError, "at least 3 training runs"),
-    ({"budget": 9.0, "batches": []}, ValueError, "at least one batch"),
+    ({"budget": 9.0, "batches": list}, ValueError, "at least one batch"),
     ({"budget": 9.0, "loss_fn": lambda out, label: LOSS(out, label) * np.inf}, ValueError,
      "not finite in float32 either"),
-    ({"budget": 9.0, "batches": [*batches(1), (nd.full((8, 12), np.inf), nd.zeros(8))]}, ValueError,
-     "batch 1: the loss or a gradient is not finite in float32 either"),
+    ({"budget": 9.0, "batches": lambda: [*batches(1), (nd.full((8, 12), np.inf), nd.zeros(8))]},
+     ValueError, "batch 1: the loss or a gradient is not finite in float32 either"),
     ({"budget": 9.0, "net": nn.Dense(2)}, TypeError, "gluon_amp.convert has converted"),
 ])
 def test_unsupported_arguments_are_refused(given, error, said):
-    given = {"net": network(), "batches": batches(), "loss_fn": LOSS, **QUICK, **given}
+    given = {"net": network(), "batches": batches, "loss_fn": LOSS, **QUICK, **given}
     with pytest.raises(error, match=said):
-        amp.search(**given)
+        amp.search(**{**given, "batches": given["batches"]()})
 
 
 def test_multiply_adds_of_products_are_counted():

@@ -378,7 +378,7 @@ def test_networks_with_loops_skip_steps_until_scale_fits(kind, initial, factor,
         if kind == "foreach":
             return F.contrib.foreach(lambda row, state: (row, F.tanh(cell(state + row))),
                                      F.stack(x, x), cell(x))[1]
-        return F.contrib.cond(F.sum(x) > 0, lambda: cell(x), lambda: x * 1)
+        return F.contrib.cond((F.sum(x) > 0).astype("float32"), lambda: cell(x), lambda: x * 1)
 
     def trained(loss_scale):
         net = Calling(forward, nn.Dense(3, in_units=3))

@@ -84,6 +84,15 @@ def calling(forward, *layers):
     return amp.convert(net)
 
 
+def named(node):
+    """The name of a node in the present mode, from its name in `mx.nd`."""
+    if mx.util.is_np_array():
+        for ours, theirs in (("_mul", "multiply"), ("_minus", "subtract"), ("scalar", "_scalar"),
+                             ("layernorm", "layer_norm")):
+            node = node.replace(ours, theirs)
+    return node
+
+
 def layers(*units, flatten=True):
     return [nn.Dense(u, flatten=flatten, prefix=f"net_dense{i}_") for i, u in enumerate(units)]
 
