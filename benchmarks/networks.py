@@ -10,9 +10,9 @@ from typing import Any, Callable, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 from gluon_amp.tools import demo
+from images import zoo_network
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
-from recipes import zoo_network
 
 
 class Network(NamedTuple):

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
+from images import small_network
 from mxnet import autograd, gluon, nd
-from recipes import small_network
 
 NUMBERS, BATCHES, BATCH = 5000, 64, 16
 WORKERS = [8, 32, 128, 512, 1024, 4096]

@@ -13,6 +13,7 @@ import warnings
 
 import gluon_amp as amp
 import image_classification as recipe
+import images
 import mxnet as mx
 import recipes
 from mxnet import gluon
@@ -25,7 +26,7 @@ def pretrained_features(args, device):
     if path and not os.path.exists(path):
         raise SystemExit(f"{path} does not exist")
     if args.pretrained_symbol:
-        symbol = recipes.without_head(mx.sym.load(args.pretrained_symbol),
+        symbol = images.without_head(mx.sym.load(args.pretrained_symbol),
                                       args.layer_before_fullc, args.bn_momentum, args.freeze)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
@@ -34,7 +35,7 @@ def pretrained_features(args, device):
         return features
     if not path:
         try:
-            net = recipes.zoo_network(args.pretrained, pretrained=True, ctx=device)
+            net = images.zoo_network(args.pretrained, pretrained=True, ctx=device)
         except OSError as error:
             raise SystemExit(f"{error}: --pretrained-params names a file") from None
     else:
@@ -43,7 +44,7 @@ def pretrained_features(args, device):
         if not classes:
             raise SystemExit(f"{path} has no weight of a fully connected layer, which has "
                              "the number of classes of the network")
-        net = recipes.zoo_network(args.pretrained, classes=classes[-1])
+        net = images.zoo_network(args.pretrained, classes=classes[-1])
         if any(name.startswith("arg:") for name in saved):  # of an exported network
             net.collect_params().load(path, device, cast_dtype=True)
         else:
@@ -79,7 +80,7 @@ def set_momentum(features, momentum):
 
 def freeze(features, layers):
     """Freezes the first `layers` layers that have parameters, with their batch norms' averages."""
-    names = recipes.first_layers(features.collect_params(), layers)
+    names = images.first_layers(features.collect_params(), layers)
     if isinstance(features, gluon.SymbolBlock):  # without_head has set its batch norms
         for name, parameter in features.collect_params().items():
             if name.rsplit("_", 1)[0] in names:
@@ -96,7 +97,7 @@ def network(args, devices):
     """Returns the pretrained features with a new head, whose shapes are deferred."""
     features = pretrained_features(args, devices)
     freeze(features, args.freeze)
-    net = Network(features, recipes.classes_of(args))
+    net = Network(features, images.classes_of(args))
     net.output.initialize(mx.init.Xavier(), ctx=devices)
     net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
     return net

@@ -9,14 +9,13 @@ Log lines have GluonCV's format, followed by the loss scale and the number of sk
 SAVE_DIR/log.jsonl is machine-readable (docs/recipes.md describes it). After an interruption,
 `--resume` continues from the last complete epoch, bit for bit with --num-workers 0.
 """
-import functools
 import logging
 import os
-import random
 import resource
 import time
 
 import gluon_amp as amp
+import images
 import mxnet as mx
 import numpy as np
 import recipes
@@ -24,6 +23,8 @@ from gluon_amp.parallel import average_statistics
 from mxnet import autograd, gluon
 
 log = logging.getLogger("image_classification")
+POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "bfloat16", "mixed_bfloat16",
+            "tf32", "mixed_float8", "O0", "O1", "O2", "O3")
 
 
 def parse(arguments=None):
@@ -44,12 +45,12 @@ def add_network_arguments(parser):
 
 
 def add_arguments(parser, folder="runs/image_classification"):
-    recipes.add_image_flags(parser)
+    images.add_image_flags(parser)
     training = parser.add_argument_group("training")
     add = training.add_argument  # the second names are from GluonCV's scripts
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
         help="type of the network; bfloat16: CPUs only, with --loss-scale none")
-    add("--policy", choices=recipes.POLICIES,
+    add("--policy", choices=POLICIES,
         help="policy of gluon_amp.convert, in place of --dtype")
     add("--loss-scale", type=recipes.loss_scale, default="dynamic",
         help="loss scale: dynamic, a number or none")
@@ -74,9 +75,8 @@ def add_arguments(parser, folder="runs/image_classification"):
         help="momentum, for optimizers that have one")
     add("--mode", default="hybrid", choices=("hybrid", "imperative"),
         help="execution mode of the network")
-    recipes.add_gpus(training)
+    recipes.add_device_flags(training)
     recipes.add_kvstore_flag(training)
-    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     add = parser.add_argument_group("regularization and distillation").add_argument
     add("--label-smoothing", type=recipes.share, default=0, nargs="?", const=0.1, metavar="SHARE",
         help="amount of label smoothing; 0.1 for the flag without a number")
@@ -108,13 +108,13 @@ def add_arguments(parser, folder="runs/image_classification"):
 
 def network(args, devices):
     """Returns an initialized classifier."""
-    classes, options = recipes.classes_of(args), options_of(args)
+    classes, options = images.classes_of(args), options_of(args)
     if args.model == "small":
-        net = recipes.small_network(classes)
+        net = images.small_network(classes)
     elif args.use_pretrained:
-        net = recipes.zoo_network(args.model, pretrained=True, ctx=devices, **options)
+        net = images.zoo_network(args.model, pretrained=True, ctx=devices, **options)
     else:
-        net = recipes.zoo_network(args.model, classes=classes, **options)
+        net = images.zoo_network(args.model, classes=classes, **options)
     if not args.use_pretrained:
         net.initialize(mx.init.MSRAPrelu(), ctx=devices)
     return net
@@ -132,13 +132,13 @@ def teacher_of(args, devices):
     if not args.teacher:
         return None
     if not args.teacher_params:
-        net = recipes.zoo_network(args.teacher, pretrained=True, ctx=devices)
+        net = images.zoo_network(args.teacher, pretrained=True, ctx=devices)
     else:
         if not os.path.exists(args.teacher_params):
             raise SystemExit(f"{args.teacher_params} does not exist")
-        classes = recipes.classes_of(args)
-        net = recipes.small_network(classes) if args.teacher == "small" else \
-            recipes.zoo_network(args.teacher, classes=classes)
+        classes = images.classes_of(args)
+        net = images.small_network(classes) if args.teacher == "small" else \
+            images.zoo_network(args.teacher, classes=classes)
         net.load_parameters(args.teacher_params, ctx=devices)
     return converted(args, net)
 
@@ -164,14 +164,14 @@ def trainer_of(args, net, kvstore="device", **schedule):
                **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    unscaled = args.loss_scale == "none" or recipes.is_float32(args.policy or args.dtype)
+    unscaled = args.loss_scale == "none" or (args.policy or args.dtype) in ("float32", "O0")
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
                        loss_scale=None if unscaled else args.loss_scale)
 
 
 def loss_of(args):
     """Softmax cross entropy in float32, with label smoothing if the flags set it."""
-    smooth, classes = args.label_smoothing, recipes.classes_of(args)
+    smooth, classes = args.label_smoothing, images.classes_of(args)
     hot, soft = args.temperature, 1 - args.hard_weight
     if hot <= 0 or not 0 <= soft <= 1:
         raise ValueError("--temperature must be above 0, and --hard-weight from 0 to 1. Received: "
@@ -204,7 +204,7 @@ def mixup_of(args, epoch, rank):
     if not args.mixup or epoch >= args.epochs - args.mixup_off_epoch:
         return None
     rng = np.random.RandomState([args.seed, epoch, rank] if rank else [args.seed, epoch])
-    classes = recipes.classes_of(args)
+    classes = images.classes_of(args)
 
     def mix(data, label):
         share = rng.beta(args.mixup_alpha, args.mixup_alpha)
@@ -212,13 +212,6 @@ def mixup_of(args, epoch, rank):
         return (share * data + (1 - share) * data[::-1],
                 share * label + (1 - share) * label[::-1])
     return mix
-
-
-def norm(net, divisor):
-    """Returns the norm of the gradient of the last update: summed over devices and ranks, and
-    unscaled."""
-    return recipes.gradient_norm(p.list_grad()[0] for p in net.collect_params().values()
-                                 if p.grad_req != "null") / divisor
 
 
 def scale_text(trainer):
@@ -233,9 +226,9 @@ def peak_megabytes(devices):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def validate(ranks, net, loader, devices, loss_fn):
-    """Returns top-1 and top-5 errors, and the loss, over all ranks. With fewer than five classes
-    the top-5 error is 0."""
+def validate(net, loader, devices, loss_fn):
+    """Returns top-1 and top-5 errors, and the loss. With fewer than five classes the top-5 error
+    is 0."""
     top1, top5, count, loss = 0, 0, 0, 0.0
     for data, label in loader:
         datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
@@ -244,107 +237,96 @@ def validate(ranks, net, loader, devices, loss_fn):
             best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == y.asnumpy()[:, None]
             top1, top5, count = top1 + best[:, 0].sum(), top5 + best.sum(), count + len(best)
             loss += float(loss_fn(out, y).sum().asscalar())
-    top1, top5, count, loss = ranks.sum(top1, top5, count, loss)
     return 1 - top1 / count, 1 - top5 / count, loss / count
 
 
 def train(args, make_network, validates_first=False):
     """Trains the network that `make_network(args, devices)` returns; --resume continues a run.
     Returns the epochs' lines of log.jsonl."""
-    # Ranks, devices of this process, the output folder, random numbers
+    # Ranks, devices of this process, images, the output folder, random numbers
     args.lr_mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
     ranks = recipes.Ranks(args.kvstore)
     ranks.start_log("%(message)s")
     if args.logging_file and ranks.rank == 0:
         logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
-    devices = recipes.devices_of(ranks.devices(args.gpus))
+    devices = ranks.devices(args.gpus)
     if ranks.workers > 1:
         args.workers = ranks.workers
-    recipes.check_dataset(args)
-    folder = recipes.RunFolder(args, ranks, writes=not args.benchmark)
+    order, loader, val_loader = images.image_loaders(args, ranks)
+    folder = recipes.RunFolder(args, ranks.rank, writes=not args.benchmark)
     log.info("%s", args)
     if len(devices) > 1:
         log.info("each of the %d GPUs gets %g images of a batch: --batch-size is their sum",
                  len(devices), args.batch_size / len(devices))
-    mx.random.seed(args.seed)
-    np.random.seed(args.seed)
-    random.seed(args.seed)
+    recipes.seed_all(args.seed)
 
-    # Images, network and loss
-    order, loader, val_loader = recipes.image_loaders(args, ranks)
-    images = args.batch_size * ranks.workers  # of a step
+    # The network, converted before its Trainer is created, and the loss
     net = converted(args, make_network(args, devices))
     out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates all parameters
-    classes = recipes.classes_of(args)
+    classes = images.classes_of(args)
     if out.shape[1] != classes:
         raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data {classes}: "
                          "fine_tune.py replaces the head")
     teacher, loss_fn = teacher_of(args, devices), loss_of(args)
     if validates_first:
         log.info("before: err-top1=%f err-top5=%f",
-                 *validate(ranks, net, val_loader, devices, loss_fn)[:2])
+                 *validate(net, val_loader, devices, loss_fn)[:2])
 
     # The Trainer, which scales the loss, and the state of a resumed run
     trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
-    if args.gpus:
-        for hint in recipes.tensor_core_hints(net, args.batch_size, len(devices)):
-            log.info("%s", hint)
-    begin, lines = folder.resume(net, trainer)
-    ranks.check_same(begin, "completed epochs")
+    first, lines = folder.resume(net, trainer)
     if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states have it
-        trainer.optimizer.begin_num_update = trainer.optimizer.num_update = begin * len(loader)
-    record = folder.start_record(lines, begin * len(loader))
+        trainer.optimizer.begin_num_update = trainer.optimizer.num_update = first * len(loader)
+    record = folder.start_log(lines, first * len(loader))
+    step_size = args.batch_size * ranks.workers  # images of a step
 
-    for epoch in range(begin, args.epochs):
+    for epoch in range(first, args.epochs):
         order.epoch = epoch
-        if ranks.rank == 0:
+        if args.xray and ranks.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-        seed = args.seed + 1 + epoch + 1_000_000 * ranks.rank
-        mx.random.seed(seed)  # for dropout and MXNet's augmentation
-        random.seed(seed)  # for Gluon's crops
+        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * ranks.rank)  # dropout, augmentation
         mix = mixup_of(args, epoch, ranks.rank)
-        metric, total, count, start = mx.metric.Accuracy(), 0.0, 0, time.time()
-        record.start_epoch()
-        progress = recipes.Progress(args, loader, epoch, images, shows=ranks.rank == 0)
+        metric, total, start = mx.metric.Accuracy(), 0.0, time.time()
+        progress = recipes.Progress(args, loader, epoch, step_size, ranks.rank)
         for i, (data, label) in progress:
-            recipes.check_labels(args, label)
-            data, target = mix(data, label) if mix else (data, label)
+            images.check_labels(args, label)
+            mixed, target = mix(data, label) if mix else (data, label)
             datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
-                                      for x in (data, label, target))
+                                      for x in (mixed, label, target))
             taught = [teacher(x) if teacher else None for x in datas]
             with autograd.record():
                 outputs = [net(x) for x in datas]
                 losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
             trainer.backward(losses)
             scale, lr = trainer.loss_scale, trainer.learning_rate  # `step` may change both
-            updated = trainer.step(images)
+            updated = trainer.step(step_size)
 
             metric.update(labels, outputs)
-            loss = sum(float(one.sum().asscalar()) for one in losses)
-            total, count = total + loss, count + len(data)
-            shown, speed = progress.step(i, loss / len(data), scale)
-            record.add_step(epoch, i, loss / len(data), updated, shown, lr=lr, loss_scale=scale,
-                            skipped=trainer.skipped,
-                            gradient_norm=functools.partial(norm, net, scale * images))
+            total_loss = sum(float(one.sum().asscalar()) for one in losses)
+            total, loss = total + total_loss, total_loss / args.batch_size
+            shown, speed = progress.step(i, loss, scale)
+            record.add_step(epoch, i, loss, updated, shown, lr=lr, loss_scale=scale,
+                            skipped=trainer.skipped,  # gradients are sums, times the loss scale
+                            gradient_norm=lambda divisor=scale * step_size: recipes.gradient_norm(
+                                p.list_grad()[0] for p in net.collect_params().values()
+                                if p.grad_req != "null") / divisor)
             if speed:
                 log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s",
                          epoch, i, speed, metric.get()[1], trainer.learning_rate,
                          scale_text(trainer))
         seconds = time.time() - start
-        ranks.sum_metric(metric)
-        total, count = ranks.sum(total, count)
         if ranks.workers > 1:
             trainer.check_ranks()
             average_statistics(trainer)
-        accuracy, speed = metric.get_global()[1], len(loader) * images / seconds
-        top1, top5, validation_loss = validate(ranks, net, val_loader, devices, loss_fn)
+        accuracy, speed = metric.get()[1], len(loader) * step_size / seconds
+        top1, top5, validation_loss = validate(net, val_loader, devices, loss_fn)
         log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
         log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
         log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
                  scale_text(trainer))
         record.add_epoch({
             "epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
-            "loss": total / count, "validation_loss": validation_loss,
+            "loss": total / (len(loader) * args.batch_size), "validation_loss": validation_loss,
             "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
             "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
         if args.benchmark:

@@ -93,25 +93,21 @@ def main(arguments=None):
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--text", metavar="FILE", help="text to train on (default: Python's help)")
-    recipes.add_types(training)
     add("--batch-size", type=recipes.positive, default=32, help="sequences in a step")
     add("--steps", type=recipes.positive, default=1000, help="number of updates")
     add("--lr", type=recipes.above_0, default=1e-3, help="peak learning rate")
     add("--warmup", type=recipes.whole, default=100, help="number of warm-up steps")
     add("--wd", type=recipes.decimal, default=0.1, help="weight decay of matrices")
     add("--clip", type=recipes.above_0, default=1.0, help="maximum norm of the gradient")
-    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
-    recipes.add_gpus(training)
-    add = parser.add_argument_group("output").add_argument
-    add("--log-interval", type=recipes.positive, default=100,
-        help="number of steps between two log lines")
-    add("--characters", type=recipes.whole, default=200,
-        help="number of characters to generate at the end")
-    add("--save", metavar="FILE", help="file to save the parameters to")
+    output = parser.add_argument_group("output")
+    output.add_argument("--characters", type=recipes.whole, default=200,
+                        help="number of characters to generate at the end")
+    recipes.add_step_flags(training, output, log_interval=100)
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
-    device, rng = recipes.begin(parser, args)
+    device, rng = recipes.one_device(parser, args), np.random.RandomState(args.seed)
+    recipes.seed_all(args.seed)
 
     # The text as numbers; the last tenth is for validation
     text = Path(args.text).read_text() if args.text else "".join(map(topics.get, sorted(topics)))

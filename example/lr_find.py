@@ -6,11 +6,9 @@
 The flags are those of image_classification.py: only the script's name in a command changes. Flags
 of the learning rate, epochs, logs and output files have no effect.
 """
-import random
-
 import gluon_amp as amp
 import image_classification as recipe
-import mxnet as mx
+import images
 import recipes
 
 
@@ -31,17 +29,16 @@ def main(arguments=None):
     if len(args.gpus) > 1 and args.kvstore != "horovod":
         parser.error("--gpus: one is enough")
     ranks = recipes.Ranks(args.kvstore)
-    device, = recipes.devices_of(ranks.devices(args.gpus))
-    mx.random.seed(args.seed)
-    random.seed(args.seed)
+    device, = ranks.devices(args.gpus)
+    recipes.seed_all(args.seed)
 
-    _, loader, _ = recipes.image_loaders(args, ranks)
+    _, loader, _ = images.image_loaders(args, ranks)
     net = recipe.network(args, [device])
     recipe.converted(args, net)
     net(next(iter(loader))[0].as_in_context(device))  # initializes deferred shapes
     trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
     batches = Batches(args, ranks, loader, device)
-    if ranks.rank == 0:
+    if args.xray and ranks.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
     found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps,
                         None if ranks.rank else args.plot)
@@ -61,7 +58,7 @@ class Batches:
     def __iter__(self):
         mix = recipe.mixup_of(self.args, 0, self.ranks.rank)
         for data, label in self.loader:
-            recipes.check_labels(self.args, label)
+            images.check_labels(self.args, label)
             data, label = mix(data, label) if mix else (data, label)
             yield data.as_in_context(self.device), label.as_in_context(self.device)
 

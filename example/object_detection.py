@@ -114,24 +114,20 @@ def main(arguments=None):
     add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
     training = parser.add_argument_group("training")
     add = training.add_argument
-    recipes.add_types(training)
     add("--batch-size", type=recipes.positive, default=32, help="images in a step")
     add("--steps", type=recipes.positive, default=1000, help="number of updates")
     add("--lr", type=recipes.above_0, default=0.05, help="peak learning rate")
     add("--momentum", type=recipes.share, default=0.9, help="momentum of SGD")
     add("--wd", type=recipes.decimal, default=5e-4, help="weight decay")
-    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
-    recipes.add_gpus(training)
-    add = parser.add_argument_group("output").add_argument
-    add("--log-interval", type=recipes.positive, default=50,
-        help="number of steps between two log lines")
-    add("--validation-images", type=recipes.positive, default=128,
-        help="number of validation images")
-    add("--save", metavar="FILE", help="file to save the parameters to")
+    output = parser.add_argument_group("output")
+    output.add_argument("--validation-images", type=recipes.positive, default=128,
+                        help="number of validation images")
+    recipes.add_step_flags(training, output, log_interval=50)
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
-    device, rng = recipes.begin(parser, args)
+    device, rng = recipes.one_device(parser, args), np.random.RandomState(args.seed)
+    recipes.seed_all(args.seed)
 
     # The network, in the type of --dtype
     net = SSD(args.width)

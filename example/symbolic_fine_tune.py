@@ -11,6 +11,7 @@ lower momentum: --bn-momentum 0.8.
 import os
 
 import gluon_amp as amp
+import images
 import mxnet as mx
 import recipes
 import train_imagenet as recipe
@@ -25,7 +26,7 @@ def load(name):
             raise SystemExit(f"{params} does not exist")
         return mx.model.load_checkpoint(prefix, int(epoch or 0))
     try:
-        net = recipes.zoo_network(prefix, pretrained=True)
+        net = images.zoo_network(prefix, pretrained=True)
     except ValueError as error:
         raise SystemExit(f"{prefix}-symbol.json does not exist, and {error}") from None
     values = {name: p.data() for name, p in net.collect_params().items()}
@@ -37,7 +38,7 @@ def load(name):
 
 def with_new_head(symbol, num_classes, before=None, bn_momentum=None):
     """Returns the network up to a layer, with a new classifier."""
-    features = recipes.without_head(symbol, before, bn_momentum)
+    features = images.without_head(symbol, before, bn_momentum)
     head = mx.sym.FullyConnected(features, num_hidden=num_classes, name="new_fc")
     return features, mx.sym.SoftmaxOutput(head, name="softmax")
 

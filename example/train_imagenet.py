@@ -8,15 +8,18 @@ The flags and the log format are those of MXNet's example/image-classification.
 """
 import argparse
 import glob
+import itertools
 import logging
 import os
 import platform
 import time
 
 import gluon_amp as amp
+import images
 import mxnet as mx
 import numpy as np
 import recipes
+from gluon_amp.parallel import average_statistics
 from gluon_amp.symbolic.module import Speedometer
 
 
@@ -24,7 +27,7 @@ def add_arguments(parser):
     """Adds the flags of training and data; second names are from image_classification.py."""
     positive, numbers = recipes.positive, recipes.numbers
     training = parser.add_argument_group("training")
-    recipes.add_gpus(training)
+    recipes.add_device_flags(training)
     add = training.add_argument
     add("--gc-type", default="none", choices=("none", "2bit"),
         help="gradient compression; only none: MXNet cannot compress float16")
@@ -59,7 +62,6 @@ def add_arguments(parser):
         "--model-prefix, if any; a larger --num-epochs extends a finished run")
     add("--test-io", type=int, default=0, choices=(0, 1), help="1: only read the images, "
         "and log the speed")
-    add("--seed", type=recipes.whole, default=0, help="seed of all random numbers")
     recipes.add_kvstore_flag(training)
     output = parser.add_argument_group("output and resuming")
     add = output.add_argument
@@ -156,21 +158,21 @@ def iterators(args, part=0, parts=1):
     shape = image_shape(args)
     if args.benchmark:
         examples = args.num_examples or 100 * args.batch_size
-        return _Random((args.batch_size, *shape), args.num_classes, examples), None, examples
+        return RandomIter((args.batch_size, *shape), args.num_classes, examples), None, examples
     if not args.data_train:
         raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
-    examples = len(recipes.records(args.data_train, args.num_classes))
+    examples = images.check_records(args.data_train, args.num_classes)
     if examples < args.batch_size * parts:
         each = f" for each of {parts} ranks" if parts > 1 else ""
         raise SystemExit(f"{args.data_train} has {examples} images, fewer than one batch of "
                          f"{args.batch_size}{each}")
-    val_records = recipes.records(args.data_val, args.num_classes) if args.data_val else []
+    val_examples = args.data_val and images.check_records(args.data_val, args.num_classes)
     mean, std = ([float(x) for x in text.split(",")] for text in (args.rgb_mean, args.rgb_std))
     common = {
         "data_shape": shape, "batch_size": args.batch_size, "label_width": 1,
         "mean_r": mean[0], "mean_g": mean[1], "mean_b": mean[2],
         "std_r": std[0], "std_g": std[1], "std_b": std[2],
-        "preprocess_threads": args.data_nthreads, "num_parts": parts, "part_index": part}
+        "preprocess_threads": args.data_nthreads}
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
         seed=args.seed, seed_aug=args.seed,
@@ -184,22 +186,17 @@ def iterators(args, part=0, parts=1):
         min_random_scale=args.min_random_scale, max_random_area=args.max_random_area,
         min_random_area=args.min_random_area, min_crop_size=args.min_crop_size,
         max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
-        saturation=args.saturation, pca_noise=args.pca_noise, **common)
+        saturation=args.saturation, pca_noise=args.pca_noise,
+        num_parts=parts, part_index=part, **common)
     if parts > 1:  # parts of a file differ in size; all ranks take the same number of steps
         train = mx.io.ResizeIter(train, examples // parts // args.batch_size, reset_internal=False)
-    val = None
-    if args.data_val:
-        mine = recipes.records_of_part(args.data_val, args.data_val_idx, val_records, part, parts)
-        if not mine:
-            raise SystemExit(f"{args.data_val} has {len(val_records)} images, and rank {part} of "
-                             f"{parts} none of them")
-        val = recipes.Unpadded(mx.io.ImageRecordIter(
-            path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False,
-            **common), mine, max(1, len(args.gpus)))
+    val = args.data_val and Unpadded(mx.io.ImageRecordIter(
+        path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False, **common),
+        val_examples, max(1, len(args.gpus)))
     return train, val, args.num_examples or examples
 
 
-class _Random(mx.io.DataIter):
+class RandomIter(mx.io.DataIter):
     """Repeats one batch of random numbers."""
 
     def __init__(self, shape, classes, examples):
@@ -220,12 +217,73 @@ class _Random(mx.io.DataIter):
         return mx.io.DataBatch([self.data], [self.label], pad=0)
 
 
+class Unpadded(mx.io.DataIter):
+    """A DataIter without the padding of its last batch, which a Module would count.
+
+    Args:
+        batches: restarts after a reset, as with `round_batch=False`.
+        examples: the number of its examples.
+        least: the smallest last batch: every device needs an example.
+    """
+
+    def __init__(self, batches, examples, least=1):
+        super().__init__(batches.batch_size)
+        self.batches, self.examples, self.least, self.left = batches, examples, least, examples
+        self.provide_data, self.provide_label = batches.provide_data, batches.provide_label
+
+    def reset(self):
+        self.batches.reset()
+        self.left = self.examples
+
+    def next(self):
+        if self.left <= 0:
+            raise StopIteration
+        batch = self.batches.next()
+        count = min(self.batch_size, max(self.left, self.least))
+        self.left -= count
+        return mx.io.DataBatch([array[:count] for array in batch.data],
+                               [array[:count] for array in batch.label], pad=0)
+
+
+class XrayedIter(mx.io.DataIter):
+    """Yields the batches of an iterator, and X-rays the first ones of each epoch before.
+
+    Args:
+        batches: the wrapped iterator.
+        epoch: the number of the first epoch.
+    """
+
+    def __init__(self, args, epoch, module, batches):
+        super().__init__(batches.batch_size)
+        self.args, self.epoch, self.module, self.batches = args, epoch, module, batches
+        self.provide_data, self.provide_label = batches.provide_data, batches.provide_label
+        self.first = None  # batches of this epoch; None before they are read
+
+    def reset(self):
+        self.batches.reset()
+        if self.first is not None:
+            self.first, self.epoch = None, self.epoch + 1
+
+    def next(self):
+        if self.first is None:
+            self.first = [self.copied(batch) for batch in
+                          itertools.islice(self.batches, self.args.xray_steps)]
+            recipes.xray_epoch(self.args, self.epoch, self.module, self.first)
+        return self.first.pop(0) if self.first else self.batches.next()
+
+    @staticmethod
+    def copied(batch):
+        """Copies a batch: an iterator may reuse its arrays for the next."""
+        return mx.io.DataBatch([array.copy() for array in batch.data],
+                               [array.copy() for array in batch.label], batch.pad, batch.index,
+                               batch.bucket_key, batch.provide_data, batch.provide_label)
+
+
 # ---- training
 
 def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     """Trains and returns the module."""
-    mx.random.seed(args.seed)
-    np.random.seed(args.seed)
+    recipes.seed_all(args.seed)
     if args.batch_size % max(1, len(args.gpus)):
         raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
                          "GPUs")
@@ -239,13 +297,11 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
-    ranks = recipes.Ranks(args.kvstore, names=True)
-    contexts = recipes.devices_of(ranks.devices(args.gpus))
+    ranks = recipes.Ranks(args.kvstore)
+    contexts = ranks.devices(args.gpus)
     ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
     per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
-    ranks.check_same(begin, "completed epochs")
     train, val, examples = iterators(args, ranks.rank, ranks.workers)
-    ranks.check_same(examples, "images")
     logging.info("start with arguments %s", args)
     logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
                  platform.python_version())
@@ -259,7 +315,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         batches = batches // per_update * per_update
         train = mx.io.ResizeIter(train, batches, reset_internal=False)
     epoch_size = batches // per_update
-    recipes.check_network(symbol, image_shape(args), args.model_prefix if begin else None)
+    check_network(symbol, image_shape(args), args.model_prefix if begin else None)
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
                "fixed_param_names": fixed, "batches": per_update}
     if begin:
@@ -267,9 +323,9 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         if not states:
             logging.warning("%s-%04d.states does not exist: the optimizer starts with new states",
                             args.model_prefix, begin)
-        module = recipes.AddingModule.load(args.model_prefix, begin, states, **options)
+        module = AddingModule.load(args.model_prefix, begin, states, **options)
     else:
-        module = recipes.AddingModule(symbol, **options)
+        module = AddingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
                  "lr_scheduler": recipes.schedule(
                      args.lr, epoch_size, args.num_epochs, "step", args.lr_step_epochs,
@@ -283,27 +339,152 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     record = start_record(args, ranks, begin, batches)
     # The gradient is complete after the last batch of an update: log lines have its norm.
     interval = -(-args.disp_batches // per_update) * per_update
-    callbacks = recipes.ModuleLog(record, module, interval, args.batch_size, ranks)
-    epoch_ends = [callbacks.epoch_end]
+    log = ModuleLog(record, module, interval, args.batch_size * ranks.workers)
+    epoch_ends = [log.epoch_end]
+    if ranks.workers > 1:
+        epoch_ends += [lambda *_: module.check_ranks(), lambda *_: average_statistics(module)]
     if args.model_prefix and ranks.rank == 0:
         epoch_ends.append(mx.callback.module_checkpoint(
             module, args.model_prefix, args.save_period, save_optimizer_states=True))
     if args.xray and ranks.rank == 0:
-        train = recipes.XrayedIter(args, begin, module, train)
+        train = XrayedIter(args, begin, module, train)
     module.fit(
         train, val, metrics, kvstore=ranks.store,
         optimizer=args.optimizer, optimizer_params=optimizer, begin_epoch=begin,
         num_epoch=args.num_epochs, arg_params=arg_params, aux_params=aux_params,
         allow_missing=arg_params is not None,
         initializer=initializer_of(args),
-        batch_end_callback=[callbacks.batch_end,
-                            Speedometer(args.batch_size, args.disp_batches)],
-        epoch_end_callback=epoch_ends, eval_batch_end_callback=callbacks.validation_batch_end,
-        eval_end_callback=callbacks.validation_end,
+        batch_end_callback=[log.batch_end, Speedometer(args.batch_size, args.disp_batches)],
+        epoch_end_callback=epoch_ends, eval_batch_end_callback=log.validation_batch_end,
+        eval_end_callback=log.validation_end,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
     record.save()
     record.end()
     return module
+
+
+class AddingModule(amp.Module):
+    """A Module with gradient accumulation.
+
+    Args:
+        batches: the number of batches of an update.
+
+    Attributes:
+        gradient_scale: the loss scale of the last gradients; `update` may change `loss_scale`.
+    """
+
+    def __init__(self, *args, batches=1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.batches, self.added = batches, 0
+        self.gradient_scale = self.loss_scale
+
+    @property
+    def gradients(self):
+        """The gradients on the first device."""
+        return [grads[0] for grads in self._exec_group.grad_arrays if grads[0] is not None]
+
+    def bind(self, *args, **kwargs):
+        super().bind(*args, **kwargs, grad_req="add" if self.batches > 1 else "write")
+
+    def forward_backward(self, data_batch):
+        if self.added == 0 and self.batches > 1:
+            for gradient in itertools.chain(*self._exec_group.grad_arrays):
+                if gradient is not None:
+                    gradient[:] = 0
+        super().forward_backward(data_batch)
+
+    def update(self):
+        self.gradient_scale = self.loss_scale
+        self.added = (self.added + 1) % self.batches
+        return self.added > 0 or super().update()
+
+
+class ModuleLog:
+    """Logs `Module.fit` to a `TrainingLog`; its methods are the callbacks of `fit`.
+
+    Args:
+        module: an `AddingModule`.
+        interval: the number of batches between two log lines.
+        images: the number of images of a batch over all ranks.
+    """
+
+    def __init__(self, log, module, interval, images):
+        self.log, self.module, self.interval, self.images = log, module, interval, images
+        self.skipped = module.skipped
+        self.start()
+
+    def start(self):
+        """Starts an epoch."""
+        self.began, self.losses, self.validation = time.time(), [], []
+
+    def batch_end(self, param):
+        """The `batch_end_callback` of `fit`."""
+        module, optimizer = self.module, self.module._optimizer
+        scale, updated = module.gradient_scale, module.skipped == self.skipped
+        self.skipped, self.metric = module.skipped, param.eval_metric
+        unscale = optimizer.rescale_grad / scale
+        self.losses.append(self.loss(param.locals["data_batch"]))
+        self.log.add_step(
+            param.epoch, param.nbatch, self.losses[-1], updated,
+            (param.nbatch + 1) % self.interval == 0, lr=optimizer.learning_rate, loss_scale=scale,
+            skipped=self.skipped,
+            gradient_norm=lambda: unscale * recipes.gradient_norm(module.gradients))
+
+    def epoch_end(self, *_):
+        """The `epoch_end_callback` of `fit`, before validation."""
+        self.seconds = time.time() - self.began
+        self.accuracy = dict(self.metric.get_global_name_value()).get("accuracy")
+
+    def validation_batch_end(self, param):
+        """The `eval_batch_end_callback` of `fit`."""
+        self.validation.append(self.loss(param.locals["eval_batch"]))
+
+    def validation_end(self, param):
+        """The `eval_end_callback` of `fit`."""
+        found = dict(param.eval_metric.get_global_name_value())
+        line = {"epoch": param.epoch, "accuracy": self.accuracy,
+                "err_top1": 1 - found["accuracy"], "loss": recipes.mean(self.losses),
+                "validation_loss": recipes.mean(self.validation),
+                "samples_per_second": len(self.losses) * self.images / self.seconds,
+                "seconds": self.seconds, "lr": self.module._optimizer.learning_rate,
+                "loss_scale": self.module.loss_scale, "skipped": self.module.skipped}
+        if "top_k_accuracy_5" in found:
+            line["err_top5"] = 1 - found["top_k_accuracy_5"]
+        self.log.add_epoch(line)
+        self.log.save()
+        self.start()
+
+    def loss(self, batch):
+        """Returns the mean cross entropy of the module's softmax outputs for a batch."""
+        outputs = self.module.get_outputs()[0].astype("float32")
+        likely = outputs.pick(batch.label[0].as_in_context(outputs.ctx))
+        return float(-(likely + 1e-12).log().mean().asscalar())
+
+
+def check_network(symbol, image, prefix=None):
+    """Raises an error if a network does not support images of this shape, or its checkpoint is of
+    another network or type."""
+    def signature(symbol):
+        """Names, shapes and types of a network's parameters and outputs."""
+        return (symbol.list_arguments(), symbol.infer_shape(data=(1, *image)),
+                symbol.infer_type(data="float32"))
+
+    try:
+        wanted = signature(symbol)
+    except mx.MXNetError as error:
+        shape = ",".join(map(str, image))
+        raise ValueError(f"the network does not take --image-shape {shape}: "
+                         f"{recipes.first_line(error)}") from None
+    if prefix is None:
+        return
+    recipes.must_exist(f"{prefix}-symbol.json")
+    try:
+        saved = signature(mx.sym.load(f"{prefix}-symbol.json"))
+    except mx.MXNetError:
+        saved = None
+    if saved != wanted:
+        raise ValueError(f"{prefix}-symbol.json has another network or --dtype than the flags: "
+                         "pass those of the original run")
 
 
 def batches_of_update(args, workers):
@@ -370,7 +551,7 @@ def test_reading(train, args):
 def start_record(args, ranks, begin, batches):
     """Returns the run's log; --load-epoch keeps the lines of earlier epochs in log.jsonl."""
     if not args.save_dir or ranks.rank:
-        return recipes.TrainingLog(args, None, steps=begin * batches, writes=not ranks.rank)
+        return recipes.TrainingLog(args, None, steps=begin * batches, rank=ranks.rank)
     os.makedirs(args.save_dir, exist_ok=True)
     path, lines = os.path.join(args.save_dir, "log.jsonl"), []
     if begin and os.path.exists(path):

@@ -69,7 +69,7 @@ def heeds_ctrl_c():
 def serve():
     """Forks a process for each line; writes its id and its exit status."""
     sys.path.insert(0, str(EXAMPLES))
-    for name in ("recipes", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
+    for name in ("images", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     for line in sys.stdin:

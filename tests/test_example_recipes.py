@@ -129,10 +129,11 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rn
                "fc_bias": mx.nd.zeros(3)}
     norms = []
     for loss_scale in (1, amp.DynamicLossScale(2.0 ** 24)):
-        module = recipes.AddingModule(net, loss_scale=loss_scale, batches=batches)
+        module = train_imagenet.AddingModule(net, loss_scale=loss_scale, batches=batches)
         record = Lines()
+        log = train_imagenet.ModuleLog(record, module, batches, 4)
         module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,
-                   batch_end_callback=recipes.ModuleLog(record, module, batches, 4).batch_end,
+                   batch_end_callback=log.batch_end,
                    optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / 4 / batches})
         norms.append([line["gradient_norm"] for line in record.lines])
     assert record.lines[0]["loss_scale"] < 2.0 ** 24

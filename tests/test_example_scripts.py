@@ -1,4 +1,4 @@
-"""The scripts in example/ can be copied: public names, one shared module, no duplicated code."""
+"""The scripts in example/ can be copied: public names, shared modules, no duplicated code."""
 import argparse
 import ast
 import importlib
@@ -14,10 +14,12 @@ from pathlib import Path
 
 import gluon_amp
 import image_classification as recipe
+import images
 import mxnet as mx
 import numpy as np
 import pytest
 import recipes
+import train_imagenet
 from gluon_amp.policy import APEX, POLICIES
 from processes import printed
 from symbols import get_symbol
@@ -25,8 +27,9 @@ from traces import at_most_traces
 
 EXAMPLES = Path(__file__).parents[1] / "example"
 REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
-SCRIPTS = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")
-           if path.name != "recipes.py"}
+FILES = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
+SHARED = {"recipes", "images"}
+SCRIPTS = {name: tree for name, tree in FILES.items() if name not in SHARED}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
@@ -39,16 +42,17 @@ def imported(tree):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
-@each_script
-def test_only_public_names_are_used(script):
-    for module, name in imported(SCRIPTS[script]):
+@pytest.mark.parametrize("file", FILES)
+def test_only_public_names_are_used(file):
+    for module, name in imported(FILES[file]):
         if module.split(".")[0] == "gluon_amp":
             assert module == "gluon_amp" and name in {None, *gluon_amp.__all__} \
                 or f"{module}.{name}\n" in REFERENCE, (module, name)
-    for node in ast.walk(SCRIPTS[script]):
+    names = {"amp": {*gluon_amp.__all__, "__version__"},
+             "recipes": {name for name in dir(recipes) if name[0] != "_"},
+             "images": {name for name in dir(images) if name[0] != "_"}}
+    for node in ast.walk(FILES[file]):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            names = {"amp": {*gluon_amp.__all__, "__version__"},
-                     "recipes": {name for name in dir(recipes) if name[0] != "_"}}
             assert node.attr in names.get(node.value.id, {node.attr}), node.attr
 
 
@@ -59,7 +63,7 @@ def beside(script, seen=()):
 
 
 @each_script
-def test_script_needs_shared_module_and_at_most_one_other(script):
+def test_script_needs_shared_modules_and_at_most_one_other_script(script):
     assert "recipes" in {module for module, _ in imported(SCRIPTS[script])}
     assert len(beside(script)) <= 1
 
@@ -76,7 +80,7 @@ def test_no_function_is_defined_in_two_scripts():
                  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"]
     both = {name for name in functions if functions.count(name) > 1}
     assert both <= {"add_arguments", "network"}  # for Gluon and for a Module; new and pretrained
-    assert not set(functions) & set(dir(recipes))
+    assert not set(functions) & {*dir(recipes), *dir(images)}
 
 
 def parser_of(script, monkeypatch):
@@ -214,7 +218,7 @@ def test_invalid_flag_is_one_line(script, flags, message, capsys):
     ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
 def test_flag_ignored_by_dataset_is_refused(flags, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        recipes.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
+        images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
 
 
 def test_missing_dataset_is_named_before_existing_run(monkeypatch, tmp_path):
@@ -273,8 +277,8 @@ def test_schedule_warms_up_and_decays():
      r"--lr-decay-epoch is for --lr-mode step\. Received: --"),
     (lambda: rates([1], mode="cosine", warmup_epochs=4),
      r"below the 4 epochs of the training\. Received: 4"),
-    (lambda: recipes.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
-    (lambda: recipes.zoo_network("resnet18_v1", last_gamma=True),
+    (lambda: images.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
+    (lambda: images.zoo_network("resnet18_v1", last_gamma=True),
      "resnet18_v1 does not take all of last_gamma"),
     (lambda: recipe.network(recipe.parse(["--last-gamma"]), [mx.cpu()]),
      r"are for a model zoo's networks\. Received: .*small"),
@@ -283,7 +287,8 @@ def test_schedule_warms_up_and_decays():
     (lambda: recipe.loss_of(recipe.parse(["--teacher", "resnet18_v1"]))(
         mx.nd.ones((2, 10)), mx.nd.ones(2), mx.nd.ones((2, 1000))),
      "resnet18_v1 has 1000 classes, and the network 10"),
-    (lambda: recipes.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"), (3, 48, 48)),
+    (lambda: train_imagenet.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"),
+                                          (3, 48, 48)),
      r"does not take --image-shape 3,48,48: .*exceeds")])
 def test_incompatible_flags_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
@@ -294,7 +299,7 @@ def test_incompatible_flags_are_refused(call, message):
     ("resnet19_v1", "resnet18_v1"), ("mobilnet1.0", "mobilenet1.0"), ("vgg61", "vgg16")])
 def test_mistyped_network_suggests_correct_name(name, near):
     with pytest.raises(ValueError, match=re.escape("Did you mean")) as raised:
-        recipes.zoo_network(name)
+        images.zoo_network(name)
     guesses = str(raised.value).partition("Did you mean ")[2].rstrip("?").split(" or ")
     assert near in guesses
     assert len(set(guesses)) == len(guesses)
@@ -304,7 +309,7 @@ def test_mistyped_network_suggests_correct_name(name, near):
 @pytest.mark.parametrize("before", ["", "import torch; "])
 def test_gluoncv_networks_load_beside_pytorch_2(before, tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
-    code = (f"import recipes; {before}recipes.zoo_network('cifar_resnet20_v1'); "
+    code = (f"import images; {before}images.zoo_network('cifar_resnet20_v1'); "
             "import torch; print(torch.__version__)")
     path = os.pathsep.join([str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     assert printed(code, PYTHONPATH=path) == "2.13.0\n"
@@ -334,7 +339,7 @@ def test_random_crops_have_scale_of_validation(monkeypatch):
 
     def pixels(train, *flags):
         args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
-        image = recipes.image_transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
+        image = images.image_transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
         return (255 * image.asnumpy()[0, 0]).round()
 
     flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: no scaling
@@ -403,7 +408,7 @@ def test_resume_reports_missing_or_damaged_file_and_changes_nothing(name, text, 
     if text is not None:
         (cut / name).write_text(text)
     before = contents(cut)
-    folder = recipes.RunFolder(flags(cut), recipes.Ranks())
+    folder = recipes.RunFolder(flags(cut))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         folder.resume(None, None)
     assert contents(cut) == before
@@ -413,18 +418,18 @@ def test_log_without_last_epoch_is_refused(cut):
     log = cut / "log.jsonl"
     log.write_text("".join(log.read_text().splitlines(True)[:-1]))
     with pytest.raises(ValueError, match=r"log.jsonl has no end of epoch 1, which .*last.json"):
-        recipes.RunFolder(flags(cut), recipes.Ranks()).resume(None, None)
+        recipes.RunFolder(flags(cut)).resume(None, None)
 
 
 def test_run_killed_in_first_save_starts_again(tmp_path):
     (tmp_path / "epoch-0.params").write_bytes(b"half")
-    assert recipes.RunFolder(flags(tmp_path), recipes.Ranks()).resume(None, None) == (0, [])
+    assert recipes.RunFolder(flags(tmp_path)).resume(None, None) == (0, [])
 
 
 def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
         tmp_path):
     def network():
-        net = recipes.small_network(2)
+        net = images.small_network(2)
         net.initialize()
         net(mx.nd.zeros((1, 1, 8, 8)))
         return net
@@ -432,7 +437,7 @@ def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
     given, net = network(), network()
     given.save_parameters(str(tmp_path / "given.params"))
     values = flags(tmp_path / "run", resume_params=str(tmp_path / "given.params"), resume_epoch=3)
-    assert recipes.RunFolder(values, recipes.Ranks()).resume(net, None) == (3, [])
+    assert recipes.RunFolder(values).resume(net, None) == (3, [])
     assert np.array_equal(net[0].weight.data().asnumpy(), given[0].weight.data().asnumpy())
 
 
@@ -440,10 +445,10 @@ def test_resumed_run_must_keep_total_batch_size(cut):
     message = "original run: batch_size was 8, is 16"
     for values in ({"batch_size": 16}, {"workers": 2}):
         with pytest.raises(ValueError, match=message):
-            recipes.RunFolder(flags(cut, **values), recipes.Ranks()).resume(None, None)
-    folder = recipes.RunFolder(flags(cut, batch_size=4, workers=2), recipes.Ranks())
+            recipes.RunFolder(flags(cut, **values)).resume(None, None)
+    folder = recipes.RunFolder(flags(cut, batch_size=4, workers=2))
     with pytest.raises(ValueError, match=r"epoch-1.params has other parameters, or is damaged"):
-        folder.resume(recipes.small_network(2), None)
+        folder.resume(images.small_network(2), None)
 
 
 def test_second_run_in_same_folder_is_refused(tmp_path):
@@ -458,11 +463,11 @@ def test_second_run_in_same_folder_is_refused(tmp_path):
     os.read(read, 1)
     try:
         with pytest.raises(ValueError, match=r"another run writes to .*: pass another --save-dir"):
-            recipes.RunFolder(flags(tmp_path), recipes.Ranks())
+            recipes.RunFolder(flags(tmp_path))
     finally:
         os.close(ended)
         os.waitpid(child, 0)
-    recipes.RunFolder(flags(tmp_path), recipes.Ranks())
+    recipes.RunFolder(flags(tmp_path))
 
 
 def test_log_lines_are_written_by_batches_or_time():
@@ -515,10 +520,10 @@ def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
 
     prefix = str(tmp_path / "net")
     network("float16", num_layers=20).save(f"{prefix}-symbol.json")
-    recipes.check_network(network("float16", num_layers=20), (3, 32, 32), prefix)
+    train_imagenet.check_network(network("float16", num_layers=20), (3, 32, 32), prefix)
     for other in (network("float32", num_layers=20), network("float16", num_layers=32)):
         with pytest.raises(ValueError, match=r"net-symbol.json has another network or --dtype"):
-            recipes.check_network(other, (3, 32, 32), prefix)
+            train_imagenet.check_network(other, (3, 32, 32), prefix)
 
 
 @pytest.mark.parametrize(("label", "contents", "message"), [
@@ -535,10 +540,10 @@ def test_invalid_record_is_refused_before_training(label, contents, message,
         record.write(mx.recordio.pack(mx.recordio.IRHeader(0, of, 0, 0), what))
     record.close()
     if message is None:
-        assert list(recipes.records(path, 2)) == [0, 36]
+        assert images.check_records(path, 2) == 2
     else:
         with pytest.raises(ValueError, match=f"a.rec {message}"):
-            recipes.records(path, 2)
+            images.check_records(path, 2)
 
 
 def test_missing_index_is_named(tmp_path):
@@ -547,14 +552,14 @@ def test_missing_index_is_named(tmp_path):
     record.close()
     args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
     with pytest.raises(ValueError, match=r"a.rec needs an index next to it, with the suffix .idx"):
-        recipes.image_loaders(args, recipes.Ranks())
+        images.image_loaders(args, recipes.Ranks())
     args.rec_train_idx = "b.idx"
     with pytest.raises(ValueError, match=r"Valid: .*a\.idx\. Received: b\.idx"):
-        recipes.image_loaders(args, recipes.Ranks())
+        images.image_loaders(args, recipes.Ranks())
     whole = (tmp_path / "a.rec").read_bytes()
     (tmp_path / "a.rec").write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"a.rec is truncated"):
-        recipes.image_loaders(args, recipes.Ranks())
+        images.image_loaders(args, recipes.Ranks())
 
 
 @pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])

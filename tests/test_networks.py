@@ -9,9 +9,9 @@ import pytest
 from arrays import flat, numbers
 from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
+from images import zoo_network
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from recipes import zoo_network
 from traces import at_most_traces
 
 ALL = {**networks.ZOO, **networks.OTHERS}

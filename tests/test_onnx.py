@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from gluon_amp.onnx import export
 from gluon_amp.onnx.operators import ROWS
+from images import zoo_network
 from mxnet import gluon, nd, sym
 from mxnet.gluon import nn
-from recipes import zoo_network
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

@@ -5,7 +5,6 @@ import pytest
 from gluon_amp.tools.tensor_cores import matrix_layers
 from mxnet import nd
 from mxnet.gluon import nn
-from recipes import tensor_core_hints
 
 
 def net():
@@ -58,14 +57,3 @@ def measured(block, *shape):
 ])
 def test_rows_and_multiply_adds_with_known_output_shapes(block, shape, expected):
     assert measured(block(), *shape) == expected
-
-
-def test_recipes_report_unfit_layers(monkeypatch):
-    monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", "0")
-    assert tensor_core_hints(net(), 20, 2) == [
-        "sizes that are not multiples of 8 run slower, or off Tensor Cores: "
-        "net_conv0_fwd (16, 3), net_dense0_fwd (10, 384)",
-        "a batch of 10 for each GPU is not a multiple of 8",
-        "MXNET_CUDNN_AUTOTUNE_DEFAULT=0: cuDNN does not search for its fastest algorithms"]
-    monkeypatch.delenv("MXNET_CUDNN_AUTOTUNE_DEFAULT")
-    assert tensor_core_hints(nn.Dense(8, in_units=8), 16, 1) == []

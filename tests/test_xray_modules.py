@@ -7,7 +7,7 @@ import modules
 import mxnet as mx
 import numpy as np
 import pytest
-import recipes
+import train_imagenet
 from arrays import same
 from gluon_amp.inspection.statistics import Key
 from modules import body, dynamic
@@ -122,7 +122,7 @@ def test_training_with_xray_before_each_epoch_is_bitwise_identical(tmp_path):
         args = argparse.Namespace(xray=folder, xray_steps=2)
         mx.random.seed(7)
         np.random.seed(7)
-        mod.fit(recipes.XrayedIter(args, 0, mod, train) if folder else train, num_epoch=2,
+        mod.fit(train_imagenet.XrayedIter(args, 0, mod, train) if folder else train, num_epoch=2,
                 optimizer_params={"learning_rate": 0.1})
         return modules.values(mod)
 

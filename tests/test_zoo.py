@@ -5,9 +5,9 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from images import import_gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from recipes import import_gluoncv
 from traces import at_most_traces
 
 pytestmark = pytest.mark.filterwarnings("default")  # warnings of the packages

@@ -17,8 +17,8 @@ import mxnet as mx
 import numpy as np
 import study as shared
 from gluon_amp.reports.verdict import conclusion, paired
+from images import small_network, zoo_network
 from mxnet import autograd, gluon, nd
-from recipes import small_network, zoo_network
 
 RUNS = Path(__file__).with_name("runs.jsonl")
 GRADIENTS = Path(__file__).with_name("gradients.jsonl")

@@ -5,8 +5,8 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp.cuda import recording
+from images import zoo_network
 from mxnet import gluon
-from recipes import zoo_network
 from steps import GPU, Training, calls_of, counted, layers, numbers, own_log, settled
 
 HALVES = "GlobalReductionKernel<mshadow::half"

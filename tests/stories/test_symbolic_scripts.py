@@ -82,6 +82,16 @@ def test_train_imagenet_logs_in_format_of_mxnet_example(dtype, images, tmp_path)
         assert re.search(head + line + "\n", log), log
 
 
+def test_each_image_is_validated_once(images):
+    batches = train_imagenet.Unpadded(mx.io.ImageRecordIter(
+        path_imgrec=images, data_shape=(3, 8, 8), batch_size=16, round_batch=False), 40)
+    for _ in range(2):
+        batches.reset()
+        labels = [batch.label[0].asnumpy() for batch in batches]
+        assert [len(label) for label in labels] == [16, 16, 8]
+        assert sorted(np.concatenate(labels)) == sorted([0, 1, 2, 3] * 10)
+
+
 def test_training_continues_from_checkpoint(images, tmp_path):
     options = ["--dtype", "float16", "--lr-step-epochs", "2", "--loss-scale", "64"]
     whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
@@ -130,7 +140,7 @@ def test_macrobatch_matches_large_batch(dtype, scale, rng):
              zip(net.list_arguments(), shapes) if n not in ("data", "softmax_label")}
     trained = []
     for size, batches in ((12, 1), (4, 3)):
-        module = recipes.AddingModule(net, loss_scale=scale, batches=batches)
+        module = train_imagenet.AddingModule(net, loss_scale=scale, batches=batches)
         module.fit(mx.io.NDArrayIter(data, label, size), num_epoch=3, arg_params=begin,
                    optimizer_params={"learning_rate": 0.1, "momentum": 0.9,
                                      "rescale_grad": 1 / 12})
