@@ -45,7 +45,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
              tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
              tests/test_bfloat16_blocks.py tests/test_weight_gradients.py
 
-# In numpy mode, too; tests/numpy_mode.txt lists which tests differ there.
+# In numpy mode, too; tests with the marker mx_nd must fail there.
 NUMPY := lr_find states trainer trainer_refusals trainer_search several_trainers monitor search convert \
          convert_files convert_types xray xray_given xray_counts xray_faults xray_networks estimator numpy_mode
 

@@ -3,7 +3,7 @@
 In test modules, `nd` and `mx.nd` become functions that return `mx.np` arrays, and `mx.sym`
 functions that return its symbols. `F` of their networks becomes functions that take them.
 Everything else, gluon_amp included, is as users have it after `npx.set_np()`. The marker `mx_nd`
-and numpy_mode.txt name the tests that are about `mx.nd` itself, with the reason.
+names what does not exist in numpy mode, with the reason: these tests must fail.
 """
 import functools
 import inspect
@@ -108,16 +108,7 @@ def prepare_modules():
 
 
 def mark_differences(items):
-    """Marks tests with `mx_nd` or in numpy_mode.txt as expected failures, with their reasons."""
-    reasons, reason = {}, ""
-    for line in (HERE / "numpy_mode.txt").read_text().splitlines():
-        if line.startswith("# "):
-            reason = line[2:]
-        elif line:
-            reasons[line] = reason
+    """Tests with the marker `mx_nd` must fail."""
     for item in items:
         for mark in item.iter_markers("mx_nd"):
             item.add_marker(pytest.mark.xfail(reason=mark.args[0], strict=True))
-        name = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
-        if name in reasons:
-            item.add_marker(pytest.mark.xfail(reason=reasons[name]))

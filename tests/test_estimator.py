@@ -27,7 +27,11 @@ def batches(rng):
 
 
 def estimator(net, trainer, **kwargs):
-    made = Estimator(net, LOSS, trainer=trainer, batch_processor=BatchProcessor(), **kwargs)
+    metric = None
+    if mx.util.is_np_array():  # whose arrays MXNet's own metrics do not take
+        metric = mx.metric.CustomMetric(lambda label, out: (out.argmax(axis=1) == label).mean())
+    made = Estimator(net, LOSS, metric, trainer=trainer, batch_processor=BatchProcessor(),
+                     **kwargs)
     made.logger.disabled = True
     return made
 

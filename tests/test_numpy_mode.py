@@ -1,6 +1,6 @@
 """Whole programs in numpy mode (`npx.set_np()`): bfloat16 arrays, files, resuming, tools, BERT.
 
-Tests of other files run in this mode by `pytest --numpy=quick` and `make test-np`.
+Tests of other files run in this mode by `pytest --numpy` and `make test-np`.
 """
 import copy
 import warnings
@@ -250,6 +250,29 @@ def test_no_deprecated_methods_of_arrays_are_called(policy, tmp_path):
         trainer.load_states(str(tmp_path / "trainer.states"))
         assert amp.xray(net, given[:1], LOSS).findings == []
     assert [array.ctx for array in copied.weight.list_data()] == devices
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_own_code_may_mix_weights_and_gradients_with_float32_arrays(policy):
+    net = nn.Dense(4, in_units=3)
+    net.initialize(mx.init.Normal(1))
+    x, y = np.ones((2, 3)), np.zeros((2, 4))
+    average = net.weight.data().copy()
+    amp.convert(net, policy)
+    weight = net.weight.data().asnumpy().astype("float32")
+    kept = average.asnumpy()
+    onp.testing.assert_allclose((0.9 * average + 0.1 * net.weight.data()).asnumpy(),
+                                0.9 * kept + 0.1 * weight, rtol=1e-3)
+    average += net.weight.data()
+    onp.testing.assert_allclose(average.asnumpy(), kept + weight, rtol=1e-6)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=4)
+    with autograd.record():
+        loss = gluon.loss.L2Loss()(net(x), y).sum() * 0 + (net.weight.data() ** 2).sum()
+    trainer.backward(loss)
+    total = np.zeros(1) + (net.weight.grad() ** 2).sum()
+    onp.testing.assert_allclose(total.asnumpy(), ((8 * weight) ** 2).sum(), rtol=0.02)
+    assert trainer.step(1)
+    assert not net.weight.data().asnumpy().any()  # the gradient is twice the weight
 
 
 # ---- d2l's BERT and Transformer -----------------------------------------------
