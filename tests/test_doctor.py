@@ -7,33 +7,34 @@ import gluon_amp as amp
 import mxnet as mx
 import pytest
 from gluon_amp.cpu import library
+from gluon_amp.cuda.devices import GPU
 from gluon_amp.tools import cli, doctor
-from gluon_amp.tools.doctor import GPU, describe, examine, gpus, version_of_cudnn
+from gluon_amp.tools.doctor import describe, examine, gpus, is_served, version_of_cudnn
 from mxnet import nd
 
-T4 = GPU("Tesla T4", (7, 5), 15_843_721_216)
-H100 = GPU("NVIDIA H100 PCIe", (9, 0), 85_028_765_696)
-P100 = GPU("Tesla P100-PCIE-16GB", (6, 0), 17_071_734_784)
+T4 = GPU("Tesla T4", 75, bytes=15_843_721_216)
+H100 = GPU("NVIDIA H100 PCIe", 90, bytes=85_028_765_696)
+P100 = GPU("Tesla P100-PCIE-16GB", 60, bytes=17_071_734_784)
 
 
 # ---- GPUs
 
 
-@pytest.mark.parametrize(("major", "minor", "served"), [
-    (3, 7, False), (5, 0, True), (5, 2, True), (6, 1, True), (7, 0, True), (7, 5, True),
-    (8, 0, True), (8, 6, True), (8, 9, True), (9, 0, False), (10, 0, False), (12, 0, False)])
-def test_compute_capabilities_supported_by_mxnet_cuda_builds(major, minor, served):
-    assert GPU("", (major, minor), 0).served is served
+@pytest.mark.parametrize(("capability", "served"), [
+    (37, False), (50, True), (52, True), (61, True), (70, True), (75, True), (80, True),
+    (86, True), (89, True), (90, False), (100, False), (120, False)])
+def test_compute_capabilities_supported_by_mxnet_cuda_builds(capability, served):
+    assert is_served(GPU("", capability)) is served
 
 
 @pytest.mark.parametrize(("name", "capability", "cores"), [
-    ("Tesla V100-SXM2-16GB", (7, 0), True), ("Tesla T4", (7, 5), True),
-    ("NVIDIA GeForce RTX 2060", (7, 5), True), ("NVIDIA A10", (8, 6), True),
-    ("Quadro T2000", (7, 5), False), ("NVIDIA T600", (7, 5), False),
-    ("NVIDIA GeForce GTX 1660 Ti", (7, 5), False), ("NVIDIA GeForce MX450", (7, 5), False),
-    ("NVIDIA GeForce GTX 1080", (6, 1), False)])
+    ("Tesla V100-SXM2-16GB", 70, True), ("Tesla T4", 75, True),
+    ("NVIDIA GeForce RTX 2060", 75, True), ("NVIDIA A10", 86, True),
+    ("Quadro T2000", 75, False), ("NVIDIA T600", 75, False),
+    ("NVIDIA GeForce GTX 1660 Ti", 75, False), ("NVIDIA GeForce MX450", 75, False),
+    ("NVIDIA GeForce GTX 1080", 61, False)])
 def test_gpus_with_tensor_cores(name, capability, cores):
-    assert GPU(name, capability, 0).tensor_cores is cores
+    assert GPU(name, capability).tensor_cores is cores
 
 
 DRIVER = r"""
@@ -100,15 +101,15 @@ def test_missing_driver_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "capability", "formats"), [
-    ("Tesla P100", (6, 0), []), ("GTX 1650", (7, 5), []), ("Tesla V100", (7, 0), ["float16"]),
-    ("A100", (8, 0), ["float16", "TF32", "bfloat16"]),
-    ("RTX 4090", (8, 9), ["float16", "TF32", "bfloat16", "float8"])])
+    ("Tesla P100", 60, []), ("GTX 1650", 75, []), ("Tesla V100", 70, ["float16"]),
+    ("A100", 80, ["float16", "TF32", "bfloat16"]),
+    ("RTX 4090", 89, ["float16", "TF32", "bfloat16", "float8"])])
 def test_matrix_formats_of_gpu(name, capability, formats):
-    assert GPU(name, capability, 0).formats == formats
+    assert GPU(name, capability).formats == formats
 
 
 def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
-    a100 = GPU("NVIDIA A100-SXM4-40GB", (8, 0), 40 * 10 ** 9)
+    a100 = GPU("NVIDIA A100-SXM4-40GB", 80, bytes=40 * 10 ** 9)
     text = describe(machine(monkeypatch, a100, cuda=True))
     assert "formats: float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
     assert "GPUs from A100 on round the inputs of float32 products to TF32" in text

@@ -5,21 +5,37 @@ does not read CUDA_VISIBLE_DEVICES.
 """
 import ctypes
 import os
+import re
 from typing import Any, List, NamedTuple, Optional
 
 _LIBRARY = "libnvidia-ml.so.1"
 
 
 class GPU(NamedTuple):
-    """A GPU; `capability` is 90 for 9.0, `uuid` starts with "GPU-"."""
+    """A GPU; `capability` is 90 for 9.0. NVML's have a `uuid`, which starts with "GPU-"; the CUDA
+    driver's have the `bytes` of their memory."""
     name: str
     capability: int
-    uuid: str
+    uuid: str = ""
+    bytes: int = 0
 
     @property
     def version(self) -> str:
         """The capability as in NVIDIA's tables, such as 9.0."""
         return f"{self.capability // 10}.{self.capability % 10}"
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether it has Tensor Cores: from 7.0 on, except small GPUs of 7.5, listed by name."""
+        small = r"GTX 16|MX[45]50|\bT([456]|10|12|20)\d0\b"
+        return self.capability >= 70 and not (self.capability == 75
+                                              and re.search(small, self.name))
+
+    @property
+    def formats(self) -> List[str]:
+        """The formats of a `Policy` that its Tensor Cores multiply."""
+        since = (("float16", 70), ("TF32", 80), ("bfloat16", 80), ("float8", 89))
+        return [name for name, first in since if self.tensor_cores and self.capability >= first]
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {self.version})"

@@ -3,7 +3,7 @@ import functools
 import logging
 import sys
 import weakref
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType, Parameter
@@ -37,12 +37,6 @@ class ConvertedParameter(mx.gluon.Parameter):
     @dtype.setter
     def dtype(self, dtype: DType) -> None:
         self.cast(dtype)
-
-    def grad(self, ctx: Optional[Context] = None) -> Array:
-        return _as_converted(super().grad(ctx))
-
-    def list_grad(self) -> List[Any]:
-        return [_as_converted(gradient) for gradient in super().list_grad()]
 
     def _reduce(self) -> Array:
         copies = [to_float32(w.copyto(mx.cpu())) for w in self.list_data()]
@@ -96,6 +90,24 @@ def _after_a_look(theirs: Callable[..., Any]) -> Callable[..., Any]:
             _warn_of_plain_trainer(self)
         return theirs(self, *args, **kwargs)
     return take_step
+
+
+def refuse_to_clip_halves() -> None:
+    """Makes `gluon.utils.clip_global_norm`, which supports float32 arrays only, name what clips
+    16-bit gradients."""
+    theirs = mx.gluon.utils.clip_global_norm
+
+    @functools.wraps(theirs)
+    def clip_global_norm(arrays: Sequence[Array], *args: Any, **kwargs: Any) -> Any:
+        if any(dtype_name(array.dtype) in HALVES for array in arrays):
+            raise TypeError(
+                "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
+                "of a converted network have 16 bits: call trainer.clip_norm(max_norm, batch_size) "
+                "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
+                "trainer.unscale() returns")
+        return theirs(arrays, *args, **kwargs)
+
+    mx.gluon.utils.clip_global_norm = clip_global_norm
 
 
 def _warn_of_plain_trainer(trainer: Any) -> None:
@@ -155,36 +167,6 @@ def _in_type(array: Array, dtype: str) -> Array:
     if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
     return to_half(array, dtype) if dtype in HALVES else to_float32(array)
-
-
-class _ConvertedGradient:
-    """A 16-bit gradient, which `gluon.utils.clip_global_norm` does not support."""
-    __slots__ = ()
-
-    @property
-    def stype(self) -> str:
-        """The storage type, which `clip_global_norm` reads first."""
-        if sys._getframe(1).f_globals.get("__name__") == "mxnet.gluon.utils":
-            raise TypeError(
-                "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
-                "of a converted network have 16 bits: call trainer.clip_norm(max_norm, batch_size) "
-                "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
-                "trainer.unscale() returns")
-        return super().stype  # type: ignore[misc]
-
-
-class _Classic(_ConvertedGradient, mx.nd.NDArray):
-    __slots__ = ()
-
-
-class _Numpy(_ConvertedGradient, mx.np.ndarray):
-    __slots__ = ()
-
-
-def _as_converted(gradient: Array) -> Array:
-    if not isinstance(gradient, _ConvertedGradient) and gradient.stype == "default":
-        gradient.__class__ = _Numpy if isinstance(gradient, mx.np.ndarray) else _Classic
-    return gradient
 
 
 def complete_copy(parameter: Parameter) -> None:

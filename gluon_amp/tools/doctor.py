@@ -12,13 +12,14 @@ import platform
 import re
 import textwrap
 from ctypes import byref
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
 from ..annotations import Context
 from ..checks import aligned, counted, in_names
 from ..cpu import library
 from ..cuda import load, wheel
+from ..cuda.devices import GPU
 from ..cuda.libraries import Choice
 from ..gluon.convert import convert
 from ..policy import POLICIES
@@ -59,31 +60,11 @@ _VARIABLES: Dict[str, Tuple[str, Dict[str, str]]] = {
 
 # ---- GPUs
 
-class GPU(NamedTuple):
-    """A GPU; `bytes` is its memory."""
-    name: str
-    capability: Tuple[int, int]
-    bytes: int
-
-    @property
-    def served(self) -> bool:
-        """Whether MXNet's CUDA build has kernels for it: its own, or those of a pack in use."""
-        number = 10 * self.capability[0] + self.capability[1]
-        packs = load.prepared.packs if load.prepared else ()
-        return wheel.code_for(number) is not None or any(one.serves(number) for one in packs)
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether it has Tensor Cores: from 7.0 on, except small GPUs of 7.5, listed by name."""
-        small = r"GTX 16|MX[45]50|\bT([456]|10|12|20)\d0\b"
-        return self.capability >= (7, 0) and not (
-            self.capability == (7, 5) and re.search(small, self.name))
-
-    @property
-    def formats(self) -> List[str]:
-        """The formats of a `Policy` that its Tensor Cores multiply."""
-        since = (("float16", (7, 0)), ("TF32", (8, 0)), ("bfloat16", (8, 0)), ("float8", (8, 9)))
-        return [name for name, first in since if self.tensor_cores and self.capability >= first]
+def is_served(gpu: GPU) -> bool:
+    """Whether MXNet's CUDA build has kernels for a GPU: its own, or those of a pack in use."""
+    packs = load.prepared.packs if load.prepared else ()
+    return wheel.code_for(gpu.capability) is not None \
+        or any(one.serves(gpu.capability) for one in packs)
 
 
 def gpus() -> List[GPU]:
@@ -102,7 +83,8 @@ def gpus() -> List[GPU]:
         device, name = query("cuDeviceGet", number), ctypes.create_string_buffer(100)
         cuda.cuDeviceGetName(name, len(name), device)
         major, minor = (query("cuDeviceGetAttribute", what, device) for what in (75, 76))
-        return GPU(name.value.decode(), (major, minor), query("cuDeviceTotalMem_v2", device))
+        return GPU(name.value.decode(), 10 * major + minor,
+                   bytes=query("cuDeviceTotalMem_v2", device))
 
     status = cuda.cuInit(0)
     if status:
@@ -155,10 +137,9 @@ def _gpus() -> Dict[str, Any]:
         found, why_none = [], str(error)
         if _DRIVER in why_none:
             why_none = f"no NVIDIA driver ({_DRIVER}) is installed"
-    return {"gpus": [{"name": gpu.name, "capability": "{}.{}".format(*gpu.capability),
-                      "bytes": gpu.bytes, "served": gpu.served, "tensor_cores": gpu.tensor_cores,
-                      "formats": gpu.formats}
-                     for gpu in found], "why_no_gpus": why_none}
+    return {"gpus": [{"name": gpu.name, "capability": gpu.version, "bytes": gpu.bytes,
+                      "served": is_served(gpu), "tensor_cores": gpu.tensor_cores,
+                      "formats": gpu.formats} for gpu in found], "why_no_gpus": why_none}
 
 
 def _cuda() -> Optional[Dict[str, Any]]:

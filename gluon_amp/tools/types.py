@@ -5,7 +5,7 @@ from typing import Collection, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Network
-from ..checks import counted
+from ..checks import aligned, counted
 from ..cpu.arrays import HALVES
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
@@ -44,12 +44,9 @@ class Types(List[Row]):
                 name if count == 1 else f"{name} x{count}" for name, count in (
                     (name, len([*run])) for name, run in itertools.groupby(r.inputs))),
              r.output, str(r.casts or ""), r.rule) for r in self)]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-                 for row in cells]
         low = sum(r.output not in ("float32", "float64") for r in self)
         casts = sum(r.casts for r in self)
-        return "\n".join([*table, f"{low} of {counted(len(self), 'node')} below float32; "
+        return "\n".join([*aligned(cells), f"{low} of {counted(len(self), 'node')} below float32; "
                                   f"{counted(casts, 'input')} cast."])
 
 
