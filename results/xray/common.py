@@ -5,7 +5,7 @@ import logging
 import gluon_amp as amp
 import numpy as np
 from gluon_amp.files import replace_file
-from mxnet import autograd
+from mxnet import autograd, nd
 
 BARE = amp.Policy("bare", parameter="float16", compute="float16", norm="float16",
                   sensitive="float16")
@@ -23,6 +23,14 @@ def losses(trainer, batches, loss_of, steps):
         trainer.step(len(batch[0]))
         made.append(float(loss.mean().asscalar()))
     return made
+
+
+def change(net, seed):
+    """Changes a network's weights by up to 2^-12 of their values."""
+    rng = np.random.default_rng(seed)
+    for parameter in net.collect_params().values():
+        array = parameter.data()
+        array *= nd.array(1 + rng.uniform(-1, 1, array.shape) * 2.0 ** -12)
 
 
 def last(made):

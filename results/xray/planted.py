@@ -11,7 +11,7 @@ import sys
 
 import gluon_amp as amp
 import numpy as np
-from common import agree, last, losses, write_csv
+from common import agree, change, last, losses, write_csv
 from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
@@ -193,10 +193,7 @@ def trained(name, fault, policy, keep=(), scale=2.0 ** 16, seed=None):
     """
     net, batches = made(name, fault, policy, keep)
     if seed is not None:
-        rng = np.random.default_rng(seed)
-        for parameter in net.collect_params().values():
-            array = parameter.data()
-            array *= nd.array(1 + rng.uniform(-1, 1, array.shape) * 2.0 ** -12)
+        change(net, seed)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9},
                           clip_norm=1.0, loss_scale=None if policy == "float32" else
                           amp.DynamicLossScale(scale, minimum=2.0 ** -24))

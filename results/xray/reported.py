@@ -4,12 +4,13 @@ Each fault is written as in its source, in a small network. The network trains
 
     in float32
     in plain float16        net.cast("float16"), and the same loss scaling
-    with rules              the policy float16
+    with rules              the policy float16; also with a loss scale of 1 or more
     without rules           a policy under which norms, exponents and sums are float16, too
 
 X-ray sees the network under the policy float16 if it does not train there, and otherwise under the
 policy without rules. One of the operators of the fault must be among the first three findings, and
-with keep= the network must train as in float32.
+with keep= the network must train as in float32. Where the policy float16 suffices, an X-ray under
+it should have no findings.
 
     python results/xray/reported.py [--faults NAME ...] [--output CSV]
 """
@@ -20,7 +21,7 @@ from typing import Any, Callable, NamedTuple, Tuple
 
 import gluon_amp as amp
 import numpy as np
-from common import BARE, agree, last, losses, write_csv
+from common import BARE, agree, change, last, losses, write_csv
 from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -28,8 +29,9 @@ from planted import CLASSES, chain
 
 STEPS = 40
 COLUMNS = ("fault", "source", "expected", "float32 first", "float32", "plain float16", "with rules",
-           "without rules", "x-rayed under", "fails there", "named", "reasons", "found", "keep",
-           "kept", "repaired", "named after")
+           "scale 1 or more", "without rules", "x-rayed under", "fails there", "named", "reasons",
+           "found", "keep", "kept", "repaired", "float32 from itself", "named after",
+           "named with rules")
 
 
 # ---- networks -----------------------------------------------------------------------------------
@@ -593,9 +595,16 @@ def made(case, policy, keep=()):
     return net, batches
 
 
-def trained(case, policy, keep=()):
-    """Returns the losses; NaN for those after no loss scale has finite gradients."""
+def trained(case, policy, keep=(), seed=None, smallest=2.0 ** -24):
+    """Returns the losses; NaN if no loss scale has finite gradients.
+
+    Args:
+        seed: changes the weights.
+        smallest: the smallest loss scale.
+    """
     net, batches = made(case, policy, keep)
+    if seed is not None:
+        change(net, seed)
     settings = {"learning_rate": 0.01, "momentum": 0.9}
     if case.adam:
         settings = {"learning_rate": 0.01}
@@ -607,7 +616,7 @@ def trained(case, policy, keep=()):
             settings["multi_precision"] = True
         trainer = amp.Trainer(net.collect_params(), "adam" if case.adam else "sgd", settings,
                               clip_norm=1.0, loss_scale=None if policy == "float32" else
-                              amp.DynamicLossScale(2.0 ** 16, minimum=2.0 ** -24))
+                              amp.DynamicLossScale(2.0 ** 16, minimum=smallest))
     try:
         return losses(trainer, batches, lambda *batch: net(*batch).astype("float32"), STEPS)
     except amp.LossScaleError:
@@ -631,14 +640,15 @@ def examine(name):
     row = {"fault": name, "source": case.source, "expected": " ".join(case.expected),
            "float32 first": round(right[0], 4), "float32": round(last(right), 4),
            "plain float16": round(last(plain), 4), "with rules": round(last(ruled), 4),
-           "without rules": round(last(bare), 4)}
-    policy = BARE if agree(last(ruled), last(right)) else amp.get_policy("float16")
+           "without rules": round(last(bare), 4),
+           "scale 1 or more": round(last(trained(case, "float16", smallest=1.0)), 4)}
+    policy = BARE if agree(last(ruled), last(right)) else "float16"
     view = xrayed(case, policy)
     operators = {tensor.key.node: tensor.op for tensor in view.tensors}
     first = [finding.node for finding in view.findings[:3]]
     kept = last(trained(case, policy, view.keep))
     row.update({
-        "x-rayed under": policy.name,
+        "x-rayed under": "without rules" if policy is BARE else policy,
         "fails there": not agree(last(bare if policy is BARE else ruled), last(right)),
         "named": " ".join(first),
         "reasons": "; ".join(finding.reason for finding in view.findings[:3]),
@@ -649,6 +659,12 @@ def examine(name):
         "repaired": agree(kept, last(right)),
         "named after": " ".join(finding.node for finding in
                                 xrayed(case, policy, view.keep).findings if not finding.remedy)})
+    if policy is BARE:
+        row["named with rules"] = " ".join(
+            finding.node for finding in xrayed(case, "float16").findings)
+    if not row["repaired"]:
+        row["float32 from itself"] = round(max(
+            abs(last(trained(case, "float32", seed=seed)) - last(right)) for seed in range(4)), 4)
     return row
 
 
