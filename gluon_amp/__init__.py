@@ -27,9 +27,8 @@ from .training.loss_scale import DynamicLossScale, LossScaleError
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
 from .training.scale_loss import scale_loss
-from .training.several import backward
 from .training.static_pair import StaticLossScale
-from .training.trainer import Trainer
+from .training.trainer import Trainer, backward
 from .version import __version__ as __version__
 
 library.start()

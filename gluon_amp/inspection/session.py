@@ -47,9 +47,9 @@ from ..graph.refusals import check_device
 from ..graph.sparse import storage_types
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
-from ..training.gradients import clear_added
 from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in
+from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .modules import HeadLosses, ModuleBlock, bound_module, looked_at
 from .network import can_be_named, outputs_of, standing_in

@@ -38,6 +38,7 @@ class Workers:
         updates: whether the store updates weights; then it can sum nothing else.
 
     Attributes:
+        sums: whether all devices have the same gradient after `sum`.
         exchange: whether they can exchange values: there are several, and servers do not update.
         owner: the owner of the gradients, such as "Trainer 1"; the same on all ranks.
         compared: whether they have been compared after the first step.
@@ -52,15 +53,11 @@ class Workers:
     def connect(self, kvstore: Optional[KVStoreBase], updates: bool = False) -> None:
         """Sets the store."""
         self._kvstore: Any = kvstore
+        self.sums = kvstore is not None
         self._native = isinstance(kvstore, mx.kv.KVStore)
         self.exchange = self.count > 1 and not updates
         if self.exchange:
             self._supervise()
-
-    @property
-    def sums(self) -> bool:
-        """Whether all devices have the same gradient after `sum`."""
-        return self._kvstore is not None
 
     @property
     def sums_at_once(self) -> bool:

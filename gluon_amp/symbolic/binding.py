@@ -101,25 +101,20 @@ GradReq = Union[str, Sequence[str], Mapping[str, str]]
 
 
 class Bindable(mx.sym.Symbol):
-    """A symbol that binds a graph with settings and a loss scale.
+    """A symbol that binds a graph with settings and a loss scale."""
 
-    Args:
-        loss_scale: returns the scale of the next forward pass; None for a graph without one.
-    """
-
-    loss_scale: Optional[Callable[[], float]] = None
+    is_scaled: bool = False  # whether backward passes have a loss scale
     has_loss: bool = False  # whether any node starts gradients
     may_begin: bool = False  # whether nodes may start gradients without the scale
     devices: int = 1  # devices that synchronize in training
     averages: FrozenSet[str] = frozenset()  # names of moving averages of MXNet's operators
 
     @classmethod
-    def from_symbol(cls, symbol: "mx.sym.Symbol",
-                    loss_scale: Optional[Callable[[], float]]) -> "Bindable":
+    def from_symbol(cls, symbol: "mx.sym.Symbol", is_scaled: bool) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
-        made.loss_scale = loss_scale
+        made.is_scaled = is_scaled
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
         made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
@@ -139,11 +134,11 @@ class Bindable(mx.sym.Symbol):
         low = not used.isdisjoint(HALVES)
         requests = _requests(grad_req, self.list_arguments())
         frozen = _freeze(graph, requests)
-        if not low and not frozen and self.loss_scale is None:
+        if not (low or frozen or self.is_scaled):
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
-        if self.loss_scale is not None:
+        if self.is_scaled:
             graph = with_loss_scale(graph, entries)
             shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
@@ -183,20 +178,18 @@ class _Executor(mx.executor.Executor):
         executor.grad_arrays = [bound[name][1] for name in clean.list_arguments()]
         executor.aux_arrays = [auxiliary[name] for name in clean.list_auxiliary_states()]
         executor._arg_dict = executor._grad_dict = executor._aux_dict = None
-        if scale is not None:
-            scale[:] = 1
+        executor.set_scale(1)
         return executor
 
     def forward(self, is_train: bool = False, **kwargs: Any) -> Any:
         if is_train and self._ctx.device_type != "gpu":
             check_trains_on_cpus(self._clean.devices)
-        if self._scale is not None and is_train:
-            self.set_scale(self._clean.loss_scale())
         return super().forward(is_train, **kwargs)
 
     def set_scale(self, scale: float) -> None:
-        """Sets the scale of the next backward pass."""
-        self._scale[:] = scale
+        """Sets the scale of gradients of loss heads in the next backward pass."""
+        if self._scale is not None:
+            self._scale[:] = scale
 
     def set_monitor_callback(self, callback: Callable[..., None],
                              monitor_all: bool = False) -> None:

@@ -1,7 +1,7 @@
 """`Module` and `BucketingModule`: MXNet's modules with mixed precision and loss scaling.
 
-binding.py binds their symbols. They share steps, workers and files with the Trainer:
-training/step.py, parallel/sync.py, training/checkpoint.py.
+binding.py binds their symbols. They share backward passes, steps, workers and files with the
+Trainer: training/backward.py, training/step.py, parallel/sync.py, training/checkpoint.py.
 """
 from typing import (
     Any,
@@ -19,58 +19,75 @@ from typing import (
 
 from mxnet.model import _update_params
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
 from ..checks import counted, in_names
 from ..cpu.arrays import dtype_name, is_half, to_float32
-from ..cpu.finite import squares
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
-from ..parallel.sync import Workers
 from ..training import checkpoint as files
 from ..training.averages import Averages, Named
-from ..training.following import weights_unwritten
-from ..training.optimizer import check_scalable, given_optimizer, optimizer_class, with_masters
+from ..training.backward import Backward, Copies, restore
+from ..training.optimizer import (
+    check_scalable,
+    given_optimizer,
+    optimizer_class,
+    weights_unwritten,
+    with_masters,
+)
 from ..training.static_pair import GivenLossScale
-from ..training.step import Gradient, Step, in_one_thread
+from ..training.step import Step, Trained, in_one_thread
 from .binding import Bindable, environment
 from .convert import check_parameters, check_range
 
 
-class _Backward:
-    """A backward pass of a Module, which can be repeated at another scale.
+class _Pass(Backward):
+    """A backward pass of a Module's executors. To run again, it repeats the forward pass, whose
+    memory it reuses.
 
     Args:
-        averages: moving averages, and copies from before the forward pass.
-        adding_up: gradients to which each backward pass adds.
-        run: runs the backward pass at a scale.
+        module: the Module.
+        scale: the loss scale.
+        checking: whether the heads are to be checked.
+        backward: MXNet's backward pass at a scale.
     """
 
-    def __init__(self, module: "_Module", averages: "Copies", adding_up: List["mx.nd.NDArray"],
-                 scale: float, run: Callable[[float], None]) -> None:
-        self._module, self._scale, self._run = module, scale, run
-        self._averages = averages
-        self._before = [(g, g.copy()) for g in adding_up]
+    def __init__(self, module: "_Module", scale: float, checking: bool,
+                 backward: Callable[[float], None]) -> None:
+        super().__init__([module._step], scale, checking)
+        self._module, self._backward = module, backward
+        self._executors = module._module()._exec_group.execs
 
-    def gradients(self) -> List[Gradient]:
-        return self._module._gradients()
+    def run(self, scale: float) -> None:
+        if self.steps[0].scaling:
+            for executor in self._executors:
+                executor.set_scale(scale)
+        self._backward(scale)
+        self.steps[0].note_written()
 
-    def refusal(self) -> str:
-        return ""
-
-    def repeat(self, scale: float) -> None:
-        # The backward pass reuses memory of the forward pass, so both run again.
-        for average, before in self._averages:
-            before.copyto(average)
-        for gradient, before in self._before:
-            (before * (scale / self._scale)).copyto(gradient)
-        for executor in self._module._module()._exec_group.execs:
+    def again(self, scale: float) -> None:
+        restore(self._module._averages_before)
+        for executor in self._executors:
             executor.forward(is_train=True)
-        self._run(scale)
+        self.run(scale)
+
+    def losses(self) -> List["mx.nd.NDArray"]:
+        return [output for executor in self._executors for output in executor.outputs]
+
+    def begins(self, names: Sequence[str]) -> str:
+        return "an operator in the symbol starts gradients without the loss scale, as a Custom " \
+               f"operator may. The update would divide the gradients{in_names(names)} by a scale " \
+               "that they lack. Valid: Module(loss_scale=None)"
+
+    def copies(self) -> Copies:
+        """Copies gradients of inputs, too."""
+        mine = super().copies()
+        own = {id(gradient) for gradient, _ in mine}
+        return mine + [(grad, grad.copy()) for executor in self._executors
+                       for grad in executor.grad_arrays if grad is not None and id(grad) not in own]
 
 
-Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of them
 Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
@@ -82,14 +99,12 @@ class _Module:
     # An updater and its states for the next update. Until then it has the file's numbering.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
-    # Moving averages before the last forward pass, if it may be repeated.
-    _averages: Optional[Copies] = None
+    _averages_before: Copies  # the last forward pass
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
-        self._workers = Workers(names=True)
-        self._step = Step(loss_scale, clip_norm, self._workers, heads="outputs")
-        self._step.averages = Averages(self._averages_to_check)
+        self._step = Step(loss_scale, clip_norm, self._trained, self._adding, marked=False)
+        self._workers = self._step.workers
         self._checkpoint = files.Checkpoint(self._step)
 
     @property
@@ -106,7 +121,7 @@ class _Module:
     def overflowed(self) -> Tuple[str, ...]:
         """The names of parameters whose gradients are not finite, of the pending gradients or
         else of the last step."""
-        return self._step.overflowed(self._gradients)
+        return self._step.overflowed
 
     def _module(self) -> "mx.mod.Module":
         """Returns the current module of MXNet."""
@@ -117,8 +132,7 @@ class _Module:
         return [self]
 
     def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
-        scale = (lambda: self._step.backward_scale) if self._step.scaling else None
-        return Bindable.from_symbol(symbol, scale)
+        return Bindable.from_symbol(symbol, self._step.scaling)
 
     def init_params(self,
                     initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
@@ -175,15 +189,15 @@ class _Module:
 
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """The same as MXNet's."""
-        self._step.averages.begin()
-        if not self._step.searching and not self._checks_heads():
-            self._averages = None
-            super().forward(data_batch, is_train)
-            return
-        group = self._module()._exec_group
-        before = [(a, a.copy()) for e in group.execs for a in e.aux_arrays]
+        module = self._module()
+        if self._step.averages is None and self._step.checks_gradients \
+                and module._context[0].device_type == "gpu":
+            self._step.averages = Averages(self._averages_to_check)
+            self._step.averages.begin()
+        again = self._step.searching or self._checks_heads()
+        self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
+                                 for a in e.aux_arrays] if again else []
         super().forward(data_batch, is_train)
-        self._averages = before
 
     @in_one_thread
     def backward(self, out_grads: object = None) -> None:
@@ -193,61 +207,30 @@ class _Module:
         repeats forward and backward at lower scales, so that no step is skipped.
         """
         module = self._module()
-        group = module._exec_group
         if self._step.scaling and out_grads is None and not module._symbol.has_loss:
             raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
                              f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
-        adding_up = self._adding_up()
-        scale = self._step.begin_backward(adding_up)
         mxnets_backward = super().backward
 
-        def run(at: float) -> None:
+        def backward(scale: float) -> None:
             heads = out_grads
             if self._step.scaling and heads is not None:
-                heads = [g * at for g in (heads if isinstance(heads, (list, tuple)) else [heads])]
+                heads = [g * scale for g in
+                         (heads if isinstance(heads, (list, tuple)) else [heads])]
             with weights_unwritten(module._optimizer):
                 mxnets_backward(heads)
 
-        again = self._averages is not None
-        checking, searching = again and self._checks_heads(), again and self._step.searching
-        backward = _Backward(self, self._averages or [],
-                             adding_up if checking or searching else [], scale, run)
-        if checking:
-            self._check_heads(run)
-            backward.repeat(scale)
-        else:
-            run(scale)
-        self._step.end_backward(scale, [o for e in group.execs for o in e.outputs])
-        if searching:
-            self._step.settle(backward)
-        self._used_scale = self._step.backward_scale
-        self._step.record_versions(self._gradients())
+        scale = self._step.next_scale
+        self._step.begin(scale)
+        if _Pass(self, scale, self._checks_heads(), backward).go():
+            module._symbol.may_begin = False
+        self._used_scale = self._step.scale
 
     def _checks_heads(self) -> bool:
         """Whether the next backward pass checks for gradients without the scale; never at 1."""
         symbol = self._module()._symbol
-        return symbol.may_begin and self._step.scaling and self._step.backward_scale != 1
-
-    def _check_heads(self, run: Callable[[float], None]) -> None:
-        """Refuses operators that start gradients without the loss scale. Their gradients are not 0
-        in a backward pass at scale 0."""
-        module = self._module()
-        gradients = self._gradients()
-        for gradient in gradients:
-            gradient.array[:] = 0
-        for executor in module._exec_group.execs:
-            executor.set_scale(0)
-        run(0.0)
-        sums = squares([gradient.array for gradient in gradients])
-        begin = [g.name for g, s in zip(gradients, sums) if np.isfinite(s) and s > 0]
-        if begin:
-            self._step.forget()
-            raise ValueError("an operator in the symbol starts gradients without the loss scale, "
-                             "as a Custom operator may. The update would divide the gradients"
-                             f"{in_names(begin)} by a scale that they lack. "
-                             "Valid: Module(loss_scale=None)")
-        module._symbol.may_begin = not np.isfinite(sums).all()  # then the next pass checks again
+        return symbol.may_begin and self._step.scaling and self._step.next_scale != 1
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """The same as MXNet's, unscaled."""
@@ -267,16 +250,13 @@ class _Module:
             self._fitting_states = None
         if not self._step.checks_gradients and self._mxnet_updates():
             self._update_by_mxnet()
-            self._step.forget()
+            self._step.reset()
             return True
         group, optimizer = module._exec_group, module._optimizer
         self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
-        self._step.count_writes()
-        self._step.sum((i, name, grads) for i, (name, grads) in
-                        enumerate(zip(group.param_names, group.grad_arrays))
-                        if grads[0] is not None)
-        gradients = self._gradients()
-        used = {g.place: g.array for g in gradients}
+        self._step.sum(group.param_names)
+        gradients = self._step.to_use()
+        used = {(g.number, g.device): g.array for g in gradients}
         grad_arrays = [[used.get((i, device)) for device in range(len(grads))]
                        for i, grads in enumerate(group.grad_arrays)]
         rescale_grad = optimizer.rescale_grad
@@ -288,10 +268,10 @@ class _Module:
 
         try:
             if self._step.checks_gradients or self._step.weights_replaced:
-                self._step.update_or_skip(gradients, rescale_grad, apply, self._clear)
+                self._step.update_or_skip(gradients, rescale_grad, apply)
             else:
                 apply(rescale_grad)
-                self._step.forget()
+                self._step.reset()
                 self._step.updated = True
         finally:
             optimizer.rescale_grad = rescale_grad
@@ -314,16 +294,15 @@ class _Module:
         self._workers.wait(lambda: [w.wait_to_read() for weights, _ in trained for w in weights],
                            f"the servers' update of {counted(len(trained), 'weight')}")
 
-    def _gradients(self) -> List[Gradient]:
+    def _trained(self) -> List[Trained]:
+        """Returns the trained parameters."""
         group = self._module()._exec_group
-        replacements = self._step.replacements
-        return [Gradient(name, (i, device), weight, replacements.get((i, device), grad), grad)
-                for i, name in enumerate(group.param_names)
-                for device, (weight, grad) in enumerate(zip(group.param_arrays[i],
-                                                            group.grad_arrays[i]))
-                if grad is not None]
+        return [Trained(i, name, weights, grads, group.grad_req[name] == "add")
+                for i, (name, weights, grads) in enumerate(zip(
+                    group.param_names, group.param_arrays, group.grad_arrays))
+                if grads[0] is not None]
 
-    def _adding_up(self) -> List["mx.nd.NDArray"]:
+    def _adding(self) -> List["mx.nd.NDArray"]:
         """Returns the gradients to which each backward pass adds."""
         group = self._module()._exec_group
         return [grad for executor in group.execs
@@ -333,15 +312,9 @@ class _Module:
     def _averages_to_check(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite."""
         module = self._module()
-        if not self._step.checks_gradients or module._context[0].device_type != "gpu":
-            return []
         group = module._exec_group
         return [(name, arrays) for name, arrays in zip(group.aux_names, group.aux_arrays)
                 if name in module._symbol.averages]
-
-    def _clear(self) -> None:
-        for grad in self._adding_up():
-            grad[:] = 0
 
     # ---- many workers
 

@@ -1,19 +1,27 @@
-"""The backward passes of one call of `trainer.backward`: the first, and those that check it or
-search the loss scale."""
+"""Backward passes for the steps of one Trainer, of several, or of a Module.
+
+A pass runs at one loss scale. It may run again in the same call:
+
+    check of heads    until it has found nothing: a pass at scale 0 must give gradients of 0
+    search            until the first scale is settled: passes at lower scales after an overflow
+"""
 import contextlib
 import functools
 import json
+import logging
+import math
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import GRAPHS, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
-from ..cpu.arrays import dtype_name, is_half
+from ..cpu.arrays import HALVES, dtype_name
 from ..cpu.finite import squares
 from ..cpu.library import free_graphs, other_gradients
 from ..graph.operators import LOSSES, MAY_BEGIN, NESTED, OPERATORS, USER_CODE
-from .gradients import Gradients
-from .step import Gradient
+from .step import Gradient, Step
+
+log = logging.getLogger("gluon_amp")
 
 # MXNet's operators whose mask is valid for one backward pass only: a second pass would propagate
 # gradients as if nothing had been dropped.
@@ -26,110 +34,240 @@ Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of 
 
 
 class Backward:
-    """The passes of one call of `trainer.backward`.
+    """A backward pass, which `run` runs, and `again` once more. A Trainer's is `Recorded`.
 
     Args:
-        losses: the losses.
-        gradients: the gradients of the Trainer's parameters.
-        scale: the loss scale of the first pass.
-        after_pass: called after each pass, with its scale.
+        steps: the steps that use its gradients.
+        scale: the loss scale of the first run.
+        checking: whether the heads are to be checked.
 
     Attributes:
-        user_error: the warning for an operator of the user's that fails in a second pass, if any.
+        repeats: whether the pass may run again.
+        user_error: the warning for an operator of the user's that fails then, if any.
     """
 
     user_error = ""
 
-    def __init__(self, losses: List["mx.nd.NDArray"], gradients: Gradients, scale: float,
-                 after_pass: Optional[Callable[[float], None]]) -> None:
-        self._losses, self._gradients, self._scale = losses, gradients, scale
-        self._after_pass = after_pass
-        self._before: Copies = []  # gradients before the first pass, which `repeat` restores
-        self._averages: Optional[Copies] = None
+    def __init__(self, steps: Sequence[Step], scale: float, checking: bool) -> None:
+        self.steps, self.scale, self.checking = steps, scale, checking
+        self._searching = [step for step in steps if step.searching]
+        self.repeats = checking or bool(self._searching)
+        self._before: Copies = []  # gradients before the first run, which `repeat` restores
 
-    def keep_gradients(self) -> None:
-        """Copies gradients before the first pass, so that it can be repeated."""
-        self._before = self._gradients.kept()
+    def run(self, scale: float) -> None:
+        """Runs the pass at a loss scale."""
+        raise NotImplementedError
 
-    def run(self, scale: float, retain_graph: bool = True) -> None:
-        """Runs a pass with this number as head gradient."""
-        heads = [_head(one.shape, one.ctx, one.dtype, scale) for one in self._losses]
-        try:
-            run_backward(self._losses, heads, retain_graph)
-        finally:
-            self._gradients.note_written()
-        if self._after_pass is not None:
-            self._after_pass(scale)
+    def again(self, scale: float) -> None:
+        """Runs the same pass at another loss scale."""
+        self.run(scale)
 
-    def gradients(self) -> Sequence[Gradient]:
-        """Returns the pending gradients."""
-        return self._gradients.waiting()
+    def losses(self) -> List["mx.nd.NDArray"]:
+        """Returns the arrays at which the pass starts, without graphs."""
+        raise NotImplementedError
 
-    def check_heads(self) -> bool:
-        """Refuses operators that start gradients without the loss scale.
+    def refusal(self) -> str:
+        """Returns why another pass does not compute the same gradients; "" if it does."""
+        return ""
 
-        If the graph may have such operators, it finds them with a backward pass at scale 0. That
-        changes no gradients. If the graph allows no second pass, heads stay unchecked.
+    def may_begin(self) -> bool:
+        """Whether the graph may have operators that start gradients without the loss scale."""
+        return True
+
+    def begins(self, names: Sequence[str]) -> str:
+        """Returns the error for such an operator, which reaches these parameters."""
+        raise NotImplementedError
+
+    def copies(self) -> Copies:
+        """Copies all gradients that the pass writes, those of the steps first."""
+        return [(g.own, g.own.copy()) for g in self.gradients]
+
+    def finish(self) -> None:
+        """Ends after the last run."""
+
+    @property
+    def gradients(self) -> List[Gradient]:
+        """The gradients that wait for the update."""
+        return [gradient for step in self.steps for gradient in step.new()]
+
+    def go(self) -> bool:
+        """Runs the pass, the check of heads and the search of the loss scale. Returns whether the
+        heads are checked."""
+        if self.repeats:
+            self._before = [(g, g.copy()) for step in self.steps for g in step.kept()]
+        self.run(self.scale)
+        losses = self.losses()
+        for step in self.steps:
+            step.end(self.scale, losses)
+        checked = self.checking and self._check_heads()
+        if self._searching:
+            least = _least(self._searching)
+            self._search(least)
+            for step in self._searching:
+                if step.scale == least.loss_scale.scale:
+                    step.loss_scale.lower_to(step.scale)
+        if self.repeats:
+            self.finish()
+        for step in self.steps:
+            step.guard(step.new())
+        return checked
+
+    def repeat(self, scale: float) -> None:
+        """Repeats the pass at another loss scale, with all earlier ones of the step."""
+        for step in self.steps:
+            step.set_scale(scale)
+        for gradient, before in self._before:
+            (before * (scale / self.scale)).copyto(gradient)
+        self.again(scale)
+
+    def _search(self, step: Step) -> None:
+        """Checks the gradients. If they overflow, repeats the pass at lower scales, and keeps the
+        scale that fits."""
+        if step.weights_replaced:  # the step will be skipped
+            return
+        if not step.overflow_anywhere(self.gradients) or step.loss_is_to_blame():
+            return
+        refusal = self.refusal()
+        if step.workers.any(bool(refusal)):
+            step.warn_once("no second pass", refusal or "another rank's graph allows no second "
+                           "backward pass: steps are skipped until the loss scale fits")
+            return
+
+        def overflows(scale: float) -> bool:
+            self.repeat(scale)
+            return step.overflow_anywhere(self.gradients)
+
+        before, passes = step.loss_scale.scale, step.loss_scale.search(overflows)
+        if passes:
+            found = _power(step.loss_scale.scale)
+            log.info("loss scale %s found in %d backward passes", found, passes)
+        elif step.loss_scale.scale == before:  # and all were tried
+            step.nothing_fits(self.gradients)
+
+    def _check_heads(self) -> bool:
+        """Refuses operators that start gradients without the loss scale, by a pass at scale 0. If
+        the graph allows no second pass, heads stay unchecked.
 
         Returns:
             Whether the check is over: False if that pass has infinities or NaN.
         """
+        try:
+            sums = self.sums_at_zero if self.may_begin() else None
+            if self.user_error:
+                _least(self.steps).warn_once("no second pass", self.user_error)
+            if sums is None:
+                return True
+            begin = [g.name for g, s in zip(self.gradients, sums) if np.isfinite(s) and s > 0]
+            if begin:
+                raise ValueError(self.begins(begin))
+            return bool(np.isfinite(sums).all())
+        except (ValueError, mx.MXNetError):
+            for step in self.steps:
+                step.reset()
+            raise
+
+    @functools.cached_property
+    def sums_at_zero(self) -> Optional["np.ndarray[Any, Any]"]:
+        """The sums of squares of gradients in a pass at scale 0, which keeps gradients. None if
+        the graph allows no second pass."""
+        kept = self.copies()
+        gradients = [g.own for g in self.gradients]
+        for array in gradients:
+            array[:] = 0
+        try:
+            return self.squares_at_zero(gradients)
+        finally:
+            restore(kept)
+
+    def squares_at_zero(self, gradients: List["mx.nd.NDArray"]
+                        ) -> Optional["np.ndarray[Any, Any]"]:
+        """Runs the pass at scale 0, and returns the sums of squares, or None."""
+        self.again(0.0)
+        mx.nd.waitall()
+        return squares(gradients)
+
+
+class Recorded(Backward):
+    """A backward pass through graphs that autograd has recorded.
+
+    Args:
+        steps: the steps.
+        scale: the loss scale.
+        losses: the losses.
+        parameters: the parameters of the steps' Trainers.
+        after_pass: called after each run, with its scale.
+        retain_graph: whether the graphs are kept.
+    """
+
+    def __init__(self, steps: Sequence[Step], scale: float, losses: List["mx.nd.NDArray"],
+                 parameters: Sequence["mx.gluon.Parameter"],
+                 after_pass: Callable[[float], None], retain_graph: bool) -> None:
+        super().__init__(steps, scale, scale != 1 and not all(s.heads_checked for s in steps))
+        self._losses, self._parameters, self._after_pass = losses, parameters, after_pass
+        self._retain_graph = retain_graph
+        self._averages: Optional[Copies] = None
+
+    def run(self, scale: float) -> None:
+        heads = [_head(one.shape, one.ctx, one.dtype, scale) for one in self._losses]
+        try:
+            run_backward(self._losses, heads, self._retain_graph or self.repeats)
+        finally:
+            for step in self.steps:
+                step.note_written()
+        self._after_pass(scale)
+
+    def again(self, scale: float) -> None:
+        """Runs the pass again. Before the first time, it copies the moving averages, because
+        MXNet's batch norms update them in each backward pass. It waits, because MXNet's engine
+        does not track these writes."""
+        if self._averages is None:
+            mx.nd.waitall()
+            self._averages = [(a, a.copy()) for p in self._parameters
+                              if p.grad_req == "null" and p._data is not None
+                              for a in p.list_data()]
+        self.run(scale)
+
+    def losses(self) -> List["mx.nd.NDArray"]:
+        return [loss.detach() for loss in self._losses]
+
+    def may_begin(self) -> bool:
         seen = self._operators
-        if not seen & (LOSSES | MAY_BEGIN | USER_CODE | NESTED) and seen <= {*OPERATORS, "null"}:
-            return True
-        sums = self._sums_at_zero
-        if sums is None:
-            return True
-        begin = [g.name for g, s in zip(self.gradients(), sums) if np.isfinite(s) and s > 0]
-        if begin:
-            which = ", ".join(sorted(seen & (LOSSES | MAY_BEGIN | USER_CODE))) \
-                or f"one of {', '.join(sorted(LOSSES))}, or one like them"
-            raise ValueError(
-                f"an operator in the network starts gradients without the loss scale: {which}. "
-                f"The update would divide the gradients{in_names(begin)} by a scale that they "
-                "lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None")
-        return bool(np.isfinite(sums).all())
+        return bool(seen & (LOSSES | MAY_BEGIN | USER_CODE | NESTED)) \
+            or not seen <= {*OPERATORS, "null"}
+
+    def begins(self, names: Sequence[str]) -> str:
+        which = ", ".join(sorted(self._operators & (LOSSES | MAY_BEGIN | USER_CODE))) \
+            or f"one of {', '.join(sorted(LOSSES))}, or one like them"
+        return f"an operator in the network starts gradients without the loss scale: {which}. " \
+               f"The update would divide the gradients{in_names(names)} by a scale that they " \
+               "lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None"
 
     def refusal(self) -> str:
-        """Returns why another pass does not compute the same gradients; "" if it does. If user code
-        or a hybridized network may compute others, a pass is tried."""
+        """If user code or a hybridized network may compute other gradients, a pass is tried."""
         seen, none = self._operators, "allows no second backward pass: steps are skipped until " \
                                       "the loss scale fits"
         if seen & _ONCE:
             return f"MXNet's own Dropout {none}"
-        if self._sums_at_zero is None:
+        if self.sums_at_zero is None:
             return self.user_error or f"a loop of this graph {none}"
         converted = all(getattr(p, "converted_by_gluon_amp", False)  # whose dropout keeps masks
-                        for p in self._gradients.parameters)
+                        for p in self._parameters)
         if not seen & USER_CODE and (converted or "_CachedOp" not in seen):
             return ""
-        kept = self._copies()
-        self.repeat(self._scale)
-        gradients = [g.array for g in self.gradients()]
+        kept = self.copies()
+        self.repeat(self.scale)
+        gradients = [g.own for g in self.gradients]
         if all(np.array_equal(array.asnumpy(), before.asnumpy(), equal_nan=True)
                for array, (_, before) in zip(gradients, kept)):
             return ""
-        _restore(kept)
+        restore(kept)
         return f"this graph {none}, because that has other gradients, as MXNet's own Dropout has"
 
-    @functools.cached_property
-    def _operators(self) -> Set[str]:
-        return _operators(self._losses)
-
-    @functools.cached_property
-    def _sums_at_zero(self) -> Optional["np.ndarray[Any, Any]"]:
-        """The sums of squares of gradients in a pass at scale 0, which keeps gradients. None if
-        the graph allows no second pass."""
-        self._keep_averages()
-        kept = self._copies()
-        gradients = [g.array for g in self.gradients()]
-        for array in gradients:
-            array[:] = 0
+    def squares_at_zero(self, gradients: List["mx.nd.NDArray"]
+                        ) -> Optional["np.ndarray[Any, Any]"]:
         with _errors_of_user_code() as errors:
             try:
-                self.run(0.0)
-                mx.nd.waitall()
-                return squares(gradients)
+                return super().squares_at_zero(gradients)
             except mx.MXNetError as error:
                 with contextlib.suppress(mx.MXNetError):  # which other arrays may have, too
                     mx.nd.waitall()
@@ -140,37 +278,32 @@ class Backward:
                                         f"failed. Valid: {_ONE_PASS}. MXNet's error: {error}"
                                         ) from error
                 return None
-            finally:
-                _restore(kept)
 
-    def _copies(self) -> Copies:
-        """Copies all gradients that a pass writes: first the Trainer's, then others."""
-        own = [g.array for g in self.gradients()]
+    @functools.cached_property
+    def _operators(self) -> Set[str]:
+        return _operators(self._losses)
+
+    def copies(self) -> Copies:
+        own = [g.own for g in self.gradients]
         return [(array, array.copy()) for array in [*own, *other_gradients(self._losses, own)]]
 
-    def repeat(self, scale: float) -> None:
-        """Repeats the pass at this loss scale."""
-        self._keep_averages()
-        for gradient, before in self._before:
-            (before * (scale / self._scale)).copyto(gradient)
-        self.run(scale)
-
-    def finish(self, retain_graph: bool) -> None:
-        """Restores moving averages and frees the graphs after the last pass."""
+    def finish(self) -> None:
+        """Restores moving averages and frees the graphs."""
         if self._averages:
             mx.nd.waitall()
-            _restore(self._averages)
-        if not retain_graph:
+            restore(self._averages)
+        if not self._retain_graph:
             _free(self._losses)
 
-    def _keep_averages(self) -> None:
-        """Copies the moving averages after the first pass, because MXNet's batch norms update them
-        in each backward pass. It waits, because MXNet's engine does not track these writes."""
-        if self._averages is None:
-            mx.nd.waitall()
-            self._averages = [(a, a.copy()) for p in self._gradients.parameters
-                              if p.grad_req == "null" and p._data is not None
-                              for a in p.list_data()]
+
+def _least(steps: Sequence[Step]) -> Step:
+    """Returns the step with the smallest loss scale."""
+    return min(steps, key=lambda step: step.loss_scale.scale)
+
+
+def _power(scale: float) -> str:
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDArray"]] = None,
@@ -180,7 +313,8 @@ def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDAr
         mx.autograd.backward(losses, heads, retain_graph)
 
 
-def _restore(copies: Copies) -> None:
+def restore(copies: Copies) -> None:
+    """Restores arrays from their copies."""
     for array, before in copies:
         before.copyto(array)
 
@@ -247,9 +381,9 @@ def check_losses(losses: List[Any]) -> None:
         if not isinstance(loss, mx.nd.NDArray):
             raise TypeError("backward takes a loss or a list of losses. "
                             f"Received: {type(loss).__name__}")
-        if is_half(loss.dtype):
-            why = "a sum above 65504 is infinite" if dtype_name(loss.dtype) == "float16" \
-                else "a number has 8 bits"
-            raise ValueError(f"the loss is {dtype_name(loss.dtype)}, where {why}: take it "
+        dtype = dtype_name(loss.dtype)
+        if dtype in HALVES:
+            why = "a sum above 65504 is infinite" if dtype == "float16" else "a number has 8 bits"
+            raise ValueError(f"the loss is {dtype}, where {why}: take it "
                              "in float32, as loss_fn(net(data).astype('float32'), label); "
                              "converted networks return float32, but under pure_float16")

@@ -23,8 +23,8 @@ from ..annotations import Trainer as GluonTrainer
 from ..checks import imports_of, positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import replace_file
-from .gradients import clear_added
 from .loss_scale import LossScaleError
+from .step import clear_added
 from .trainer import Trainer
 
 _SMOOTHING = 0.9

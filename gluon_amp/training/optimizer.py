@@ -7,7 +7,19 @@ ones are fused (one_pass.py).
 """
 import functools
 import os
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Hashable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from .._mxnet import mx, np
 from ..annotations import Array, Arrays, Optimizer
@@ -24,7 +36,6 @@ from ..cpu.arrays import (
     widen_all,
 )
 from . import adamw, one_pass
-from .following import Following
 
 _GROUP_SIZE = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
@@ -32,6 +43,7 @@ _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their 
 # have several. (Nadam does not.)
 _INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
               mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
+_ONE_PASS_TYPES = [(name, array_type(name)) for name in ("float16", "float32", "bfloat16")]
 _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
 # Optimizers whose states or scale are float32 in MXNet, which it refuses for other weights.
 _ONLY_FLOAT32 = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
@@ -99,6 +111,12 @@ def master_in(made: Optimizer, state: object) -> Optional[Array]:
     return master
 
 
+def weights_unwritten(optimizer: Optimizer) -> ContextManager[None]:
+    """Ignores writes to an optimizer's weights during a backward pass; see `Following`."""
+    following = getattr(optimizer, "_following", None)
+    return nullcontext() if following is None else following.weights_unwritten()
+
+
 def check_scalable(made: Optimizer) -> None:
     """Refuses optimizers without support for a loss scale: LBSGD, which reads gradients before
     `rescale_grad`, those of a static pair, and Horovod's."""
@@ -129,6 +147,69 @@ class _Decimal(float):
 
     def __str__(self) -> str:
         return f"{float(self):.19f}" if self > 1e-9 else super().__str__()
+
+
+class Following:
+    """Synchronizes master weights with their weights on a GPU without reading them.
+
+    MXNet's engine counts the writes to each array (`library.versions`), without work on the device.
+    If only updates have written master weights and weights, each weight is its rounded master
+    weight.
+    """
+
+    def __init__(self) -> None:
+        self._known: Dict[Any, Tuple[Sequence[Any], Any]] = {}
+
+    def made(self, index: Hashable, master: Array, weight: Array) -> None:
+        """Records that a master weight was created from its weight."""
+        self.updated([index], [master], [weight])
+
+    def follow(self, indices: Sequence[Any], masters: Sequence[Any],
+               weights: Sequence[Any]) -> None:
+        """Updates master weights before an update if others have written the weights."""
+        written = self._written(indices, masters, weights)
+        if written is None:  # not counted together
+            one_by_one = [self._written(*map(list, zip(one)))
+                          for one in zip(indices, masters, weights)]
+            written = [one is None or one[0] for one in one_by_one]
+        for master, weight, is_written in zip(masters, weights, written):
+            if is_written:
+                follow(master, weight)
+
+    def updated(self, indices: Sequence[Any], masters: Sequence[Any],
+                weights: Sequence[Any]) -> None:
+        """Records the writes of an update."""
+        arrays = [*masters, *weights]
+        self._known[self._key(indices, weights)] = arrays, library.versions(arrays)
+
+    @contextmanager
+    def weights_unwritten(self) -> Iterator[None]:
+        """Ignores writes during a backward pass, which writes no weight: MXNet counts a write in
+        some static graphs (SSD's)."""
+        before = {key: library.versions(arrays) for key, (arrays, _) in self._known.items()}
+        yield
+        for key, start in before.items():
+            arrays, counts = self._known[key]
+            meanwhile = library.versions(arrays, since=start)
+            if counts is not None and meanwhile is not None:
+                self._known[key] = arrays, counts + meanwhile
+
+    def _written(self, indices: Sequence[Any], masters: Sequence[Any],
+                 weights: Sequence[Any]) -> Optional[List[bool]]:
+        """Returns whether each weight or its master weight was written since; None if unknown."""
+        arrays = [*masters, *weights]
+        known, counts = self._known.pop(self._key(indices, weights), ((), None))
+        if counts is None or len(known) != len(arrays) \
+                or not all(a is b for a, b in zip(known, arrays)):
+            return None
+        written = library.versions(arrays, since=counts)
+        assert written is not None  # because `counts` was not None
+        counted = written.asnumpy()
+        return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
+
+    @staticmethod
+    def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Hashable:
+        return weights[0].ctx, tuple(indices)
 
 
 class _WithMasters:
@@ -185,8 +266,8 @@ class _WithMasters:
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
         # One check of all arrays is faster than reading the type of each.
-        one_type = next((name for name in ("float16", "float32", "bfloat16")
-                         if library.on_one_cpu([*weights, *grads], array_type(name))), None) \
+        one_type = next((name for name, dtype in _ONE_PASS_TYPES
+                         if library.on_one_cpu([*weights, *grads], dtype)), None) \
             if self._base() in one_pass.ROWS else None
         types = [one_type or dtype_name(one.dtype) for one in weights]
         self._check_types(indices, types)

@@ -4,8 +4,8 @@ from typing import Any, Iterator
 
 from .._mxnet import mx
 from ..annotations import Array
-from .following import weights_unwritten
-from .trainer import Trainer
+from .optimizer import weights_unwritten
+from .trainer import Trainer, begin
 
 
 @contextmanager
@@ -28,11 +28,11 @@ def scale_loss(loss: Array, trainer: Trainer) -> Iterator[Any]:
     losses = list(loss) if several else [loss]
     with trainer._step.in_thread("scale_loss()"):
         with mx.autograd.pause():
-            scale = trainer._begin_backward(losses)
+            scale = begin([trainer], losses)
         with mx.autograd.record(mx.autograd.is_training()):
             scaled = [one * scale for one in losses]
         with weights_unwritten(trainer._optimizer):
             yield scaled if several else scaled[0]
-        trainer._gradients.note_written()
-        trainer._step.end_backward(scale, [one.detach() for one in losses])
-        trainer._step.record_versions(trainer._gradients.waiting())
+        trainer._step.note_written()
+        trainer._step.end(scale, [one.detach() for one in losses])
+        trainer._step.guard(trainer._step.new())

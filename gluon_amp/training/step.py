@@ -1,23 +1,27 @@
-"""The step of a Trainer or a Module.
+"""The step of a Trainer or a Module: its gradients, from the first backward pass to the update.
 
-    begin_backward,     before and after each backward pass; `Pending` has the state until the step
-    end_backward
-    settle              after it, until a dynamic scale is settled: checks the gradients, and if
-                        they overflow repeats the pass at lower scales, so that no step is skipped
-    update_or_skip      checks the summed gradients, once:
-                          all finite   updates, with gradients * rescale_grad / scale, clipped
-                          otherwise    skips; accumulated gradients become 0; logs the reason
-                        updates the loss scale, and clears `Pending`
+    stage     gradients                              leads to it
+    EMPTY     no backward pass since the update      update_or_skip, reset
+    SCALED    of backward passes, times `scale`      begin and end, around each pass (backward.py)
+    SUMMED    summed over devices and workers        sum
+
+In SCALED and SUMMED, `unscale` and `sum` may replace the arrays that the update uses.
+
+`update_or_skip` checks the gradients once:
+
+    all finite   updates, with gradients * rescale_grad / scale, clipped
+    otherwise    skips; accumulated gradients become 0; logs the reason
 
 A step never writes to gradients. One number unscales and clips all of them: the optimizer's
 `rescale_grad`, by which it multiplies gradients in float32.
 """
+import enum
 import functools
 import logging
 import math
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from operator import is_
 from typing import (
     Any,
     Callable,
@@ -25,8 +29,9 @@ from typing import (
     Iterable,
     Iterator,
     List,
+    NamedTuple,
+    NoReturn,
     Optional,
-    Protocol,
     Sequence,
     Set,
     Tuple,
@@ -35,9 +40,9 @@ from typing import (
 
 from .._mxnet import GRAPHS, mx, np
 from ..checks import in_names, positive_number, whole_number
-from ..cpu.arrays import dtype_name, multiply, to_float32
+from ..cpu.arrays import dtype_name, is_half, multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
-from ..cpu.library import started, versions
+from ..cpu.library import marks, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
 from .averages import Averages
@@ -52,97 +57,104 @@ PATIENCE = 16
 _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-Place = Tuple[int, int]  # a gradient's key: the indices of its parameter and of its device
 
 
-@dataclass
-class Gradient:
-    """The gradient of one parameter on one device."""
+class Trained(NamedTuple):
+    """A trained parameter. The lists have an array for each device."""
+    number: int
     name: str
-    place: Place
-    weight: "mx.nd.NDArray"
-    array: "mx.nd.NDArray"  # for the update: the gradient or its replacement
-    own: "mx.nd.NDArray"  # the gradient
+    weights: List[Any]
+    gradients: List[Any]
+    adds: bool  # whether backward passes add to the gradients
 
 
-@dataclass
-class Pending:
-    """The state since the last step.
+class Gradient:
+    """The gradient of one parameter on one device.
 
     Attributes:
-        scale: the loss scale of the pending gradients; None before the first backward pass.
-        losses: the losses, without graphs.
-        thread: the thread of the pending backward passes.
-        written: the gradients that were written.
-        stale: names of the parameters whose gradients were not written.
-        unscaled: float32 gradients of `unscale`, which the update uses instead.
-        summed: float32 sums over workers of a float32 wire, which the update uses instead.
-        are_summed: whether gradients have been summed over devices and workers.
-        max_norm: the norm to which the next update is clipped.
-        versions: gradients that only this package may write, and their counts of writes.
-        writes: earlier ones, and the counts of writes since.
-        checked: gradients that `settle` has checked, and their sums of squares.
+        own: the gradient.
+        array: for the update: the gradient or its replacement.
+        is_new: whether a backward pass has written it since the last step.
     """
-    scale: Optional[float] = None
-    losses: List["mx.nd.NDArray"] = field(default_factory=list)
-    thread: Optional[threading.Thread] = None
-    written: Dict[Place, Gradient] = field(default_factory=dict)
-    stale: List[str] = field(default_factory=list)
-    unscaled: Optional[Dict[Place, "mx.nd.NDArray"]] = None
-    summed: Dict[Place, "mx.nd.NDArray"] = field(default_factory=dict)
-    are_summed: bool = False
-    max_norm: Optional[float] = None
-    versions: Optional[Tuple[Sequence[Gradient], Optional["mx.nd.NDArray"]]] = None
-    writes: List[Tuple[Sequence[Gradient], "mx.nd.NDArray"]] = field(default_factory=list)
-    checked: Optional[Tuple[Sequence[Gradient], "np.ndarray[Any, Any]"]] = None
+    __slots__ = ("adds", "array", "device", "is_new", "name", "number", "own", "weight")
+
+    def __init__(self, of: Trained, device: int) -> None:
+        self.number, self.name, self.device, self.adds = of.number, of.name, device, of.adds
+        self.weight, self.own = of.weights[device], of.gradients[device]
+        self.array, self.is_new = self.own, False
 
 
-class Repeatable(Protocol):
-    """A backward pass that `settle` may repeat."""
-
-    def gradients(self) -> Sequence[Gradient]:
-        """Returns the gradients written since the last step."""
-
-    def refusal(self) -> str:
-        """Returns why another pass does not compute the same gradients; "" if it does."""
-
-    def repeat(self, scale: float) -> None:
-        """Repeats the pass at this loss scale."""
+class Stage(enum.Enum):
+    """What gradients are: see the head of this file."""
+    EMPTY = 0
+    SCALED = 1
+    SUMMED = 2
 
 
 class Step:
     """The steps of a Trainer or a Module.
 
+    Args:
+        loss_scale: as for `Trainer`.
+        max_norm: as `clip_norm` for `Trainer`.
+        trained: returns the trained parameters.
+        adding: returns gradients to which backward passes add; by default those of parameters.
+        marked: whether autograd writes gradients. It marks the weights whose gradients it writes.
+            The marks are cleared after each pass of `backward.py`, so a mark at the step comes
+            from another backward pass. Executors write all gradients.
+
     Attributes:
         loss_scale: the loss scale; a `LossScale` of 1 without scaling.
         workers: the workers, which sum gradients.
-        heads: the name in messages of the arrays at which backward passes start.
         max_norm: the norm to which each update is clipped; None for no clipping.
+        next_max_norm: the same for the next update only.
         skipped: the number of skipped steps.
         skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
         has_updated: whether any step has updated, also before its state was saved.
+        heads_checked: whether no operator starts gradients without the loss scale.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
-        pending: the state since the last step.
-        averages: the moving averages that the step keeps finite.
+        averages: the moving averages that the step keeps finite; None on a CPU.
+        stage: what the gradients are.
+        scale: the loss scale of the gradients; 1 before the first backward pass.
+        unscaled: whether `unscale` has replaced the gradients.
     """
 
     def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
-                 workers: Workers, heads: str = "loss") -> None:
+                 trained: Callable[[], List[Trained]],
+                 adding: Optional[Callable[[], List["mx.nd.NDArray"]]] = None,
+                 marked: bool = True) -> None:
         self.loss_scale = as_loss_scale(loss_scale)
-        self.workers, self.heads = workers, heads
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
+        self.workers = Workers(names=not marked)
         self.skipped = self.skipped_in_a_row = 0
-        self.updated = True
-        self.has_updated = False
-        self.weights_replaced = False
-        self.pending = Pending()
-        self.averages = Averages()
+        self.updated, self.has_updated = True, False
+        self.heads_checked = self.weights_replaced = False
+        self.averages: Optional[Averages] = None
+        self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
+            marked
+        self._known: List[Any] = []  # the lists of `Trained` at the last call of `_find`
+        self._gradients: List[Gradient] = []  # their gradients
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
         self._calling: Optional[threading.Thread] = None  # the thread that is in `in_thread`
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the backward passes since the last step."""
+        self.stage, self.scale, self.unscaled = Stage.EMPTY, 1.0, False
+        self.next_max_norm: Optional[float] = None
+        self._losses: List[mx.nd.NDArray] = []  # of the backward passes, without graphs
+        self._thread: Optional[threading.Thread] = None  # the thread of these passes
+        # gradients that only this package may write, and their counts of writes
+        self._guarded: Tuple[Sequence[Gradient], Optional[mx.nd.NDArray]] = [], None
+        self._writes: List[Tuple[Sequence[Gradient], mx.nd.NDArray]] = []  # since
+        # arrays that the search has checked, and their sums of squares
+        self._checked: Tuple[List[mx.nd.NDArray], Any] = [], None
+        for gradient in self._gradients:
+            gradient.is_new, gradient.array = False, gradient.own
 
     @property
     def scaling(self) -> bool:
@@ -156,39 +168,37 @@ class Step:
 
     @property
     def searching(self) -> bool:
-        """Whether `settle` must be called after each backward pass."""
+        """Whether each backward pass searches the first loss scale."""
         return not self.loss_scale.settled
-
-    @property
-    def backward_scale(self) -> float:
-        """The scale of the next backward pass, which is that of earlier ones in this step."""
-        return self.loss_scale.scale if self.pending.scale is None else self.pending.scale
-
-    @property
-    def update_scale(self) -> float:
-        """The loss scale of the gradients that the next update uses."""
-        return 1.0 if self.pending.unscaled is not None else self.pending.scale or 1.0
 
     @property
     def begun(self) -> bool:
         """Whether there has been a backward pass since the last step."""
-        return self.pending.scale is not None
+        return self.stage is not Stage.EMPTY
 
     @property
-    def replacements(self) -> Dict[Place, "mx.nd.NDArray"]:
-        """The arrays that the update uses instead of parameters' gradients."""
-        return {**self.pending.summed, **(self.pending.unscaled or {})}
+    def next_scale(self) -> float:
+        """The scale of the next backward pass, which is that of earlier ones in this step."""
+        return self.scale if self.begun else self.loss_scale.scale
 
-    def forget(self) -> None:
-        """Clears the state since the last step."""
-        self.pending = Pending()
+    @property
+    def sums_several(self) -> bool:
+        """Whether a sum over devices and workers changes gradients."""
+        return self.workers.sums and (self.workers.count > 1
+                                      or any(g.device for g in self._gradients))
+
+    @property
+    def decides(self) -> bool:
+        """Whether the update needs `update_or_skip`; otherwise MXNet's suffices."""
+        return self.checks_gradients or self.weights_replaced or self.next_max_norm is not None \
+            or any(g.array is not g.own for g in self._gradients)
 
     @contextmanager
     def in_thread(self, call: str) -> Iterator[None]:
         """Refuses a call while another thread is in one, or has pending backward passes."""
         here = threading.current_thread()
         with GRAPHS:
-            for other in (self._calling, self.pending.thread):
+            for other in (self._calling, self._thread):
                 if other is not None and other is not here and other.is_alive():
                     raise RuntimeError(
                         f"{call} was called in the thread {here.name}, while the thread "
@@ -201,77 +211,136 @@ class Step:
         finally:
             self._calling = before
 
+    # ---- gradients
+
+    def _find(self) -> List[Gradient]:
+        """Returns all gradients. Those of parameters that were cast or moved since the last call
+        are not new."""
+        trained = self._trained()
+        lists = [arrays for one in trained for arrays in (one.weights, one.gradients)]
+        if self._marked and not trained:
+            raise RuntimeError("nothing to train: all parameters of this Trainer have "
+                               "grad_req='null'")
+        if len(lists) != len(self._known) or not all(map(is_, lists, self._known)):
+            before = {id(g.own): g for g in self._gradients}
+            made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
+            self._gradients = [before.get(id(g.own), g) for g in made]
+            self._known = lists
+        return self._gradients
+
+    def _is_marked(self, clear: bool = False) -> Iterable[int]:
+        """Returns for each gradient whether a backward pass has written it."""
+        if not self._marked:
+            return [True] * len(self._gradients)
+        return marks([gradient.weight for gradient in self._gradients], clear)
+
+    def note_written(self) -> None:
+        """Records the gradients that a backward pass has written."""
+        for gradient, is_marked in zip(self._gradients, self._is_marked(clear=True)):
+            gradient.is_new |= bool(is_marked)
+
+    def new(self) -> List[Gradient]:
+        """Returns the gradients of backward passes since the last step."""
+        return [gradient for gradient in self._gradients if gradient.is_new]
+
+    def to_use(self, ignore_stale: bool = True) -> List[Gradient]:
+        """Returns the gradients that the update uses, in the order of parameters."""
+        if not (self.scaling and self._marked):  # of any backward pass
+            for gradient, is_marked in zip(self._find(), self._is_marked()):
+                gradient.is_new = bool(is_marked)
+        new = self.new()
+        if len(new) < len(self._gradients) and not (ignore_stale and new):
+            stale = [gradient.name for gradient in self._gradients if not gradient.is_new]
+            # the class that gluon.Trainer raises
+            raise UserWarning(f"backward has not computed the gradients{in_names(stale)} since "
+                              "the last step: the loss does not depend on them. If that is "
+                              "meant, call step(batch_size, ignore_stale_grad=True)")
+        return new
+
+    def check_new(self, call: str) -> None:
+        """Refuses a call without gradients of `trainer.backward`."""
+        if not self.scaling:
+            return
+        self._find()
+        if not self.begun:
+            raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
+                               "loss.backward(), before each step. With MXNet's Estimator, pass "
+                               "batch_processor=BatchProcessor() of gluon_amp.training.estimator")
+        self._refuse_others([g for g, marked in zip(self._gradients, self._is_marked()) if marked])
+
+    def _refuse_others(self, marked: Sequence[Gradient]) -> None:
+        """Refuses gradients that another backward pass has written at an unknown scale."""
+        if marked:
+            self.reset()
+            raise RuntimeError(
+                f"the gradients{in_names(dict.fromkeys(g.name for g in marked))} were written by "
+                "another backward pass: loss.backward() or another Trainer's backward pass with "
+                "another loss scale. For several Trainers over one loss, call "
+                "gluon_amp.backward(loss, [trainer, other]); else step before it, or call "
+                "zero_grad() after it")
+
+    def _parameters_adding(self) -> List["mx.nd.NDArray"]:
+        return [gradient.own for gradient in self._gradients if gradient.adds]
+
     # ---- a backward pass
 
-    def begin_backward(self, adding_up: Sequence["mx.nd.NDArray"],
-                       scale: Optional[float] = None) -> float:
-        """Returns the scale of the next backward pass. Accumulated gradients at another scale of an
-        earlier step are rescaled to it."""
+    def begin(self, scale: float) -> None:
+        """Prepares a backward pass. The first of a step overwrites gradients of other passes,
+        unless it adds to them. It rescales accumulated gradients at another scale."""
+        self._find()
+        adding = self._adding()
+        if self._marked:
+            is_first = not self.begun
+            marked = [g for g, is_marked in zip(self._gradients, self._is_marked(is_first))
+                      if is_marked and (g.adds or not is_first)]
+            if marked and (not is_first or squares([g.own for g in marked]).any()):
+                self._refuse_others(marked)
+        if self.stage is Stage.SUMMED and self.sums_several:
+            if adding:
+                self.refuse_summed("update(batch_size), or zero_grad(), before backward()")
+            for gradient in self._gradients:  # of earlier passes must not be summed again
+                gradient.is_new = False
         self.count_writes()
-        self.pending.checked = None
-        scale = self.backward_scale if scale is None else scale
+        self._checked = [], None
         if self._adding_at is not None and self._adding_at != scale:
-            multiply(adding_up, scale / self._adding_at)
+            multiply(adding, scale / self._adding_at)
         self._adding_at = scale
-        return scale
 
-    def end_backward(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
+    def end(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
         """Records a backward pass from these losses, with this scale."""
-        self.pending.scale = scale
-        self.pending.thread = threading.current_thread()
-        self.pending.losses += losses
-        self.pending.unscaled = self.pending.max_norm = None
+        if self.unscaled or self.stage is Stage.SUMMED:
+            for gradient in self._gradients:
+                gradient.array = gradient.own
+        self.stage, self.scale, self.unscaled, self.next_max_norm = Stage.SCALED, scale, False, None
+        self._thread = threading.current_thread()
+        self._losses += losses
 
-    def settle(self, backward: Repeatable) -> None:
-        """Checks the gradients of a backward pass. If they overflow, repeats it at lower scales,
-        and keeps the scale that fits."""
-        if self.weights_replaced:  # the step will be skipped
-            return
-        if not self._overflow_anywhere(backward.gradients()) or self._loss_is_to_blame():
-            return
-        refusal = backward.refusal()
-        if self.workers.any(bool(refusal)):
-            self.warn_of_one_pass(refusal or "another rank's graph allows no second backward pass: "
-                                  "steps are skipped until the loss scale fits")
-            return
+    def kept(self) -> List["mx.nd.NDArray"]:
+        """Returns the gradients that a backward pass may not overwrite: accumulated ones, and
+        those of earlier passes in this step."""
+        earlier = [g.own for g in self._gradients if g.is_new and not g.adds]
+        return [*self._adding(), *earlier]
 
-        def overflows(scale: float) -> bool:
-            self.pending.scale = self._adding_at = scale
-            backward.repeat(scale)
-            return self._overflow_anywhere(backward.gradients())
+    def set_scale(self, scale: float) -> None:
+        """Changes the scale of the gradients, of a backward pass that is repeated."""
+        self.scale = self._adding_at = scale
 
-        before, passes = self.loss_scale.scale, self.loss_scale.search(overflows)
-        if passes:
-            found = _power(self.loss_scale.scale)
-            log.info("loss scale %s found in %d backward passes", found, passes)
-        elif self.loss_scale.scale == before:  # and all were tried
-            names = self.overflowed(backward.gradients)
-            self._warn_once("nothing fits", self.loss_scale.nothing_fits(names)
-                            + self._circumstances(backward.gradients()))
-
-    def follow(self, other: "Step") -> None:
-        """Adopts the scale that another step with the same backward pass has settled."""
-        if self is other:
-            return
-        self.pending.scale = self._adding_at = other.pending.scale
-        if self.searching and other.pending.scale == other.loss_scale.scale:
-            self.loss_scale.lower_to(other.loss_scale.scale)
-
-    def warn_of_one_pass(self, text: str) -> None:
-        """Warns once that a graph allows no second backward pass."""
-        self._warn_once("no second pass", text)
-
-    def _warn_once(self, what: str, text: str) -> None:
+    def warn_once(self, what: str, text: str) -> None:
         """Logs a warning once, and later as info."""
         log.log(logging.INFO if what in self._warned else logging.WARNING, text)
         self._warned.add(what)
 
-    def _overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
+    def nothing_fits(self, gradients: Sequence[Gradient]) -> None:
+        """Warns that the gradients of a search overflow at all scales."""
+        text = self.loss_scale.nothing_fits(_not_finite(gradients, self._sums(gradients)))
+        self.warn_once("nothing fits", text + self._circumstances(gradients))
+
+    def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
         sums = self._check(gradients)
         overflow = bool(_not_finite(gradients, sums))
-        devices = {g.place[1] for g in gradients} if self.workers.sums else {0}
+        devices = {g.device for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
         if summed > 1:
             # too strict for float32 sums over Horovod, which allow a larger scale
@@ -282,44 +351,43 @@ class Step:
                 for g, s, most in zip(gradients, sums, largest))
         # `update_or_skip` reuses these sums if the gradients do not change in between: without a
         # sum over devices and workers, and without other writes, which the engine detects.
-        unchanged = started() and self.workers.count == len({g.place[1] for g in gradients}) == 1
-        self.pending.checked = (gradients, sums) if unchanged and not overflow else None
+        unchanged = started() and self.workers.count == len({g.device for g in gradients}) == 1
+        self._checked = ([g.array for g in gradients], sums) if unchanged and not overflow \
+            else ([], None)
         return self.workers.any(overflow)
 
-    def _loss_is_to_blame(self) -> bool:
+    def loss_is_to_blame(self) -> bool:
         """Whether a loss is infinite or NaN on any worker. All workers must call it, and do so,
         because an overflow on one is an overflow on all."""
-        return self.workers.any(
-            not all_finite([to_float32(loss) for loss in self.pending.losses]))
+        return self.workers.any(not all_finite([to_float32(loss) for loss in self._losses]))
 
     # ---- writes by others between the backward pass and the update
 
-    def record_versions(self, gradients: Sequence[Gradient]) -> None:
+    def guard(self, gradients: Sequence[Gradient]) -> None:
         """Records the counts of writes to these gradients, which only this package may write from
         now on: they are scaled, or the update uses the result of `unscale` instead."""
-        if (self.scaling or self.pending.unscaled is not None) and gradients:
-            self.pending.versions = gradients, versions([g.own for g in gradients])
+        if (self.scaling or self.unscaled) and gradients:
+            self._guarded = gradients, versions([g.own for g in gradients])
 
     def count_writes(self) -> None:
         """Counts the writes of others to those gradients, before this package writes or uses them.
         It does not wait for the count."""
-        if self.pending.versions is not None:
-            gradients, before = self.pending.versions
-            if before is not None:
-                writes = versions([g.own for g in gradients], since=before)
-                assert writes is not None  # because `before` was not None
-                self.pending.writes.append((gradients, writes))
-        self.pending.versions = None
+        gradients, before = self._guarded
+        if before is not None:
+            writes = versions([g.own for g in gradients], since=before)
+            assert writes is not None  # because `before` was not None
+            self._writes.append((gradients, writes))
+        self._guarded = [], None
 
     def check_writes(self) -> None:
         """Raises an error if others have written to gradients."""
-        written = [g.name for gradients, counts in self.pending.writes
+        written = [g.name for gradients, counts in self._writes
                    for g, count in zip(gradients, counts.asnumpy().tolist()) if count]
-        self.pending.writes.clear()
+        self._writes.clear()
         if written:
-            scale, unscaled = self.update_scale, self.pending.unscaled
-            self.forget()
-            if unscaled is not None:
+            scale, unscaled = self.scale, self.unscaled
+            self.reset()
+            if unscaled:
                 raise RuntimeError(f"the gradients{in_names(dict.fromkeys(written))} were written "
                                    "after trainer.unscale(), but the update uses the arrays that "
                                    "unscale() returned. Modify those arrays")
@@ -330,77 +398,119 @@ class Step:
                 "trainer.clip_norm(max_norm, batch_size), or give clip_norm=. To change them, "
                 "modify the arrays that trainer.unscale() returns")
 
-    # ---- the sum over devices and workers
+    # ---- between the backward pass and the update
 
-    def sum(self, gradients: Iterable[Tuple[int, Any, List["mx.nd.NDArray"]]]) -> None:
+    def sum(self, keys: Optional[Sequence[Any]] = None) -> None:
         """Sums gradients over devices and workers.
 
         Args:
-            gradients: a parameter's number, its key in the store, its gradient on each device.
+            keys: the keys of parameters in the store; by default their numbers.
         """
+        self.count_writes()
         if not self.workers.sums:
             return
-        several = list(gradients)
-        summed = self.workers.sum((key, on_devices) for _, key, on_devices in several)
-        self.pending.summed = {(i, device): array for i, key, _ in several
-                               for device, array in enumerate(summed.get(key, ()))}
+        # without a scale, loss.backward() may have written other gradients since
+        if self.stage is Stage.SUMMED and self.scaling and self.sums_several:
+            self.refuse_summed("update(batch_size), not step(), after it")
+        if self.unscaled and self.sums_several:
+            self.reset()
+            raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
+                               "allreduce_grads(), then unscale(), then update(batch_size)")
+        self.stage = Stage.SUMMED
+        sums = self.workers.sum((one.number if keys is None else keys[one.number], one.gradients)
+                                for one in self._trained())
+        for gradient in self._find() if sums else ():
+            key = gradient.number if keys is None else keys[gradient.number]
+            if key in sums:
+                gradient.array = sums[key][gradient.device]
+
+    def refuse_summed(self, instead: str) -> NoReturn:
+        """Refuses to use gradients that have been summed."""
+        self.reset()
+        raise RuntimeError("the gradients have been summed since the last backward(), by "
+                           f"allreduce_grads(): call {instead}")
+
+    def read(self, call: str) -> List[Gradient]:
+        """Returns the gradients for a call between the sum and the update."""
+        self.check_new(call)
+        self.count_writes()
+        self.check_writes()
+        return self.to_use()
+
+    def unscale(self) -> List[Gradient]:
+        """Replaces the gradients by unscaled ones, 16-bit ones in float32."""
+        gradients = self.read("unscale()")
+        if self.unscaled:
+            raise RuntimeError("unscale() was already called since the last backward(): "
+                               "use the gradients that it returned")
+        for g in gradients:
+            g.array = (to_float32(g.array) if is_half(g.array.dtype) else g.array) / self.scale
+        self.unscaled = True
+        self.guard(gradients)
+        return gradients
 
     # ---- the update
 
+    def multiplier(self, rescale_grad: float) -> float:
+        """Returns the factor of gradients, from that of unscaled ones."""
+        return rescale_grad if self.unscaled else rescale_grad / self.scale
+
     def update_or_skip(self, gradients: Sequence[Gradient], rescale_grad: float,
-             update: Callable[[float], None], clear: Callable[[], None]) -> bool:
+                       update: Callable[[float], None]) -> bool:
         """Updates, or skips the update if a gradient is not finite.
 
         Args:
             gradients: the gradients, summed over devices and workers.
             rescale_grad: the factor of unscaled gradients.
             update: updates with gradients multiplied by a number.
-            clear: sets accumulated gradients to 0 after an overflow.
         """
-        known = self._checked_sums(gradients)
-        sums = self._check(gradients) if known is None else known
+        sums = self._sums(gradients)
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
-        self.updated = not self.workers.any_after_sum(bool(self._last_overflowed)) \
-            and not self.weights_replaced
+        overflow = bool(self._last_overflowed)
+        if self.workers.exchange:
+            overflow = self.workers.any_after_sum(overflow)
+        self.updated = not (overflow or self.weights_replaced)
         try:
-            if self.weights_replaced:
-                clear()
-                self.skipped += 1
-                log.warning("step skipped: ranks had other weights, which are rank 0's now. Run "
-                            "the network once before you create the Trainer to avoid this")
-            elif self.updated:
-                update(self._multiplier(rescale_grad, gradients, sums))
-                self.averages.copy()
+            if self.updated:
+                update(self._clipped(self.multiplier(rescale_grad), gradients, sums))
+                if self.averages is not None:
+                    self.averages.copy()
                 self.skipped_in_a_row, self.has_updated = 0, True
                 self.loss_scale.update(True)
-            else:
-                clear()
+                return True
+            set_to_zero(self._adding())
+            self.skipped += 1
+            if self.weights_replaced:
+                log.warning("step skipped: ranks had other weights, which are rank 0's now. Run "
+                            "the network once before you create the Trainer to avoid this")
+                return False
+            if self.averages is not None:
                 self.averages.restore()
-                self._skip(gradients)
+            self._back_off(gradients)
+            return False
         finally:
-            self.forget()
+            if self._marked and not self.scaling:
+                marks([gradient.weight for gradient in gradients], clear=True)
+            self.reset()
             self.weights_replaced = False
-        return self.updated
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the sum of squares of each gradient."""
-        known = self._checked_sums(gradients)
-        return _sums_of_squares(gradients) if known is None else known
+        """Returns the sum of squares of each gradient; that of the search if the arrays are the
+        same."""
+        arrays, sums = self._checked
+        same = sums is not None and len(arrays) == len(gradients) \
+            and all(array is g.array for array, g in zip(arrays, gradients))
+        return sums if same else self._check(gradients)
 
     def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
         """Returns the same, and checks copies of moving averages in the same synchronization."""
-        sums = squares([*(g.array for g in gradients), *self.averages.unchecked()])
-        self.averages.check(np.isfinite(sums[len(gradients):]).tolist())
-        return sums[:len(gradients)]
-
-    def _checked_sums(self, gradients: Sequence[Gradient]) -> Optional["np.ndarray[Any, Any]"]:
-        """Returns the sums of squares of `settle`, if the arrays are the same."""
-        if self.pending.checked is None:
-            return None
-        checked, sums = self.pending.checked
-        same = [id(g.array) for g in checked] == [id(g.array) for g in gradients]
-        return sums if same else None
+        arrays = [gradient.array for gradient in gradients]
+        if self.averages is None:
+            return squares(arrays)
+        sums = squares([*arrays, *self.averages.unchecked()])
+        self.averages.check(np.isfinite(sums[len(arrays):]).tolist())
+        return sums[:len(arrays)]
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Returns the norm of all gradients together, without scaling."""
@@ -409,44 +519,27 @@ class Step:
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()
         if self.workers.sums:  # devices have the same gradient, which counts once
-            counted = {g.place[0]: s for g, s in zip(gradients, counted)}.values()
+            counted = {g.number: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
-    def _multiplier(self, rescale_grad: float, gradients: Sequence[Gradient],
-                    sums: "np.ndarray[Any, Any]") -> float:
-        """Returns the factor of gradients in the update, which unscales and clips them."""
-        multiplier = rescale_grad / self.update_scale
-        max_norm = self.max_norm if self.pending.max_norm is None else self.pending.max_norm
-        if max_norm is not None:
-            norm = multiplier * self._norm(gradients, sums)
-            multiplier *= max_norm / norm if norm > max_norm else 1.0
-        return multiplier
+    def _clipped(self, multiplier: float, gradients: Sequence[Gradient],
+                 sums: "np.ndarray[Any, Any]") -> float:
+        """Returns the factor of gradients in the update, clipped."""
+        max_norm = self.max_norm if self.next_max_norm is None else self.next_max_norm
+        if max_norm is None:
+            return multiplier
+        norm = multiplier * self._norm(gradients, sums)
+        return multiplier * (max_norm / norm if norm > max_norm else 1.0)
 
-    def _circumstances(self, gradients: Sequence[Gradient]) -> str:
-        """Returns what narrows down the cause of gradients that are not finite: the mean of the
-        loss, weights that are not finite, and whether the learning rate can be the cause."""
-        losses = [to_float32(loss).asnumpy().ravel() for loss in self.pending.losses]
-        with np.errstate(invalid="ignore", over="ignore"):
-            mean = np.mean(np.concatenate(losses), dtype=np.float64) if losses else math.nan
-        dense = [g for g in gradients if g.weight.stype == "default"]
-        weights = _not_finite(dense, squares([g.weight for g in dense]))
-        cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
-        if self.has_updated:
-            cause += "If the loss has grown, lower the learning rate"
-        else:
-            cause += "No step has updated the weights, so the learning rate is not the cause"
-        return f". The mean of the {self.heads} is {mean:.6g}. {cause}"
-
-    def _skip(self, gradients: Sequence[Gradient]) -> None:
-        """Counts a skipped step. Raises LossScaleError if no scale helps."""
+    def _back_off(self, gradients: Sequence[Gradient]) -> None:
+        """Lowers the loss scale after a skipped step. Raises LossScaleError if no scale helps."""
         before, names = self.loss_scale.scale, self._last_overflowed
-        self.skipped += 1
         self.skipped_in_a_row += 1
-        if self._loss_is_to_blame():
+        if self.loss_is_to_blame():
             reason = "the loss itself is not finite at any loss scale: check the data. " \
                      "gluon_amp.explain(net, batch, loss_fn) names what overflows, and states " \
                      "if float32 is not finite either"
-        elif self._backs_off(names, gradients):
+        elif self._scale_changes(names, gradients):
             # a dynamic scale skips single steps; several in a row are worth a warning
             several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
             log.log(logging.WARNING if several else logging.INFO,
@@ -469,12 +562,39 @@ class Step:
             raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)
 
-    def _backs_off(self, names: Sequence[str], gradients: Sequence[Gradient]) -> bool:
+    def _scale_changes(self, names: Sequence[str], gradients: Sequence[Gradient]) -> bool:
         """Lowers the loss scale. Returns False if it never changes."""
         try:
             return self.loss_scale.back_off(names)
         except LossScaleError as error:
             raise LossScaleError(f"{error}{self._circumstances(gradients)}") from None
+
+    def _circumstances(self, gradients: Sequence[Gradient]) -> str:
+        """Returns what narrows down the cause of gradients that are not finite: the mean of the
+        loss, weights that are not finite, and whether the learning rate can be the cause."""
+        losses = [to_float32(loss).asnumpy().ravel() for loss in self._losses]
+        with np.errstate(invalid="ignore", over="ignore"):
+            mean = np.mean(np.concatenate(losses), dtype=np.float64) if losses else math.nan
+        dense = [g for g in gradients if g.weight.stype == "default"]
+        weights = _not_finite(dense, squares([g.weight for g in dense]))
+        cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
+        if self.has_updated:
+            cause += "If the loss has grown, lower the learning rate"
+        else:
+            cause += "No step has updated the weights, so the learning rate is not the cause"
+        heads = "loss" if self._marked else "outputs"
+        return f". The mean of the {heads} is {mean:.6g}. {cause}"
+
+    @property
+    def overflowed(self) -> Tuple[str, ...]:
+        """The names of parameters whose gradients are not finite, of the pending gradients or else
+        of the last step."""
+        if not self.begun:
+            return self._last_overflowed
+        gradients = self.to_use()
+        return _not_finite(gradients, squares([gradient.array for gradient in gradients]))
+
+    # ---- files
 
     def state(self) -> Dict[str, Any]:
         """Returns the state for files."""
@@ -482,8 +602,8 @@ class Step:
                 "loss_scale": self.loss_scale.state_dict() or None}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Loads a result of `state`, which is empty for a file of MXNet, and clears `pending`. An
-        error changes nothing."""
+        """Loads a result of `state`, which is empty for a file of MXNet, and forgets backward
+        passes. An error changes nothing."""
         if not isinstance(state, dict):
             raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
@@ -492,15 +612,7 @@ class Step:
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row, self.has_updated = skipped, in_a_row, True
         self._last_overflowed, self.weights_replaced = (), False
-        self.forget()
-
-    def overflowed(self, gradients: Callable[[], Sequence[Gradient]]) -> Tuple[str, ...]:
-        """Returns the names of parameters whose gradients are not finite, of the pending gradients
-        or else of the last step."""
-        if not self.begun:
-            return self._last_overflowed
-        waiting = gradients()
-        return _not_finite(waiting, _sums_of_squares(waiting))
+        self.reset()
 
 
 def in_one_thread(method: Method) -> Method:
@@ -512,19 +624,22 @@ def in_one_thread(method: Method) -> Method:
     return call  # type: ignore[return-value]
 
 
-def _power(scale: float) -> str:
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
+def set_to_zero(arrays: Iterable["mx.nd.NDArray"]) -> None:
+    """Sets gradients to 0; MXNet's `zero_grad` fails in numpy mode."""
+    for array in arrays:
+        classic = array.as_nd_ndarray()
+        mx.nd.zeros_like(classic, out=classic)
+
+
+def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
+    """Sets accumulated gradients to 0."""
+    set_to_zero(gradient for parameter in parameters if parameter.grad_req == "add"
+                for gradient in parameter._grad or ())
 
 
 def _largest(dtype: str) -> float:
     """Returns the largest number of a type."""
     return float(np.finfo(dtype).max) if dtype == "float64" else FORMATS[dtype].largest
-
-
-def _sums_of_squares(gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-    """Returns the sum of squares of each gradient, which is finite if all its values are."""
-    return squares([g.array for g in gradients])
 
 
 def _not_finite(gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> Tuple[str, ...]:

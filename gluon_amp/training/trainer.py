@@ -1,23 +1,22 @@
 """A Gluon Trainer that scales gradients, checks them once, and updates or skips.
 
     backward(loss)   computes the gradients of scale * loss with scaled head gradients
-                     (backward.py), and tracks which were written (gradients.py); the loss stays
-                     unscaled
+                     (backward.py); the loss stays unscaled
     step(n)          sums them over devices and workers (parallel/sync.py), and takes a step
                      (step.py), which divides by scale and n
 """
 import copy
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, Union
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Optimizer
 from ..checks import counted, positive_number
-from ..cpu.arrays import is_half, to_float32
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
-from ..parallel.sync import BROADCAST_KEYS, Workers
+from ..parallel.sync import BROADCAST_KEYS
 from .averages import Averages, Named
-from .backward import Backward, check_losses, run_backward
+from .backward import Recorded, check_losses, run_backward
 from .checkpoint import (
     Checkpoint,
     carry_counts,
@@ -28,12 +27,10 @@ from .checkpoint import (
     one_error,
     read_states,
 )
-from .following import weights_unwritten
-from .gradients import Gradients, set_to_zero
-from .optimizer import check_scalable, given_optimizer, with_masters
+from .optimizer import check_scalable, given_optimizer, weights_unwritten, with_masters
 from .optimizer import optimizer as make_optimizer
 from .static_pair import GivenLossScale
-from .step import Gradient, Step, in_one_thread
+from .step import Stage, Step, Trained, in_one_thread, set_to_zero
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -68,7 +65,6 @@ class Trainer(mx.gluon.Trainer):
     _params: List["mx.gluon.Parameter"]
     _params_to_init: List["mx.gluon.Parameter"]
     _kvstore_params: Dict[str, Any]
-    _heads_checked = False  # set by the first backward pass with a scale
     # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
@@ -82,8 +78,8 @@ class Trainer(mx.gluon.Trainer):
                  update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "dynamic",
                  clip_norm: Optional[float] = None) -> None:
         parameters = list(params.values()) if hasattr(params, "values") else params
-        self._workers = Workers()
-        self._step = Step(loss_scale, clip_norm, self._workers)
+        self._step = Step(loss_scale, clip_norm, self._trained)
+        self._workers = self._step.workers
         self._checkpoint = Checkpoint(self._step)
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
@@ -97,9 +93,9 @@ class Trainer(mx.gluon.Trainer):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
-        self._gradients = Gradients(self._params, self._step)
-        self._step.averages = Averages(self._averages)
-        self._step.averages.begin()
+        if self._step.checks_gradients and self._contexts[0].device_type == "gpu":
+            self._step.averages = Averages(self._averages)
+            self._step.averages.begin()
         # otherwise in the first backward pass, when all parameters have their shapes
         if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
             if self._servers_update():
@@ -130,11 +126,10 @@ class Trainer(mx.gluon.Trainer):
     def overflowed(self) -> Tuple[str, ...]:
         """The names of parameters whose gradients are not finite, of the pending gradients or
         else of the last step."""
-        return self._step.overflowed(self._gradients.to_use)
+        return self._step.overflowed
 
     # ---- a backward pass
 
-    @in_one_thread
     def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
                  retain_graph: bool = False) -> None:
         """Computes scaled gradients.
@@ -152,54 +147,14 @@ class Trainer(mx.gluon.Trainer):
                 no loss scale reaches.
             LossScaleError: the gradients overflow at every scale.
         """
-        losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-        # operations on gradients are not recorded
-        with mx.autograd.pause(), weights_unwritten(self._optimizer):
-            if not self._step.scaling:
-                run_backward(losses, retain_graph=retain_graph)
-                if self.after_pass is not None:
-                    self.after_pass(1.0)
-                self._step.forget()  # results of `unscale` and `clip_norm`
-                self._step.end_backward(1.0, [loss.detach() for loss in losses])
-                return
-            scale = self._begin_backward(losses)
-            backward = Backward(losses, self._gradients, scale, self.after_pass)
-            searching = self._step.searching
-            checking = not self._heads_checked and scale != 1  # at 1 no gradient lacks the scale
-            if searching:
-                backward.keep_gradients()
-            backward.run(scale, retain_graph or searching or checking)
-            self._step.end_backward(scale, [loss.detach() for loss in losses])
-            if checking:
-                self._check_heads(backward)
-            if searching:
-                self._step.settle(backward)
-            if searching or checking:
-                backward.finish(retain_graph)
-            self._step.record_versions(self._gradients.waiting())
+        _backward("backward()", loss, [self], retain_graph)
 
-    def _begin_backward(self, losses: List["mx.nd.NDArray"],
-                        scale: Optional[float] = None) -> float:
-        """Prepares a backward pass and returns its scale, by default the Trainer's."""
-        check_losses(losses)
-        self._broadcast_parameters()  # before the scale is read, which it sets to rank 0's
-        self._gradients.begin()
-        pending = self._step.pending
-        if pending.are_summed and self._sums_several:
-            if self._gradients.add_up():
-                self._refuse_summed("update(batch_size), or zero_grad(), before backward()")
-            pending.written = {}  # gradients of earlier passes must not be summed again
-        pending.are_summed, pending.summed = False, {}
-        return self._step.begin_backward(self._gradients.add_up(), scale)
-
-    def _check_heads(self, backward: Backward) -> None:
-        try:
-            self._heads_checked = backward.check_heads()
-        except (ValueError, mx.MXNetError):
-            self._step.forget()
-            raise
-        if backward.user_error:
-            self._step.warn_of_one_pass(backward.user_error)
+    def _trained(self) -> List[Trained]:
+        """Returns the trained parameters. MXNet replaces their lists of arrays if it casts or moves
+        them."""
+        return [Trained(i, p.name, p._data or p.list_data(),  # or its error
+                        p._grad, p.grad_req == "add")
+                for i, p in enumerate(self._params) if p.grad_req != "null"]
 
     # ---- a step
 
@@ -233,7 +188,7 @@ class Trainer(mx.gluon.Trainer):
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
-        self._step.record_versions(self._gradients.waiting())
+        self._step.guard(self._step.new())
 
     @in_one_thread
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
@@ -251,18 +206,9 @@ class Trainer(mx.gluon.Trainer):
 
         `update` uses these arrays, with your changes. The 16-bit gradients stay scaled.
         """
-        gradients = self._gradients_by_hand("unscale()")
-        pending = self._step.pending
-        if pending.unscaled is not None:
-            raise RuntimeError("unscale() was already called since the last backward(): "
-                               "use the gradients that it returned")
-        scale = self._step.update_scale
-        pending.unscaled = {g.place: (to_float32(g.array) if is_half(g.array.dtype) else g.array)
-                            / scale for g in gradients}
         named: Dict[str, List[mx.nd.NDArray]] = {}
-        for g in gradients:
-            named.setdefault(g.name, []).append(pending.unscaled[g.place])
-        self._step.record_versions(gradients)
+        for gradient in self._step.unscale():
+            named.setdefault(gradient.name, []).append(gradient.array)
         return named
 
     @in_one_thread
@@ -278,79 +224,47 @@ class Trainer(mx.gluon.Trainer):
         """
         positive_number(max_norm, "max_norm")
         rescale_grad = self._scale / positive_number(batch_size, "batch_size")
-        gradients = self._gradients_by_hand("clip_norm()")
-        self._step.record_versions(gradients)
-        norm = self._step.norm(gradients)
-        self._step.pending.max_norm = max_norm
-        return rescale_grad / self._step.update_scale * norm
-
-    def _gradients_by_hand(self, call: str) -> List[Gradient]:
-        """Returns the gradients for a call between `allreduce_grads` and `update`."""
-        self._gradients.check_new(call)
-        self._step.count_writes()
-        self._step.check_writes()
-        return self._gradients.to_use()
+        gradients = self._step.read("clip_norm()")
+        self._step.guard(gradients)
+        self._step.next_max_norm = max_norm
+        return self._step.multiplier(rescale_grad) * self._step.norm(gradients)
 
     def _check_step(self, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
-        self._gradients.check_new("step()")
+        self._step.check_new("step()")
         if self._step.scaling:
-            self._gradients.to_use(ignore_stale_grad)  # raises if some are stale
+            self._step.to_use(ignore_stale_grad)  # raises if some are stale
         self._step.count_writes()
 
     def _allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, once."""
         if self._update_on_kvstore:
             self._update_on_servers()
-            return
-        pending = self._step.pending
-        # without a scale, loss.backward() may have written other gradients since
-        if pending.are_summed and self._sums_several and self._step.scaling:
-            self._refuse_summed("update(batch_size), not step(), after it")
-        self._step.count_writes()
-        if pending.unscaled is not None and self._sums_several:
-            self._step.forget()
-            raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
-                               "allreduce_grads(), then unscale(), then update(batch_size)")
-        pending.are_summed = True
-        self._step.sum((i, i, p.list_grad()) for i, p in enumerate(self._params)
-                       if p.grad_req != "null")
-
-    @property
-    def _sums_several(self) -> bool:
-        """Whether a sum over devices and workers changes gradients."""
-        return self._workers.sums and len(self._contexts) * self._workers.count > 1
-
-    def _refuse_summed(self, instead: str) -> NoReturn:
-        self._step.forget()
-        raise RuntimeError("the gradients have been summed since the last backward(), by "
-                           f"allreduce_grads(): call {instead}")
+        else:
+            self._step.sum()
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
         """Updates with `Step.update_or_skip`, or like MXNet if gradients are not checked."""
         self._check_summed()
         step = self._step
-        if not (step.checks_gradients or step.replacements or step.weights_replaced
-                or step.pending.max_norm is not None):
+        if not step.decides:
             super()._update(ignore_stale_grad)
-            step.forget()
+            step.reset()
             step.updated = True
             return
-        gradients = self._gradients.to_use(ignore_stale_grad)
+        gradients = step.to_use(ignore_stale_grad)
 
         def update(multiplier: float) -> None:
             self._optimizer.rescale_grad = multiplier
             for device, updater in enumerate(self._updaters):
-                mine = [(g.place[0], g.array, g.weight) for g in gradients if g.place[1] == device]
+                mine = [(g.number, g.array, g.weight) for g in gradients if g.device == device]
                 if mine:  # MXNet's updater calls the optimizer's update_multi_precision
                     updater(*zip(*mine))
 
         try:
-            step.update_or_skip(gradients, self._optimizer.rescale_grad, update,
-                                self._gradients.clear_added)
+            step.update_or_skip(gradients, self._optimizer.rescale_grad, update)
         finally:
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
-            self._gradients.note_used(gradients)
 
     def _end_step(self) -> bool:
         """Compares ranks after the first step. Returns whether the step updated."""
@@ -361,8 +275,6 @@ class Trainer(mx.gluon.Trainer):
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite."""
-        if not self._step.checks_gradients or self._contexts[0].device_type != "gpu":
-            return []
         return [(p.name, p.list_data()) for p in self._params
                 if p.grad_req == "null" and p._data is not None and _is_average(p)]
 
@@ -477,7 +389,7 @@ class Trainer(mx.gluon.Trainer):
         """Refuses to update with this rank's own gradients, or with another rank's batch size."""
         if not self._workers.exchange:
             return
-        if not self._step.pending.are_summed:
+        if self._step.stage is not Stage.SUMMED:
             raise RuntimeError("update() before the sum over workers: call trainer."
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
         rescale_grad = self._optimizer.rescale_grad
@@ -491,11 +403,11 @@ class Trainer(mx.gluon.Trainer):
         would update the parameter, with stale gradients in the sum."""
         reached, anywhere = self._reached()
         for i in set(anywhere) - set(reached):
-            set_to_zero(self._params[i])
+            set_to_zero(self._params[i].list_grad())
             for weight in self._params[i].list_data():
                 weight._fresh_grad = True
         if self._step.scaling:
-            self._gradients.note_written()
+            self._step.note_written()
 
     def _check_reached(self) -> None:
         """Refuses such parameters after the sum, which has stale gradients."""
@@ -508,7 +420,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _reached(self) -> Tuple[List[int], List[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
-        reached = {g.place[0] for g in self._gradients.to_use()}
+        reached = {g.number for g in self._step.to_use()}
         anywhere = consistency.on_any(self._workers,
                                       [i in reached for i in range(len(self._params))])
         return sorted(reached), [i for i, flag in enumerate(anywhere) if flag]
@@ -581,3 +493,85 @@ def _is_average(parameter: "mx.gluon.Parameter") -> bool:
     if parameter._differentiable:
         return parameter.grad_req == "null" and parameter.name.endswith(_AVERAGES)
     return not isinstance(parameter, mx.gluon.Constant)
+
+
+# ---- one backward pass for one or several Trainers
+
+
+def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+             trainers: Sequence[Trainer], retain_graph: bool = False) -> None:
+    """Computes scaled gradients of one loss for several Trainers. Then call `step` of each.
+
+    The Trainers share the smallest of their loss scales. A Trainer whose gradients overflow skips
+    its own step. While the first scale is searched, all search.
+
+    Args:
+        loss: a loss, or a list with the loss of each device.
+        trainers: Trainers of different parameters, all with or all without loss scales.
+        retain_graph: keeps the graph for another backward pass.
+
+    Raises:
+        TypeError: `trainers` is not a list of Trainers.
+        ValueError: Trainers share parameters, or some have a loss scale and some have none.
+        LossScaleError: the gradients overflow at every scale.
+    """
+    found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
+    wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
+             if not isinstance(t, Trainer)]
+    if wrong or not found:
+        raise TypeError("backward takes a loss and a list of gluon_amp.Trainers. "
+                        f"Received: {', '.join(wrong) or 'an empty list'}")
+    parameters = [p for trainer in found for p in trainer._params]
+    shared = sorted({p.name for p in parameters if sum(p is q for q in parameters) > 1})
+    if shared:
+        raise ValueError("each Trainer has parameters of its own. Received in several: "
+                         f"{', '.join(shared[:5])}")
+    if len({trainer._step.scaling for trainer in found}) > 1:
+        raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
+                         "scale, or all with loss_scale=None")
+    _backward("gluon_amp.backward()", loss, found, retain_graph)
+
+
+def _backward(call: str, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+              trainers: Sequence[Trainer], retain_graph: bool) -> None:
+    losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    steps = [trainer._step for trainer in trainers]
+
+    def after_pass(scale: float) -> None:
+        for trainer in trainers:
+            if trainer.after_pass is not None:
+                trainer.after_pass(scale)
+
+    with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
+        for trainer in trainers:
+            stack.enter_context(trainer._step.in_thread(call))
+            stack.enter_context(weights_unwritten(trainer._optimizer))
+        if not steps[0].scaling:
+            run_backward(losses, retain_graph=retain_graph)
+            after_pass(1.0)
+            for step in steps:
+                step.reset()  # results of `unscale` and `clip_norm`
+                step.end(1.0, [loss.detach() for loss in losses])
+            return
+        scale = begin(trainers, losses)
+        parameters = [p for trainer in trainers for p in trainer._params]
+        if Recorded(steps, scale, losses, parameters, after_pass, retain_graph).go():
+            for step in steps:
+                step.heads_checked = True
+
+
+def begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
+    """Prepares a backward pass and returns its scale, which is that of earlier ones in the step."""
+    check_losses(losses)
+    for trainer in trainers:
+        trainer._broadcast_parameters()  # before the scales are read, which it sets to rank 0's
+    steps = [trainer._step for trainer in trainers]
+    begun = {step.scale for step in steps if step.begun}
+    if len(begun) > 1:
+        raise RuntimeError("these Trainers have had backward passes at different loss scales since "
+                           "their last steps: call gluon_amp.backward for all of them, or "
+                           f"step before. Received: {', '.join(map(str, sorted(begun)))}")
+    scale = min(begun or {step.next_scale for step in steps})
+    for step in steps:
+        step.begin(scale)
+    return scale
