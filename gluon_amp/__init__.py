@@ -23,11 +23,10 @@ from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tensor_core_math import tensor_core_dot
 from .tools.types import types
-from .training.loss_scale import DynamicLossScale, LossScaleError
+from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
 from .training.scale_loss import scale_loss
-from .training.static_pair import StaticLossScale
 from .training.trainer import Trainer, backward
 from .version import __version__ as __version__
 

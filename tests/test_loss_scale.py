@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp import DynamicLossScale, LossScaleError, StaticLossScale
-from gluon_amp.training.static_pair import as_loss_scale
+from gluon_amp.training.loss_scale import as_loss_scale
 from hypothesis import strategies as st
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn

@@ -29,6 +29,7 @@ from ..parallel import consistency, store
 from ..training import checkpoint as files
 from ..training.averages import Averages, Named
 from ..training.backward import Backward, Copies, restore
+from ..training.loss_scale import GivenLossScale
 from ..training.optimizer import (
     check_scalable,
     given_optimizer,
@@ -36,7 +37,6 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.static_pair import GivenLossScale
 from ..training.step import Step, Trained, in_one_thread
 from .binding import Bindable, environment
 from .convert import check_parameters, check_range
@@ -67,7 +67,7 @@ class _Pass(Backward):
         self.steps[0].note_written()
 
     def again(self, scale: float) -> None:
-        restore(self._module._averages_before)
+        restore(self._module._averages_before or ())
         for executor in self._executors:
             executor.forward(is_train=True)
         self.run(scale)
@@ -99,13 +99,13 @@ class _Module:
     # An updater and its states for the next update. Until then it has the file's numbering.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
-    _averages_before: Copies  # the last forward pass
+    # Moving averages before the last forward pass, if it may be repeated.
+    _averages_before: Optional[Copies] = None
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
         self._step = Step(loss_scale, clip_norm, self._trained, self._adding, marked=False)
         self._workers = self._step.workers
-        self._checkpoint = files.Checkpoint(self._step)
 
     @property
     def loss_scale(self) -> float:
@@ -190,13 +190,12 @@ class _Module:
     def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
         """The same as MXNet's."""
         module = self._module()
-        if self._step.averages is None and self._step.checks_gradients \
-                and module._context[0].device_type == "gpu":
-            self._step.averages = Averages(self._averages_to_check)
+        if self._step.checks_gradients and module._context[0].device_type == "gpu":
+            self._step.averages = self._step.averages or Averages(self._averages_to_check)
             self._step.averages.begin()
         again = self._step.searching or self._checks_heads()
         self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
-                                 for a in e.aux_arrays] if again else []
+                                 for a in e.aux_arrays] if again else None
         super().forward(data_batch, is_train)
 
     @in_one_thread
@@ -223,7 +222,8 @@ class _Module:
 
         scale = self._step.next_scale
         self._step.begin(scale)
-        if _Pass(self, scale, self._checks_heads(), backward).go():
+        checking = self._averages_before is not None and self._checks_heads()
+        if _Pass(self, scale, checking, backward).go():
             module._symbol.may_begin = False
         self._used_scale = self._step.scale
 
@@ -405,7 +405,7 @@ class _Module:
             else:
                 with open(path, "wb") as file:
                     file.write(module._updater.get_states(dump_optimizer=True))
-        self._checkpoint.save(fname, module._optimizer, write)
+        files.save(fname, self._step, module._optimizer, write)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Loads the states that this class or MXNet's `Module` saved, on any number of devices.
@@ -436,7 +436,7 @@ class _Module:
             if saved:
                 files.carry_counts(saved, [c.device_id for c in module._context],
                                    lambda counts: files.renumber(counts, trained, devices))
-            self._checkpoint.load_step(saved)
+            self._step.load(files.step_state(saved))
         files.give_states(updater, states)
         self._fitting_states = updater, fitting
         updater.optimizer = with_masters(saved or mine)

@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import math
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import GRAPHS, mx, np
 from ..annotations import Array, Context, DType, Shape
@@ -313,7 +313,7 @@ def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDAr
         mx.autograd.backward(losses, heads, retain_graph)
 
 
-def restore(copies: Copies) -> None:
+def restore(copies: Iterable[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]) -> None:
     """Restores arrays from their copies."""
     for array, before in copies:
         before.copyto(array)

@@ -7,7 +7,7 @@ import copy
 import hashlib
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Optimizer, Updater
@@ -21,36 +21,32 @@ from .unpickle import load
 _SEAL = b"\ngluon_amp sha256 "  # followed by 64 digits
 
 
-class Checkpoint:
-    """The files of optimizer states of a Trainer or a Module, with the state of its steps."""
+def save(fname: str, step: Step, optimizer: Optimizer, write: Callable[[str], None],
+         **others: Any) -> None:
+    """Writes a file of optimizer states with a checksum, atomically.
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    Args:
+        fname: the path of the file.
+        step: the step, whose state is saved with the optimizer.
+        optimizer: the optimizer.
+        write: writes the optimizer and its states to a path, in MXNet's format.
+        others: further values that are saved with the optimizer.
+    """
+    mx.nd.waitall()  # MXNet writes the shapes of sparse arrays before it waits for their values
+    optimizer.trainer_state = {**others, **step.state()}
 
-    def save(self, fname: str, optimizer: Optimizer, write: Callable[[str], None],
-             **others: Any) -> None:
-        """Writes a file with a checksum, atomically.
+    def write_sealed(path: str) -> None:
+        write(path)
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        with open(path, "ab") as file:
+            file.write(_SEAL + digest.encode())
+    replace_file(fname, write_sealed)
 
-        Args:
-            fname: the path of the file.
-            optimizer: the optimizer.
-            write: writes the optimizer and its states to a path, in MXNet's format.
-            others: further values that are saved with the optimizer.
-        """
-        mx.nd.waitall()  # MXNet writes the shapes of sparse arrays before it waits for their values
-        optimizer.trainer_state = {**others, **self._step.state()}
 
-        def write_sealed(path: str) -> None:
-            write(path)
-            with open(path, "rb") as file:
-                digest = hashlib.sha256(file.read()).hexdigest()
-            with open(path, "ab") as file:
-                file.write(_SEAL + digest.encode())
-        replace_file(fname, write_sealed)
-
-    def load_step(self, optimizer: Optimizer) -> None:
-        """Loads the state of steps that was saved with an optimizer, if any."""
-        self._step.load(getattr(optimizer, "trainer_state", {}))
+def step_state(optimizer: Optional[Optimizer]) -> Dict[str, Any]:
+    """Returns what `save` stored with an optimizer; empty in a file of MXNet."""
+    return getattr(optimizer, "trainer_state", {})
 
 
 def give_states(updater: Updater, states: Dict[Any, Any]) -> None:
@@ -207,7 +203,7 @@ def carry_counts(maker: Optimizer, devices: Sequence[int],
 
 def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
     """Refuses a file with another order of parameters."""
-    saved = getattr(maker, "trainer_state", {}).get("names", ())
+    saved = step_state(maker).get("names", ())
     if len(saved) == len(names) and order_of(saved) != order_of(names):
         raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
@@ -216,7 +212,7 @@ def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
 
 def histories_in(maker: Optimizer, networks: int) -> List[str]:
     """Returns the float8 histories of each network in a file, or empty ones if it has none."""
-    found = getattr(maker, "trainer_state", {}).get("scales") or [""] * networks
+    found = step_state(maker).get("scales") or [""] * networks
     if len(found) != networks:
         raise ValueError(f"it holds float8 histories of {counted(len(found), 'network')}; here: "
                          f"{networks} (scaling='delayed'). Convert the networks before, as when it "

@@ -145,7 +145,7 @@ def _check_rate(scheduler: Any, num_update: int) -> None:
 
 
 def _check_trainer_state(state: Any) -> None:
-    """Refuses values other than those that `Checkpoint.save` writes; `Step.load` checks others."""
+    """Refuses values other than those that `checkpoint.save` writes; `Step.load` checks others."""
     if not isinstance(state, dict):
         raise ValueError(f"it holds trainer_state={state!r:.200}")
     for name in ("names", "scales"):

@@ -42,12 +42,11 @@ from .._mxnet import GRAPHS, mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import dtype_name, is_half, multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
-from ..cpu.library import marks, started, versions
+from ..cpu.library import marks, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
 from .averages import Averages
-from .loss_scale import LossScaleError
-from .static_pair import GivenLossScale, as_loss_scale
+from .loss_scale import GivenLossScale, LossScaleError, as_loss_scale
 
 log = logging.getLogger("gluon_amp")
 
@@ -151,8 +150,6 @@ class Step:
         # gradients that only this package may write, and their counts of writes
         self._guarded: Tuple[Sequence[Gradient], Optional[mx.nd.NDArray]] = [], None
         self._writes: List[Tuple[Sequence[Gradient], mx.nd.NDArray]] = []  # since
-        # arrays that the search has checked, and their sums of squares
-        self._checked: Tuple[List[mx.nd.NDArray], Any] = [], None
         for gradient in self._gradients:
             gradient.is_new, gradient.array = False, gradient.own
 
@@ -222,9 +219,9 @@ class Step:
             raise RuntimeError("nothing to train: all parameters of this Trainer have "
                                "grad_req='null'")
         if len(lists) != len(self._known) or not all(map(is_, lists, self._known)):
-            before = {id(g.own): g for g in self._gradients}
+            before = {(id(g.weight), id(g.own)): g for g in self._gradients}
             made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
-            self._gradients = [before.get(id(g.own), g) for g in made]
+            self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in made]
             self._known = lists
         return self._gradients
 
@@ -301,7 +298,6 @@ class Step:
             for gradient in self._gradients:  # of earlier passes must not be summed again
                 gradient.is_new = False
         self.count_writes()
-        self._checked = [], None
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding, scale / self._adding_at)
         self._adding_at = scale
@@ -338,7 +334,7 @@ class Step:
     def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
-        sums = self._check(gradients)
+        sums = self._sums(gradients)
         overflow = bool(_not_finite(gradients, sums))
         devices = {g.device for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
@@ -349,11 +345,6 @@ class Step:
                 math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
-        # `update_or_skip` reuses these sums if the gradients do not change in between: without a
-        # sum over devices and workers, and without other writes, which the engine detects.
-        unchanged = started() and self.workers.count == len({g.device for g in gradients}) == 1
-        self._checked = ([g.array for g in gradients], sums) if unchanged and not overflow \
-            else ([], None)
         return self.workers.any(overflow)
 
     def loss_is_to_blame(self) -> bool:
@@ -496,15 +487,8 @@ class Step:
             self.weights_replaced = False
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the sum of squares of each gradient; that of the search if the arrays are the
-        same."""
-        arrays, sums = self._checked
-        same = sums is not None and len(arrays) == len(gradients) \
-            and all(array is g.array for array, g in zip(arrays, gradients))
-        return sums if same else self._check(gradients)
-
-    def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the same, and checks copies of moving averages in the same synchronization."""
+        """Returns the sum of squares of each gradient. Checks copies of moving averages in the same
+        synchronization."""
         arrays = [gradient.array for gradient in gradients]
         if self.averages is None:
             return squares(arrays)

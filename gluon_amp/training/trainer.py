@@ -15,21 +15,12 @@ from ..checks import counted, positive_number
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
+from . import checkpoint
 from .averages import Averages, Named
 from .backward import Recorded, check_losses, run_backward
-from .checkpoint import (
-    Checkpoint,
-    carry_counts,
-    check_order,
-    check_states,
-    give_states,
-    histories_in,
-    one_error,
-    read_states,
-)
+from .loss_scale import GivenLossScale
 from .optimizer import check_scalable, given_optimizer, weights_unwritten, with_masters
 from .optimizer import optimizer as make_optimizer
-from .static_pair import GivenLossScale
 from .step import Stage, Step, Trained, in_one_thread, set_to_zero
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
@@ -80,7 +71,6 @@ class Trainer(mx.gluon.Trainer):
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._step = Step(loss_scale, clip_norm, self._trained)
         self._workers = self._step.workers
-        self._checkpoint = Checkpoint(self._step)
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         if self._step.checks_gradients:
@@ -435,9 +425,9 @@ class Trainer(mx.gluon.Trainer):
         Args:
             fname: the file's path.
         """
-        self._checkpoint.save(fname, self._optimizer, super().save_states,
-                              names=[p.name for p in self._params],
-                              scales=[s.read() for s in scales_of(self._params)])
+        checkpoint.save(fname, self._step, self._optimizer, super().save_states,
+                        names=[p.name for p in self._params],
+                        scales=[s.read() for s in scales_of(self._params)])
 
     def load_states(self, fname: str) -> None:
         """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
@@ -452,13 +442,13 @@ class Trainer(mx.gluon.Trainer):
         Raises:
             ValueError: the file does not fit or is damaged. Nothing changes.
         """
-        states, optimizer = read_states(fname, self._optimizer)
+        states, optimizer = checkpoint.read_states(fname, self._optimizer)
         maker = optimizer or self._optimizer
-        with one_error(fname):
-            check_order(fname, maker, [p.name for p in self._params])
+        with checkpoint.one_error(fname):
+            checkpoint.check_order(fname, maker, [p.name for p in self._params])
             scales = scales_of(self._params)
-            histories = histories_in(maker, len(scales))
-            check_states(fname, states, maker, {
+            histories = checkpoint.histories_in(maker, len(scales))
+            checkpoint.check_states(fname, states, maker, {
                 i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
         self._broadcast_parameters()
@@ -466,16 +456,16 @@ class Trainer(mx.gluon.Trainer):
         if None in updaters:
             raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
                              "update_on_kvstore=False")
-        with one_error(fname):
+        with checkpoint.one_error(fname):
             devices = [c.device_id for c in self._contexts]
-            carry_counts(maker, devices)
+            checkpoint.carry_counts(maker, devices)
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
             histories = [for_devices(text, devices) for text in histories]
-            self._checkpoint.load_step(optimizer)
+            self._step.load(checkpoint.step_state(optimizer))
         for one, text in zip(scales, histories):
             one.write(text)
         for updater, own in zip(updaters, copies):
-            give_states(updater, own)
+            checkpoint.give_states(updater, own)
             updater.optimizer = maker
         self._workers.compared = False
         self._optimizer = with_masters(maker)
