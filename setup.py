@@ -31,9 +31,9 @@ VARIANTS = {  # as in gluon_amp/cpu/library.py
     "portable": [], "avx2": AVX2,
     "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
 # Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
-FORWARDED = {"libcublas.so.11": "", "libcusolver.so.11": "", "libcufft.so.10": "",
-             "libcudnn.so.8": "cudnn.cc", "libnvrtc.so.11.2": "nvrtc.cc",
-             "libnvToolsExt.so.1": "nvtx.cc"}
+FORWARDED = {"libcublas.so.11": (), "libcusolver.so.11": (), "libcufft.so.10": (),
+             "libcudnn.so.8": ("cudnn.cc", "cudnn_rnn.cc"), "libnvrtc.so.11.2": ("nvrtc.cc",),
+             "libnvToolsExt.so.1": ("nvtx.cc",)}
 # The macros of MXNet's wheels: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
@@ -132,12 +132,14 @@ class BuildLibraries(build_ext):
             exports.write_text("{ global: __cuda*; cuda*; gluon_amp_*; local: *; };\n")
         else:
             rows = [line.split() for line in (CUDA / "functions.txt").read_text().splitlines()]
-            names = [row[1] for row in rows if row[0] == library]
+            rows = [row for row in rows if row[0] == library]
+            names = [row[1] for row in rows if "forward" not in row[2:]]
             listed = folder / "functions.h"
-            listed.write_text("".join(f"FUNCTION({name})\n" for name in names))
+            listed.write_text("".join(f"FUNCTION({row[1]})\n" for row in rows))
             exports.write_text(f"{library} {{ global: {'; '.join(names)}; gluon_amp_*; local: *; "
                                "};\n")
-            macros, linked = [("FUNCTIONS", f'"{listed.resolve()}"')], [f"-Wl,-soname,{library}"]
+            macros = [("FUNCTIONS", f'"{listed.resolve()}"')]
+            linked = ["-Wl,-Bsymbolic", f"-Wl,-soname,{library}"]
         objects = self.compiler.compile(ext.sources, output_dir=str(folder), macros=macros,
                                         extra_postargs=[*FLAGS, "-O2"], depends=ext.depends)
         self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name),
@@ -230,7 +232,7 @@ setup(
                   [str(path) for path in sorted(CPU.glob("**/*.cc"))], language="c++"),
         cuda_extension("_kernels", "kernels.cc"),
         *(cuda_extension(module(library), "forward/forward.cc",
-                         *([f"forward/{own}"] if own else []))
+                         *(f"forward/{name}" for name in own))
           for library, own in FORWARDED.items())],
     cmdclass={"build_ext": BuildLibraries, **wheel_command()},
 )

@@ -4,9 +4,11 @@
 
 FOLDER gets NVIDIA's wheels (3.7 GB) and their unpacked files. For each function that libmxnet.so
 imports: it exists in both; its declarations in both versions' headers have the same types; and its
-arguments fit what forward.cc copies. NVRTC 13 compiles a kernel with MXNet's options.
+arguments fit what forward.cc copies. NVRTC 13 compiles a kernel with MXNet's options. cuDNN 9
+stores the weights of recurrent layers in MXNet's order.
 """
 import ctypes
+import itertools
 import re
 import subprocess
 import sys
@@ -26,6 +28,7 @@ NEW = ["nvidia-cuda-runtime>=13,<14", "nvidia-cublas>=13,<14", "nvidia-cudnn-cu1
        "nvidia-cuda-nvrtc>=13,<14", "nvidia-cusparse>=12,<13", "nvidia-nvjitlink>=13,<14"]
 IN_BOTH = ("libcublas.so.11", "libcusolver.so.11", "libcufft.so.10", "libcurand.so.10",
            "libnvrtc.so.11.2", "libcudnn.so.8")
+LSTM = 2  # cudnnRNNMode_t
 REGISTERS, COPIED = 6, 32  # words of arguments in registers, and on the stack: forward.cc
 KERNEL = b'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }'
 
@@ -88,6 +91,47 @@ def fused_kernel(folder):
     return text.value.decode()
 
 
+def recurrent_weights(folder):
+    """Configures recurrent layers by cuDNN 8's functions. The library compares the order of
+    weights with MXNet's; their size is compared here. Returns the number of layers."""
+    cudnn = ctypes.CDLL(str(libraries._forwarder("libcudnn.so.8")))
+    cudnn.gluon_amp_forward_open(str(next(folder.glob("*/lib/libcudnn.so.9"))).encode())
+    cudnn.cudnnGetErrorString.restype = ctypes.c_char_p
+    handle = ctypes.create_string_buffer(1 << 20)  # cudnnCreate needs a GPU; these functions do not
+    rnn, dropout, x = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    size = ctypes.c_size_t()
+
+    def call(name, *arguments):
+        status = getattr(cudnn, name)(*arguments)
+        assert status == 0, f"{name}: {cudnn.cudnnGetErrorString(status).decode()}"
+
+    call("cudnnCreateRNNDescriptor", ctypes.byref(rnn))
+    call("cudnnCreateDropoutDescriptor", ctypes.byref(dropout))
+    call("cudnnCreateTensorDescriptor", ctypes.byref(x))
+    layers = 0
+    for cell, ways, depth, (dtype, width), (inputs, hidden), projection in itertools.product(
+            range(4), (1, 2), (1, 3), ((0, 4), (1, 8), (2, 2)), ((7, 5), (5, 5), (64, 32)),
+            (None, 3)):
+        if projection and cell != LSTM:
+            continue
+        gates, out = (1, 1, 4, 3)[cell], projection or hidden
+        call("cudnnSetTensorNdDescriptor", x, dtype, 3, (ctypes.c_int * 3)(4, inputs, 1),
+             (ctypes.c_int * 3)(inputs, 1, 1))
+        call("cudnnSetRNNDescriptor_v6", handle, rnn, hidden, depth, dropout, 0, ways - 1, cell, 0,
+             dtype % 2)
+        call("cudnnSetRNNMatrixMathType", rnn, 0)
+        if projection:
+            call("cudnnSetRNNProjectionLayers", handle, rnn, projection, 0)
+        call("cudnnSetRNNPaddingMode", rnn, 1)
+        call("cudnnGetRNNParamsSize", handle, rnn, x, ctypes.byref(size), dtype)
+        weights = sum(ways * (gates * hidden * ((out * ways if layer else inputs) + out + 2)
+                              + (hidden * projection if projection else 0))
+                      for layer in range(depth))
+        assert size.value == weights * width
+        layers += 1
+    return layers
+
+
 def main(folder):
     old, new = unpacked(folder / "cuda-11.8", OLD), unpacked(folder / "cuda-13", NEW)
     texts = declarations(old), declarations(new)
@@ -115,6 +159,7 @@ def main(folder):
     print("\n".join(failed))
     assert ".target sm_90" in fused_kernel(new)
     print("NVRTC 13 compiles a fused kernel for 9.0")
+    print(f"cuDNN 9 stores weights in MXNet's order: {recurrent_weights(new)} kinds of layers")
     sys.exit(bool(failed))
 
 

@@ -1,4 +1,5 @@
-"""Runs tests of networks on recording GPUs of capabilities 9.0, 10.0 and 12.0.
+"""Runs tests of networks on recording GPUs of capabilities 9.0, 10.0 and 12.0; these two have cuDNN
+9. Then tests of recurrent layers, on a computing GPU with cuDNN 9.
 
     python tests/newer_gpus.py FOLDER
 
@@ -25,10 +26,15 @@ def main(cache):
         subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--capability", "86", *RUN,
                         ROOT / "tests" / "gpu" / "relabel.py", path, str(arch)], check=True)
         subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--devices", "2", "--capability", str(arch),
-                        "--log", cache / f"log-{arch}.jsonl", "env", f"GLUON_AMP_CACHE={folder}",
-                        *RUN, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                        "--cudnn", "8" if arch == 90 else "9", "--log",
+                        cache / f"log-{arch}.jsonl", "env", f"GLUON_AMP_CACHE={folder}", *RUN,
+                        "-m", "pytest", "-q", "-p", "no:cacheprovider",
                         ROOT / "tests" / "gpu" / "test_gpu_networks.py",
                         ROOT / "tests" / "gpu" / "test_gpu_operators.py"], check=True)
+    subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--cudnn", "9", "--compute", "--log",
+                    cache / "log-rnn.jsonl", *RUN, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+                    "-k", "rnn or RNN or lstm or gru or bidirectional",
+                    ROOT / "tests" / "gpu_computing"], check=True)
 
 
 main(Path(sys.argv[1]).resolve())

@@ -1,5 +1,7 @@
 """The choice of CUDA libraries, and functions that call those of newer libraries."""
 import ctypes
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -118,6 +120,7 @@ def test_only_functions_that_cudnn_9_removed_are_missing(cudnn):
     removed = [function.name for function in libraries.functions() if function.removed]
     assert cudnn.gluon_amp_forward_missing().decode().split() == removed
     assert len(removed) == 12
+    assert all(hasattr(cudnn, name) for name in removed)  # written in C++
 
 
 def test_arguments_reach_newer_function(cudnn):
@@ -145,9 +148,135 @@ def test_error_text_is_that_of_the_newer_library(cudnn):
     assert cudnn.cudnnGetVersion() == 92801
 
 
-def test_removed_function_is_not_supported_and_named(cudnn):
-    assert cudnn.cudnnRNNForwardTrainingEx(None) == 9
-    assert b"cuDNN 9 has no cudnnRNNForwardTrainingEx" in cudnn.cudnnGetErrorString(9)
+# cuDNN 9 with one layer of tanh, 7 inputs and 5 states in float16; `gap` elements are between its
+# matrices and its biases. A tensor's descriptor is its shape. The function named `fails` fails.
+RECURRENT = """
+#include <stdlib.h>
+#include <string.h>
+#define EMPTY(name) int name(void) { return 0; }
+#define FAILS(name) if (!strcmp(fails, #name)) return 3000
+%s
+char fails[99];
+int gap, opened, settings[13];
+const char* cudnnGetErrorString(int status) { return "text of 9"; }
+size_t cudnnGetVersion(void) { return 91900; }
+int cudnnCreateTensorDescriptor(int** d) { *d = calloc(3, sizeof(int)); opened++; return 0; }
+int cudnnDestroyTensorDescriptor(int* d) { free(d); opened--; return 0; }
+int cudnnCreateRNNDataDescriptor(void** d) { FAILS(CreateRNNData); opened++; return 0; }
+int cudnnDestroyRNNDataDescriptor(void* d) { opened--; return 0; }
+int cudnnSetRNNDescriptor_v8(void* rnn, int a, int b, int c, int d, int e, int f, int g, int h,
+                             int i, int j, int k, int l, void* dropout, unsigned flags) {
+  int all[13] = {a, b, c, d, e, f, g, h, i, j, k, l, flags};
+  memcpy(settings, all, sizeof all);
+  return 0;
+}
+int cudnnGetRNNDescriptor_v8(void* rnn, int* a, int* b, int* c, int* d, int* e, int* f, int* g,
+                             int* h, int* i, int* j, int* k, int* l, void** dropout, int* flags) {
+  int* all[13] = {a, b, c, d, e, f, g, h, i, j, k, l, flags};
+  for (int n = 0; n < 13; n++) *all[n] = settings[n];
+  return 0;
+}
+int cudnnGetTensorNdDescriptor(int* d, int wanted, int* type, int* count, int* dims, int* steps) {
+  FAILS(GetTensorNd);
+  *type = 2;
+  *count = 3;
+  memcpy(dims, d, 3 * sizeof(int));
+  return 0;
+}
+int cudnnSetRNNDataDescriptor(void* d, int type, int layout, int steps, int batch, int width,
+                              const int* lengths, void* padding) {
+  FAILS(SetRNNData);
+  return 3000 * (type != 2 || layout == settings[12] || batch != 4 || width != 7
+                 || lengths[3] != 6);
+}
+int cudnnGetRNNTempSpaceSizes(void* handle, void* rnn, int training, void* x, size_t* work,
+                              size_t* reserve) {
+  FAILS(GetRNNTempSpaceSizes);
+  *work = training ? 90 : 101;
+  *reserve = training ? 55 : 0;
+  return 0;
+}
+int cudnnGetRNNWeightSpaceSize(void* handle, void* rnn, size_t* bytes) {
+  *bytes = 2 * (70 + gap);
+  return 0;
+}
+int cudnnGetRNNWeightParams(void* handle, void* rnn, int layer, size_t bytes, char* weights,
+                            int gate, int* m, void** matrix, int* b, void** bias) {
+  int shape[3] = {1, 5, gate ? 5 : 7}, of_bias[3] = {1, 5, 1};
+  FAILS(GetRNNWeightParams);
+  memcpy(m, shape, sizeof shape);
+  memcpy(b, of_bias, sizeof of_bias);
+  *matrix = weights + gate * 70;
+  *bias = weights + 120 + 2 * gap + gate * 10;
+  return 0;
+}
+"""
+
+
+TANH, BIASES, HALF, TENSOR_OP = 1, 2, 2, 1  # cuDNN's numbers
+
+
+@pytest.fixture()
+def recurrent(tmp_path):
+    """cuDNN 8's functions by those of a cuDNN 9 with recurrent layers; and variables of that."""
+    written = re.findall(r"\b(cudnn\w+)\(", RECURRENT)
+    names = [function.name for function in libraries.functions()
+             if function.library == "libcudnn.so.8" and not function.removed
+             and function.name not in written]
+    newer = compiled(tmp_path, "libcudnn.so.9",
+                     RECURRENT % "\n".join(f"EMPTY({name})" for name in names))
+    library = ctypes.CDLL(shutil.copy(CUDA / "_libcudnn.so", tmp_path / "libcudnn.so.8"))
+    library.gluon_amp_forward_open.restype = ctypes.c_char_p
+    library.cudnnGetErrorString.restype = ctypes.c_char_p
+    assert library.gluon_amp_forward_open(str(newer).encode()) is None
+    return library, ctypes.CDLL(str(newer))
+
+
+def configured(library, padded=0):
+    """The status of each function that MXNet calls before the first forward pass, and the sizes of
+    the workspace, the reserve space and the weights."""
+    x, sizes = (ctypes.c_int * 3)(4, 7, 1), [ctypes.c_size_t() for _ in range(3)]
+    steps = (ctypes.c_void_p * 6)(*[ctypes.addressof(x)] * 6)
+    return [library.cudnnSetRNNDescriptor_v6(None, None, 5, 1, None, 0, 0, 1, 0, 0),
+            library.cudnnSetRNNMatrixMathType(None, 0),
+            library.cudnnSetRNNPaddingMode(None, padded),
+            library.cudnnGetRNNWorkspaceSize(None, None, 6, steps, ctypes.byref(sizes[0])),
+            library.cudnnGetRNNTrainingReserveSize(None, None, 6, steps, ctypes.byref(sizes[1])),
+            library.cudnnGetRNNParamsSize(None, None, x, ctypes.byref(sizes[2]), 2)], \
+        [size.value for size in sizes]
+
+
+@pytest.mark.parametrize("padded", [0, 1])
+def test_recurrent_layer_is_configured_for_cudnn_9(padded, recurrent):
+    library, newer = recurrent
+    statuses, sizes = configured(library, padded)
+    assert (statuses, sizes) == ([0] * 6, [104, 55, 140])  # the workspace: whole elements of it
+    algorithm = direction = linear = single = 0
+    assert [*(ctypes.c_int * 13).in_dll(newer, "settings")] == [
+        algorithm, TANH, BIASES, direction, linear, HALF, single, TENSOR_OP, 7, 5, 5, 1, padded]
+    assert ctypes.c_int.in_dll(newer, "opened").value == 0
+
+
+def test_other_order_of_weights_is_refused(recurrent):
+    library, newer = recurrent
+    ctypes.c_int.in_dll(newer, "gap").value = 3
+    statuses, _ = configured(library)
+    assert statuses == [0] * 5 + [9]
+    assert library.cudnnGetErrorString(9) == (
+        b"this cuDNN stores weights of recurrent layers in another order than MXNet")
+    assert ctypes.c_int.in_dll(newer, "opened").value == 0
+
+
+@pytest.mark.parametrize(("name", "failing"), [
+    ("CreateRNNData", {3, 4}), ("SetRNNData", {3, 4}), ("GetRNNTempSpaceSizes", {3, 4}),
+    ("GetTensorNd", {3, 4, 5}), ("GetRNNWeightParams", {5})])
+def test_errors_of_cudnn_9_are_returned_and_leave_no_descriptor(name, failing, recurrent):
+    library, newer = recurrent
+    (ctypes.c_char * 99).in_dll(newer, "fails").value = name.encode()
+    statuses, _ = configured(library)
+    assert statuses == [9 if i in failing else 0 for i in range(6)]
+    assert library.cudnnGetErrorString(9) == b"text of 9"
+    assert ctypes.c_int.in_dll(newer, "opened").value == 0
 
 
 NVRTC = """

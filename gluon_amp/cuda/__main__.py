@@ -1,7 +1,7 @@
 """Runs a command with MXNet's CUDA build on a recording GPU.
 
-    python -m gluon_amp.cuda [--devices N] [--capability SM[,SM...]] [--log FILE] [--compute]
-                             COMMAND ...
+    python -m gluon_amp.cuda [--devices N] [--capability SM[,SM...]] [--cudnn {8,9}] [--log FILE]
+                             [--compute] COMMAND ...
 """
 import argparse
 import os
@@ -17,13 +17,15 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--capability", type=lambda text: [*map(int, text.split(","))],
                         default=[70], metavar="SM[,SM...]",
                         help="compute capability of the GPUs, such as 90; or of each: 86,90")
+    parser.add_argument("--cudnn", type=int, choices=(8, 9), default=8,
+                        help="version of cuDNN; gluon_amp must be imported for 9")
     parser.add_argument("--log", type=Path)
     parser.add_argument("--compute", action="store_true",
                         help="execute the recorded calls on the host")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     made = environment(options.log, options.devices, options.capability,
-                       compute=options.compute)
+                       compute=options.compute, cudnn=options.cudnn)
     os.execvpe(options.command[0], options.command, made)
 
 

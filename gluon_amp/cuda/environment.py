@@ -9,6 +9,7 @@ from ..files import new_folder
 from .stubs import build
 
 WHEEL = "mxnet_cu112-1.9.1-*.whl"
+_VERSIONS = {8: 8101, 9: 91900}  # of cuDNN on a software GPU
 
 
 def cache() -> Path:
@@ -37,7 +38,7 @@ def cuda_mxnet() -> Path:
 
 def environment(log: Optional[Path] = None, devices: int = 1,
                 capability: Union[int, Sequence[int]] = 70, gigabytes: int = 16,
-                compute: bool = False) -> Dict[str, str]:
+                compute: bool = False, cudnn: int = 8) -> Dict[str, str]:
     """Returns the environment variables of a new process.
 
     Args:
@@ -46,13 +47,15 @@ def environment(log: Optional[Path] = None, devices: int = 1,
         capability: their compute capability: 70 for 7.0; or one for each, the last for the rest.
         gigabytes: the memory of each.
         compute: whether to execute the calls on the host.
+        cudnn: the major version of cuDNN: 8, or 9, which forward/ adapts.
     """
     mxnet = cuda_mxnet()
     capabilities = [capability] if isinstance(capability, int) else capability
     made = {**os.environ, "RECORDING_GPU_COUNT": str(devices),
             "RECORDING_GPU_SM": ",".join(map(str, capabilities)),
             "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or ""),
-            "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(cache())}
-    for name, first in (("PYTHONPATH", mxnet), ("LD_LIBRARY_PATH", build(cache()))):
+            "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(cache()),
+            "RECORDING_GPU_CUDNN": str(_VERSIONS[cudnn])}
+    for name, first in (("PYTHONPATH", mxnet), ("LD_LIBRARY_PATH", build(cache(), cudnn))):
         made[name] = os.pathsep.join(filter(None, [str(first), os.environ.get(name)]))
     return made

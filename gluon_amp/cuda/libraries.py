@@ -37,12 +37,13 @@ INSTALL = {11: "pip install 'gluon-amp[cu112]'", 13: "pip install 'gluon-amp[cu1
 
 
 class Function(NamedTuple):
-    """A function that libmxnet.so imports, or only the engine (`engine`); `removed` if newer
-    libraries lack it."""
+    """A function that libmxnet.so imports, or only the engine (`engine`) or only the libraries of
+    forward/ (`forward`) call; `removed` if cuDNN 9 lacks it."""
     library: str
     name: str
     removed: bool
     engine: bool
+    forward: bool
 
     @property
     def symbol(self) -> str:
@@ -52,10 +53,11 @@ class Function(NamedTuple):
 
 
 def functions() -> List[Function]:
-    """Returns the functions that libmxnet.so and the engine import from CUDA."""
+    """Returns the functions of CUDA that libmxnet.so, the engine and forward/ call."""
     rows = [line.split() for line in FUNCTIONS.read_text(encoding="utf-8").splitlines()
             if not line.startswith("#")]
-    return [Function(row[0], row[1], "removed" in row[2:], "engine" in row[2:]) for row in rows]
+    return [Function(row[0], row[1], "removed" in row[2:], "engine" in row[2:],
+                     "forward" in row[2:]) for row in rows]
 
 
 class Choice(NamedTuple):
@@ -123,6 +125,13 @@ def choose(devices: Optional[Devices]) -> Choice:
     return Choice(11, _locate(11, places)[0], "; ".join(reasons),
                   f"no CUDA libraries serve {_names(gpus)} ({'; '.join(reasons)}): {remedy}"
                   if gpus else "")
+
+
+def of_software_gpu() -> Optional[Choice]:
+    """Returns cuDNN 9 of a software GPU; None if it has cuDNN 8, which needs no choice."""
+    if int(os.environ.get("RECORDING_GPU_CUDNN") or 0) < 90_000:
+        return None
+    return Choice(12, {"libcudnn.so.8": "libcudnn.so.9"}, "a software GPU with cuDNN 9")
 
 
 def cuda_11() -> Choice:

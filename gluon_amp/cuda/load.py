@@ -25,7 +25,7 @@ class Prepared:
     Attributes:
         devices: the visible GPUs and the driver; None if they are unknown.
         why_unknown: the reason.
-        choice: the CUDA libraries; None on a software GPU.
+        choice: the CUDA libraries; None on a software GPU with cuDNN 8.
         packs: the packs in use.
         kernels: the registered kernels, if a GPU is not served by the wheel.
         problems: what the user was warned of.
@@ -61,8 +61,10 @@ def prepare(builds: Sequence[str]) -> None:
         why_unknown = str(error)
     library = wheel.library()
     supported = library is not None and wheel.build_id(library) == wheel.BUILD_ID
-    choice = None
-    if not software:
+    choice: Optional[libraries.Choice]
+    if software:
+        choice = libraries.of_software_gpu()
+    else:
         choice = libraries.choose(devices) if supported else libraries.cuda_11()
     packs, kernels, problems = _kernels(
         devices, "" if supported else f"{', '.join(builds)}, {library}")

@@ -71,6 +71,7 @@ def second_part(args):
     small, rows = args.small_flag, args.out / "rows.jsonl"
     steps = [Step(f"operators {dtype}", 150, script("operators.py", dtype, rows, *small))
              for dtype in ("float32", "float16")]
+    steps.append(Step("recurrent layers", 150, script("recurrent.py", rows)))
     for name in ("image_classification", "fine_tune", "train_imagenet", "language_model",
                  "object_detection"):
         lacks = name == "object_detection" and args.software

@@ -38,6 +38,11 @@ void softmax_backward(int algorithm, int mode, V alpha, D yd, V y, V dy, V beta,
 void dropout(D d, D xd, V x, V y, V reserve);
 void dropout_backward(D d, D xd, V dy, V dx, V reserve);
 
+// The count of an RNN's parameters, for inputs of this width.
+ll rnn_parameters(D r, ll width);
+// A matrix and its bias: places in the parameters, -1 for none. `layer` counts directions, `gate` matrices.
+struct RnnPart { ll matrix, rows, columns, bias; };
+RnnPart rnn_part(D r, int layer, int gate);
 // reserve: null in prediction
 void rnn_forward(D r, D xd, V x, V h, V c, V w, V y, V hy, V cy, V reserve);
 void rnn_data(D r, D yd, V dy, V dhy, V dcy, V w, V dx, V dh, V dc, V reserve);

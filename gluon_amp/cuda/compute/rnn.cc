@@ -15,17 +15,26 @@ float sigmoid(float a) { return 1 / (1 + std::exp(-a)); }
 // One direction of one layer.
 struct Way {
   ll in, gates;                  // width of the input; gates * hidden
-  ll w, r, bw, br;               // offsets of weights and biases in the parameters
+  ll w, r, p, bw, br;            // offsets of weights, of the projection and of biases in the parameters
   bool backward;                 // in time
   Floats input, mask;            // (T, N, in); the dropout mask, if any
-  Floats h, c, gate, inner;      // (T + 1, N, hidden) from the first state on; (T, N, gates); GRU: r's new gate
-  Floats dgate, dinner;
+  Floats h, c, gate, inner;      // (T + 1, N, out or hidden) from the first state on; (T, N, gates); GRU: r's new gate
+  Floats unprojected;            // (T, N, hidden)
+  Floats dgate, dinner, dout;    // of gates; of their recurrent part; of projected states
+  std::vector<bool> clipped;     // (T, N, hidden): cells
 };
 
 struct Kept {
   int mode;
-  ll steps, batch, width, hidden, ways;
+  ll steps, batch, width, hidden, out, ways;  // out: width of a state, projected or not
+  bool projects;
+  Clip clip;
+  std::vector<int> lengths;                   // of sequences
   std::vector<std::vector<Way>> layers;
+
+  bool runs(ll step, ll sequence) const { return step < lengths[sequence]; }
+  // The time of a direction's step: backward starts at the last time of a sequence.
+  ll time(const Way& one, ll step, ll sequence) const { return one.backward ? lengths[sequence] - 1 - step : step; }
 };
 
 std::map<const void*, std::shared_ptr<Kept>>& kept() {
@@ -44,26 +53,32 @@ void write(V data, int type, const Floats& from, bool add = false) {
   for (size_t i = 0; data && i < from.size(); i++) to.set(i, from[i] + (add ? to[i] : 0));
 }
 
-std::shared_ptr<Kept> plan(D r, D xd) {
-  if (r->projection) unknown("recurrent layers with projections");
-  auto all = std::make_shared<Kept>();
-  *all = {r->mode, xd->dims[0], xd->dims[1], xd->dims[2], r->hidden, r->direction ? 2 : 1, {}};
-  const ll count = r->mode == kLstm ? 4 : r->mode == kGru ? 3 : 1, hidden = r->hidden;
+Kept plan(D r, ll width) {
+  Kept all{};
+  all.mode = r->mode;
+  all.width = width;
+  all.hidden = r->hidden;
+  all.out = r->projection;
+  all.projects = r->projection != r->hidden;
+  all.ways = r->direction ? 2 : 1;
+  all.clip = r->clip;
+  const ll count = r->mode == kLstm ? 4 : r->mode == kGru ? 3 : 1;
   ll at = 0;
   for (int layer = 0; layer < r->layers; layer++) {
-    all->layers.emplace_back();
-    for (ll way = 0; way < all->ways; way++) {
+    all.layers.emplace_back();
+    for (ll way = 0; way < all.ways; way++) {
       Way one{};
-      one.in = layer ? hidden * all->ways : all->width;
-      one.gates = count * hidden;
+      one.in = layer ? all.out * all.ways : width;
+      one.gates = count * all.hidden;
       one.backward = way;
       one.w = at;
       one.r = at + one.gates * one.in;
-      at = one.r + one.gates * hidden;
-      all->layers.back().push_back(one);
+      one.p = one.r + one.gates * all.out;
+      at = one.p + (all.projects ? all.hidden * all.out : 0);
+      all.layers.back().push_back(one);
     }
   }
-  for (auto& layer : all->layers)
+  for (auto& layer : all.layers)
     for (Way& one : layer) {  // biases follow all weights
       one.bw = at;
       one.br = at + one.gates;
@@ -72,29 +87,40 @@ std::shared_ptr<Kept> plan(D r, D xd) {
   return all;
 }
 
-// The time of a direction's step: backward starts at the last time.
-ll time_of(const Kept& all, const Way& one, ll step) { return one.backward ? all.steps - 1 - step : step; }
+float clipped(const Clip& clip, float cell) {
+  if (cell != cell) return clip.keeps_nan ? cell : (float)clip.low;
+  return std::min(std::max(cell, (float)clip.low), (float)clip.high);
+}
 
 void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) {
-  const ll n = all.batch, hidden = all.hidden, gates = one->gates;
+  const ll n = all.batch, hidden = all.hidden, out = all.out, gates = one->gates;
   Floats x((size_t)all.steps * n * gates), r((size_t)n * gates);
   product(all.steps * n, gates, one->in, one->input.data(), transposed(&w[one->w], gates, one->in).data(), x.data(), Sums::kFloat);
-  const Floats turned = transposed(&w[one->r], gates, hidden);
+  const Floats turned = transposed(&w[one->r], gates, out);
+  const Floats projection = all.projects ? transposed(&w[one->p], out, hidden) : Floats();
   one->gate.resize(x.size());
   one->inner.resize((size_t)all.steps * n * hidden);
+  one->unprojected.resize(one->inner.size());
+  one->clipped.resize(one->inner.size());
   for (ll step = 0; step < all.steps; step++) {
-    product(n, gates, hidden, &one->h[step * n * hidden], turned.data(), r.data(), Sums::kFloat);
-    for (ll b = 0; b < n; b++)
+    product(n, gates, out, &one->h[step * n * out], turned.data(), r.data(), Sums::kFloat);
+    for (ll b = 0; b < n; b++) {
+      if (!all.runs(step, b)) {
+        std::copy_n(&one->c[(step * n + b) * hidden], hidden, &one->c[((step + 1) * n + b) * hidden]);
+        continue;
+      }
       for (ll j = 0; j < hidden; j++) {
-        const ll row = time_of(all, *one, step) * n + b, s = (step * n + b) * hidden + j;
+        const ll row = all.time(*one, step, b) * n + b, s = (step * n + b) * hidden + j;
         const auto in = [&](ll k) { return x[row * gates + k * hidden + j] + w[one->bw + k * hidden + j]; };
         const auto back = [&](ll k) { return r[b * gates + k * hidden + j] + w[one->br + k * hidden + j]; };
         float* gate = &one->gate[(step * n + b) * gates + j];
-        float* next = &one->h[s + n * hidden];
+        float* next = &one->unprojected[s];
         if (all.mode == kLstm) {
           for (ll k = 0; k < 4; k++)
             gate[k * hidden] = k == 2 ? std::tanh(in(k) + back(k)) : sigmoid(in(k) + back(k));
-          const float c = gate[hidden] * one->c[s] + gate[0] * gate[2 * hidden];
+          const float sum = gate[hidden] * one->c[s] + gate[0] * gate[2 * hidden];
+          const float c = all.clip.on ? clipped(all.clip, sum) : sum;
+          one->clipped[s] = c != sum && sum == sum;
           one->c[s + n * hidden] = c;
           *next = gate[3 * hidden] * std::tanh(c);
         } else if (all.mode == kGru) {
@@ -107,29 +133,54 @@ void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) 
           const float sum = in(0) + back(0);
           *next = gate[0] = all.mode == kTanh ? std::tanh(sum) : std::max(sum, 0.0f);
         }
-        *next = (float)rounding.rounded(*next);
       }
+    }
+    const float* made = &one->unprojected[step * n * hidden];
+    float* next = &one->h[(step + 1) * n * out];
+    if (all.projects) product(n, out, hidden, made, projection.data(), next, Sums::kFloat);
+    else std::copy_n(made, n * out, next);
+    for (ll i = 0; i < n * out; i++)
+      next[i] = all.runs(step, i / out) ? (float)rounding.rounded(next[i]) : next[i - n * out];
   }
+}
+
+// Rows of steps, in the order of times; zero where a sequence has ended.
+Floats by_time(const Kept& all, const Way& one, const Floats& steps, ll width) {
+  Floats made(steps.size());
+  for (ll step = 0; step < all.steps; step++)
+    for (ll b = 0; b < all.batch; b++)
+      if (all.runs(step, b))
+        std::copy_n(&steps[(step * all.batch + b) * width], width, &made[(all.time(one, step, b) * all.batch + b) * width]);
+  return made;
 }
 
 // dh, dc: gradients of the last states, replaced by those of the first; returns the input's gradient.
 Floats backward(const Kept& all, Way* one, const Floats& w, const Floats& dy, ll offset, float* dh, float* dc) {
-  const ll n = all.batch, hidden = all.hidden, gates = one->gates, out = hidden * all.ways;
+  const ll n = all.batch, hidden = all.hidden, out = all.out, gates = one->gates;
   one->dgate.assign(one->gate.size(), 0);
   one->dinner.assign(one->gate.size(), 0);
-  Floats recurrent((size_t)n * hidden);
+  one->dout.assign((size_t)all.steps * n * out, 0);
+  Floats recurrent((size_t)n * out), made((size_t)n * hidden);
   for (ll step = all.steps - 1; step >= 0; step--) {
+    float* dout = &one->dout[step * n * out];
+    for (ll i = 0; i < n * out; i++) {
+      const ll b = i / out;
+      if (!all.runs(step, b)) continue;
+      dout[i] = dh[i] + dy[(all.time(*one, step, b) * n + b) * out * all.ways + offset + i % out];
+      dh[i] = 0;
+    }
+    if (all.projects) product(n, hidden, out, dout, &w[one->p], made.data(), Sums::kFloat);
+    else std::copy_n(dout, n * out, made.data());
     for (ll b = 0; b < n; b++)
-      for (ll j = 0; j < hidden; j++) {
+      for (ll j = 0; all.runs(step, b) && j < hidden; j++) {
         const ll s = (step * n + b) * hidden + j, g = (step * n + b) * gates + j;
         const float* gate = &one->gate[g];
-        float *to = &one->dgate[g], *inner = &one->dinner[g], &state = dh[b * hidden + j];
-        const float d = state + dy[(time_of(all, *one, step) * n + b) * out + offset + j];
-        state = 0;
+        float *to = &one->dgate[g], *inner = &one->dinner[g];
+        const float d = made[b * hidden + j];
         if (all.mode == kLstm) {
           const float t = std::tanh(one->c[s + n * hidden]);
           float& cell = dc[b * hidden + j];
-          cell += d * gate[3 * hidden] * (1 - t * t);
+          cell = one->clipped[s] ? 0 : cell + d * gate[3 * hidden] * (1 - t * t);
           to[0] = cell * gate[2 * hidden] * gate[0] * (1 - gate[0]);
           to[hidden] = cell * one->c[s] * gate[hidden] * (1 - gate[hidden]);
           to[2 * hidden] = cell * gate[0] * (1 - gate[2 * hidden] * gate[2 * hidden]);
@@ -140,34 +191,54 @@ Floats backward(const Kept& all, Way* one, const Floats& w, const Floats& dy, ll
           to[hidden] = d * (one->h[s] - fresh) * z * (1 - z);
           to[2 * hidden] = d * (1 - z) * (1 - fresh * fresh);
           to[0] = to[2 * hidden] * one->inner[s] * gate[0] * (1 - gate[0]);
-          state = d * z;
+          dh[b * out + j] = d * z;
         } else {
           to[0] = d * (all.mode == kTanh ? 1 - gate[0] * gate[0] : gate[0] > 0 ? 1.0f : 0.0f);
         }
         for (ll k = 0; k < gates; k += hidden) inner[k] = to[k] * (all.mode == kGru && k == 2 * hidden ? gate[0] : 1);
       }
-    product(n, hidden, gates, &one->dinner[step * n * gates], &w[one->r], recurrent.data(), Sums::kFloat);
-    for (ll i = 0; i < n * hidden; i++) dh[i] += recurrent[i];
+    product(n, out, gates, &one->dinner[step * n * gates], &w[one->r], recurrent.data(), Sums::kFloat);
+    for (ll i = 0; i < n * out; i++) dh[i] += recurrent[i];
   }
-  Floats by_time(one->dgate.size()), dx((size_t)all.steps * n * one->in);
-  for (ll step = 0; step < all.steps; step++)
-    std::copy_n(&one->dgate[step * n * gates], n * gates, &by_time[time_of(all, *one, step) * n * gates]);
-  product(all.steps * n, one->in, gates, by_time.data(), &w[one->w], dx.data(), Sums::kFloat);
+  Floats dx((size_t)all.steps * n * one->in);
+  product(all.steps * n, one->in, gates, by_time(all, *one, one->dgate, gates).data(), &w[one->w], dx.data(), Sums::kFloat);
   for (size_t i = 0; i < one->mask.size(); i++) dx[i] *= one->mask[i];
   return dx;
 }
 
 ll parameters(const Kept& all) { return all.layers.back().back().br + all.layers.back().back().gates; }
 
+// At a place of a tensor of states (layers * ways, N, width).
+struct States {
+  ll size;  // of a layer's direction
+  Floats values;
+  float* at(ll place) { return &values[place * size]; }
+};
+
 }  // namespace
+
+ll rnn_parameters(D r, ll width) { return parameters(plan(r, width)); }
+
+RnnPart rnn_part(D r, int layer, int gate) {
+  const Kept all = plan(r, r->input);
+  const Way& one = all.layers[layer / all.ways][layer % all.ways];
+  const ll hidden = all.hidden, count = one.gates / hidden;
+  if (gate < count) return {one.w + gate * hidden * one.in, hidden, one.in, one.bw + gate * hidden};
+  if (gate == 2 * count && all.projects) return {one.p, all.out, hidden, -1};
+  if (gate < 2 * count) return {one.r + (gate - count) * hidden * all.out, hidden, all.out, one.br + (gate - count) * hidden};
+  return {-1, 0, 0, -1};
+}
 
 void rnn_forward(D r, D xd, V x, V h, V c, V w, V y, V hy, V cy, V reserve) {
   static auto& random = *new std::mt19937(number("RECORDING_GPU_SEED", 1));
-  auto all = plan(r, xd);
-  const ll n = all->batch, hidden = all->hidden, state = n * hidden;
+  auto all = std::make_shared<Kept>(plan(r, xd->dims[2]));
+  all->steps = xd->dims[0];
+  all->batch = xd->dims[1];
+  all->lengths = xd->window;
+  const ll n = all->batch, out = all->out, places = r->layers * all->ways;
   const Floats weights = read(w, xd->type, parameters(*all));
-  const Floats first = read(h, xd->type, r->layers * all->ways * state), cells = read(c, xd->type, first.size());
-  Floats data = read(x, xd->type, all->steps * n * all->width), last_h, last_c;
+  States states{n * out, read(h, xd->type, places * n * out)}, cells{n * all->hidden, read(c, xd->type, places * n * all->hidden)};
+  Floats data = read(x, xd->type, all->steps * n * all->width);
   for (size_t layer = 0; layer < all->layers.size(); layer++) {
     Floats mask;
     if (layer && r->dropout > 0 && reserve) {
@@ -178,28 +249,30 @@ void rnn_forward(D r, D xd, V x, V h, V c, V w, V y, V hy, V cy, V reserve) {
         v *= mask.back();
       }
     }
-    Floats out((size_t)all->steps * state * all->ways);
+    Floats made((size_t)all->steps * n * out * all->ways);
     for (ll way = 0; way < all->ways; way++) {
+      const ll place = layer * all->ways + way;
       Way& one = all->layers[layer][way];
       one.input = data;
       one.mask = mask;
-      one.h.resize((all->steps + 1) * state);
-      one.c.resize(one.h.size());
-      std::copy_n(&first[(layer * all->ways + way) * state], state, one.h.data());
-      std::copy_n(&cells[(layer * all->ways + way) * state], state, one.c.data());
+      one.h.resize((all->steps + 1) * states.size);
+      one.c.resize((all->steps + 1) * cells.size);
+      std::copy_n(states.at(place), states.size, one.h.data());
+      std::copy_n(cells.at(place), cells.size, one.c.data());
       forward(*all, &one, weights, {of_cuda(xd->type), nullptr});
       for (ll step = 0; step < all->steps; step++)
         for (ll b = 0; b < n; b++)
-          std::copy_n(&one.h[(step + 1) * state + b * hidden], hidden,
-                      &out[((time_of(*all, one, step) * n + b) * all->ways + way) * hidden]);
-      last_h.insert(last_h.end(), one.h.end() - state, one.h.end());
-      last_c.insert(last_c.end(), one.c.end() - state, one.c.end());
+          if (all->runs(step, b))
+            std::copy_n(&one.h[(step + 1) * states.size + b * out], out,
+                        &made[((all->time(one, step, b) * n + b) * all->ways + way) * out]);
+      std::copy_n(one.h.end() - states.size, states.size, states.at(place));
+      std::copy_n(one.c.end() - cells.size, cells.size, cells.at(place));
     }
-    data.swap(out);
+    data.swap(made);
   }
   write(y, xd->type, data);
-  write(hy, xd->type, last_h);
-  write(cy, xd->type, last_c);
+  write(hy, xd->type, states.values);
+  write(cy, xd->type, cells.values);
   if (!reserve) return;
   std::lock_guard<std::mutex> lock(g_mutex);
   kept()[reserve] = all;
@@ -214,24 +287,24 @@ static std::shared_ptr<Kept> kept_for(V reserve) {
 
 void rnn_data(D r, D yd, V dy, V dhy, V dcy, V w, V dx, V dh, V dc, V reserve) {
   auto all = kept_for(reserve);
-  const ll state = all->batch * all->hidden, type = yd->type;
+  const ll n = all->batch, places = r->layers * all->ways, type = yd->type;
   const Floats weights = read(w, type, parameters(*all));
-  Floats gradient = read(dy, type, all->steps * state * all->ways);
-  Floats states = read(dhy, type, r->layers * all->ways * state), cells = read(dcy, type, states.size());
+  Floats gradient = read(dy, type, all->steps * n * all->out * all->ways);
+  States states{n * all->out, read(dhy, type, places * n * all->out)}, cells{n * all->hidden, read(dcy, type, places * n * all->hidden)};
   for (int layer = r->layers - 1; layer >= 0; layer--) {
     Floats below;
     for (ll way = 0; way < all->ways; way++) {
-      const ll place = (layer * all->ways + way) * state;
-      const Floats one = backward(*all, &all->layers[layer][way], weights, gradient, way * all->hidden, &states[place],
-                                  &cells[place]);
+      const ll place = layer * all->ways + way;
+      const Floats one = backward(*all, &all->layers[layer][way], weights, gradient, way * all->out, states.at(place),
+                                  cells.at(place));
       below.resize(one.size());
       for (size_t i = 0; i < one.size(); i++) below[i] += one[i];
     }
     gradient.swap(below);
   }
   write(dx, type, gradient);
-  write(dh, type, states);
-  write(dc, type, cells);
+  write(dh, type, states.values);
+  write(dc, type, cells.values);
 }
 
 void rnn_weights(D xd, V dw, V reserve) {  // adds to the weights' gradients
@@ -239,12 +312,14 @@ void rnn_weights(D xd, V dw, V reserve) {  // adds to the weights' gradients
   Floats made(parameters(*all));
   for (auto& layer : all->layers)
     for (Way& one : layer) {
-      const ll n = all->batch, hidden = all->hidden, rows = all->steps * n;
-      Floats by_time(one.dgate.size());
-      for (ll step = 0; step < all->steps; step++)
-        std::copy_n(&one.dgate[step * n * one.gates], n * one.gates, &by_time[time_of(*all, one, step) * n * one.gates]);
-      product(one.gates, one.in, rows, transposed(by_time.data(), rows, one.gates).data(), one.input.data(), &made[one.w], Sums::kFloat);
-      product(one.gates, hidden, rows, transposed(one.dinner.data(), rows, one.gates).data(), one.h.data(), &made[one.r], Sums::kFloat);
+      const ll rows = all->steps * all->batch;
+      // the gradient of a matrix: (rows, height) transposed, times (rows, width)
+      const auto matrix = [&](ll at, const Floats& left, ll height, const float* right, ll width) {
+        product(height, width, rows, transposed(left.data(), rows, height).data(), right, &made[at], Sums::kFloat);
+      };
+      matrix(one.w, by_time(*all, one, one.dgate, one.gates), one.gates, one.input.data(), one.in);
+      matrix(one.r, one.dinner, one.gates, one.h.data(), all->out);
+      if (all->projects) matrix(one.p, one.dout, all->out, one.unprojected.data(), all->hidden);
       for (ll i = 0; i < rows; i++)
         for (ll k = 0; k < one.gates; k++) {
           made[one.bw + k] += one.dgate[i * one.gates + k];

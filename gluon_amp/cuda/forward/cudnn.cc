@@ -1,4 +1,4 @@
-// cuDNN 8 by cuDNN 9, which numbers status codes differently and lacks the old functions of RNNs.
+// cuDNN 8 by cuDNN 9, which numbers status codes differently.
 #include "forward.h"
 
 #include <stddef.h>
@@ -35,16 +35,14 @@ static int status_of_8(int status) {
 
 extern "C" unsigned long long forward_result(unsigned long long result) {
   int status = (int)result;
-  if (status < 1000) return result;  // 0, or of forward_missing
+  if (status < 1000) return result;
   t_reason = ((const char* (*)(int))forward_symbol("cudnnGetErrorString"))(status);
   return t_status = status_of_8(status);
 }
 
-extern "C" int forward_missing(const char* name) {
-  t_reason = std::string("CUDNN_STATUS_NOT_SUPPORTED: cuDNN 9 has no ") + name +
-             ", which MXNet's recurrent layers call. CUDA 11.8 with cuDNN 8 has it, for GPUs up to compute "
-             "capability 9.0: pip install 'gluon-amp[cu112]'";
-  return t_status = kNotSupported;
+int forward_error(int status, const char* reason) {
+  t_reason = reason;
+  return t_status = status;
 }
 
 API const char* cudnnGetErrorString(int status) {

@@ -7,8 +7,7 @@
 // Each function stores the address of its Function in r10 and jumps to forward_call. Weak, so that a library can define
 // a function in C++.
 #define FUNCTION(name)                                                                   \
-  extern "C" void forward_to_missing();                                                  \
-  Function forward_##name{(void*)forward_to_missing, #name};                             \
+  Function forward_##name{nullptr, #name};                                               \
   asm(".weak " #name "\n.type " #name ", @function\n" #name ":\n"                        \
       "  leaq forward_" #name "(%rip), %r10\n  jmp forward_call\n.size " #name ", .-" #name "\n");
 #include FUNCTIONS
@@ -38,16 +37,11 @@ forward_call:
   .cfi_def_cfa %rsp, 8
   ret
   .cfi_endproc
-.globl forward_to_missing
-.hidden forward_to_missing
-forward_to_missing:
-  movq 8(%r10), %rdi
-  jmp forward_missing
 )");
 
-#define DEFAULT extern "C" __attribute__((weak, visibility("hidden")))
-DEFAULT unsigned long long forward_result(unsigned long long result) { return result; }
-DEFAULT int forward_missing(const char*) { return 1; }
+extern "C" __attribute__((weak, visibility("hidden"))) unsigned long long forward_result(unsigned long long result) {
+  return result;
+}
 
 static Function* const g_functions[] = {
 #define FUNCTION(name) &forward_##name,
@@ -64,7 +58,7 @@ API const char* gluon_amp_forward_open(const char* path) {
   g_library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!g_library) return dlerror();
   for (Function* each : g_functions)
-    if (void* found = forward_symbol(each->name)) each->target = found;
+    each->target = forward_symbol(each->name);
   return nullptr;
 }
 
@@ -73,6 +67,6 @@ API const char* gluon_amp_forward_missing() {
   static std::string names;
   names.clear();
   for (const Function* each : g_functions)
-    if (each->target == (void*)forward_to_missing) (names += each->name) += ' ';
+    if (!each->target) (names += each->name) += ' ';
   return names.c_str();
 }

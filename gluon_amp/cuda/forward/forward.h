@@ -3,7 +3,7 @@
 #pragma once
 
 struct Function {
-  void* target;  // the newer library's function
+  void* target;  // the newer library's function; null if it lacks it
   const char* name;
 };
 
@@ -16,9 +16,8 @@ struct Function {
 // The address of a function in the newer library, or null.
 extern "C" void* forward_symbol(const char* name);
 
-// Each has a default in forward.cc, which a library may replace.
-
-// Translates what a function returns.
+// Translates what a function returns. forward.cc has a default, which a library may replace.
 extern "C" unsigned long long forward_result(unsigned long long result);
-// The result of a function that the newer library lacks.
-extern "C" int forward_missing(const char* name);
+
+// For cuDNN: an error of this library; returns the status, and cudnnGetErrorString the reason.
+int forward_error(int status, const char* reason);

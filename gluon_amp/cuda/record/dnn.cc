@@ -80,3 +80,9 @@ API int cudnnSetFilterNdDescriptor(D d, int t, int format, int n, const int* dim
   d->type = t; d->format = format; d->dims.assign(dims, dims + n); d->contiguous();
   return 0;
 }
+API int cudnnGetTensorNdDescriptor(D d, int wanted, int* t, int* n, int* dims, int* strides) {
+  *t = d->type;
+  *n = (int)d->dims.size();
+  for (int i = 0; i < wanted && i < *n; i++) dims[i] = d->dims[i], strides[i] = d->strides[i];
+  return 0;
+}

@@ -4,10 +4,16 @@
 
 enum { BAD_PARAM = 3, NOT_SUPPORTED = 9, EXECUTION_FAILED = 8 };  // cuDNN's statuses
 
+struct Clip { bool on = false, keeps_nan = true; double low = 0, high = 0; };  // of LSTM cells
+
 struct Desc {
   int type = -1, format = 0, compute = -1, math = 0, groups = 1, mode = 0, algorithm = 0;
   std::vector<int> dims, strides, pad, stride, dilate, window;
-  int hidden = 0, layers = 0, direction = 0, input = 0, projection = 0;
+  int hidden = 0, layers = 0, direction = 0, input_mode = 0, projection = 0;  // without projection: hidden
+  int input = 0;       // width; 0 before cuDNN 9, which has it in the descriptor
+  bool padded = false;
+  Clip clip;
+  Desc* drops = nullptr;
   float dropout = 0;
   size_t bytes() const;
   void contiguous();

@@ -1,0 +1,76 @@
+"""Recurrent layers give the same results on a GPU as on a CPU. `make test-gpu` runs these tests
+with cuDNN 8, and with cuDNN 9 by its newer functions."""
+import os
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluon_amp.cuda import recording
+from rnn_cases import CASES, HIDDEN, INPUT, Case, difference, drawn, operator, results, unrolled
+
+GPU = mx.gpu(0)
+CUDNN_9 = os.environ["RECORDING_GPU_CUDNN"] >= "9"
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float16", 6e-3)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_layer_matches_cpu(case, dtype, bound):
+    begin, before = recording.position(), recording.violations()
+    assert difference(case, GPU, dtype) < bound
+    assert recording.violations() == before
+    recording.mark("")
+    called = {call.name for call in recording.calls(begin) if call.name.startswith("cudnnRNN")}
+    assert called == ({"cudnnRNNForward", "cudnnRNNBackwardData_v8", "cudnnRNNBackwardWeights_v8"}
+                      if CUDNN_9 else {"cudnnRNNForwardTrainingEx", "cudnnRNNBackwardDataEx",
+                                       "cudnnRNNBackwardWeightsEx"})
+
+
+@pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_relu"])
+def test_unrolled_layer_is_mxnets(mode):
+    case = Case(mode, 2, 2)
+    pairs = zip(results(case, mx.cpu()), results(case, mx.cpu(), run=unrolled))
+    assert all(np.allclose(one, other, atol=1e-5) for one, other in pairs)
+
+
+@pytest.mark.parametrize("case", [Case("gru", 2, 2), Case("lstm", 2, 1, 2, (-.2, .1), (1, 5, 2))],
+                         ids=str)
+def test_prediction_matches_training(case):
+    inputs = [mx.nd.array(array, ctx=GPU) for array in drawn(case)[0]]
+    with mx.autograd.train_mode():
+        training = operator(case, *inputs)
+    for one, other in zip(training, operator(case, *inputs)):
+        assert np.array_equal(one.asnumpy(), other.asnumpy())
+
+
+def test_dropout_is_between_layers_and_in_training_only():
+    random = np.random.RandomState(0)
+    count = sum(4 * HIDDEN * (width + HIDDEN + 2) for width in (INPUT, HIDDEN))
+    arrays = [random.randn(5, 3, INPUT), random.randn(count), np.zeros((2, 3, HIDDEN)),
+              np.zeros((2, 3, HIDDEN))]
+
+    def outputs(context, p):
+        inputs = [mx.nd.array(array, ctx=context) for array in arrays]
+        made = mx.nd.RNN(*inputs, mode="lstm", state_size=HIDDEN, num_layers=2, p=p,
+                         state_outputs=True)
+        return [array.asnumpy() for array in made]
+
+    plain = outputs(mx.cpu(), 0)
+    for one, other in zip(outputs(GPU, 0.5), plain):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    with mx.autograd.train_mode():
+        dropped = outputs(GPU, 0.5)
+    np.testing.assert_allclose(dropped[1][0], plain[1][0], atol=1e-6)  # the first layer's state
+    assert not np.allclose(dropped[1][1], plain[1][1], atol=1e-3)
+
+
+@pytest.mark.parametrize(("dtype", "allowed", "math"), [
+    ("float16", "1", "TENSOR_OP"), ("float16", "0", "DEFAULT"), ("float16", "False", "DEFAULT"),
+    ("float32", "1", "DEFAULT")])
+@pytest.mark.skipif(not CUDNN_9, reason="with cuDNN 8, MXNet selects the default math")
+def test_float16_runs_on_tensor_cores_unless_the_setting_forbids(dtype, allowed, math, monkeypatch):
+    monkeypatch.setenv("MXNET_CUDA_ALLOW_TENSOR_CORE", allowed)
+    begin = recording.position()
+    results(Case("lstm"), GPU, dtype)
+    recording.mark("")
+    assert {call.record["math"] for call in recording.calls(begin)
+            if call.name.startswith("cudnnRNN")} == {math}
