@@ -9,6 +9,7 @@ Log lines have GluonCV's format, followed by the loss scale and the number of sk
 SAVE_DIR/log.jsonl is machine-readable (docs/recipes.md describes it). After an interruption,
 `--resume` continues from the last complete epoch, bit for bit with --num-workers 0.
 """
+import functools
 import logging
 import os
 import resource
@@ -214,6 +215,12 @@ def mixup_of(args, epoch, rank):
     return mix
 
 
+def norm(net, divisor):
+    """Returns the norm of the mean gradient. Gradients are sums, times the loss scale."""
+    return recipes.gradient_norm(p.list_grad()[0] for p in net.collect_params().values()
+                                 if p.grad_req != "null") / divisor
+
+
 def scale_text(trainer):
     return f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
 
@@ -278,7 +285,7 @@ def train(args, make_network, validates_first=False):
     if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states have it
         trainer.optimizer.begin_num_update = trainer.optimizer.num_update = first * len(loader)
     record = folder.start_log(lines, first * len(loader))
-    step_size = args.batch_size * ranks.workers  # images of a step
+    images_per_step = args.batch_size * ranks.workers
 
     for epoch in range(first, args.epochs):
         order.epoch = epoch
@@ -287,7 +294,7 @@ def train(args, make_network, validates_first=False):
         recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * ranks.rank)  # dropout, augmentation
         mix = mixup_of(args, epoch, ranks.rank)
         metric, total, start = mx.metric.Accuracy(), 0.0, time.time()
-        progress = recipes.Progress(args, loader, epoch, step_size, ranks.rank)
+        progress = recipes.Progress(args, loader, epoch, images_per_step, ranks.rank)
         for i, (data, label) in progress:
             images.check_labels(args, label)
             mixed, target = mix(data, label) if mix else (data, label)
@@ -299,17 +306,15 @@ def train(args, make_network, validates_first=False):
                 losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
             trainer.backward(losses)
             scale, lr = trainer.loss_scale, trainer.learning_rate  # `step` may change both
-            updated = trainer.step(step_size)
+            updated = trainer.step(images_per_step)
 
             metric.update(labels, outputs)
             total_loss = sum(float(one.sum().asscalar()) for one in losses)
             total, loss = total + total_loss, total_loss / args.batch_size
             shown, speed = progress.step(i, loss, scale)
             record.add_step(epoch, i, loss, updated, shown, lr=lr, loss_scale=scale,
-                            skipped=trainer.skipped,  # gradients are sums, times the loss scale
-                            gradient_norm=lambda divisor=scale * step_size: recipes.gradient_norm(
-                                p.list_grad()[0] for p in net.collect_params().values()
-                                if p.grad_req != "null") / divisor)
+                            skipped=trainer.skipped,
+                            gradient_norm=functools.partial(norm, net, scale * images_per_step))
             if speed:
                 log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s",
                          epoch, i, speed, metric.get()[1], trainer.learning_rate,
@@ -318,7 +323,7 @@ def train(args, make_network, validates_first=False):
         if ranks.workers > 1:
             trainer.check_ranks()
             average_statistics(trainer)
-        accuracy, speed = metric.get()[1], len(loader) * step_size / seconds
+        accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
         top1, top5, validation_loss = validate(net, val_loader, devices, loss_fn)
         log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
         log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
