@@ -42,7 +42,7 @@ from .._mxnet import GRAPHS, mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import dtype_name, is_half, multiply, to_float32
 from ..cpu.finite import all_finite, not_finite, squares
-from ..cpu.library import marks, versions
+from ..cpu.library import marks, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
 from .averages import Averages
@@ -150,6 +150,8 @@ class Step:
         # gradients that only this package may write, and their counts of writes
         self._guarded: Tuple[Sequence[Gradient], Optional[mx.nd.NDArray]] = [], None
         self._writes: List[Tuple[Sequence[Gradient], mx.nd.NDArray]] = []  # since
+        # arrays that the search has checked, and their sums of squares
+        self._checked: Tuple[List[mx.nd.NDArray], Any] = [], None
         for gradient in self._gradients:
             gradient.is_new, gradient.array = False, gradient.own
 
@@ -298,6 +300,7 @@ class Step:
             for gradient in self._gradients:  # of earlier passes must not be summed again
                 gradient.is_new = False
         self.count_writes()
+        self._checked = [], None
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding, scale / self._adding_at)
         self._adding_at = scale
@@ -334,7 +337,7 @@ class Step:
     def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
-        sums = self._sums(gradients)
+        sums = self._check(gradients)
         overflow = bool(_not_finite(gradients, sums))
         devices = {g.device for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
@@ -345,6 +348,11 @@ class Step:
                 math.sqrt(s) > most  # no number is above the norm, which is there already
                 and np.abs(g.array.asnumpy()).max() > most
                 for g, s, most in zip(gradients, sums, largest))
+        # `update_or_skip` reuses these sums if the gradients do not change in between: without a
+        # sum over devices and workers, and without other writes, which the engine detects.
+        unchanged = started() and self.workers.count == len({g.device for g in gradients}) == 1
+        self._checked = ([g.array for g in gradients], sums) if unchanged and not overflow \
+            else ([], None)
         return self.workers.any(overflow)
 
     def loss_is_to_blame(self) -> bool:
@@ -487,8 +495,15 @@ class Step:
             self.weights_replaced = False
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the sum of squares of each gradient. Checks copies of moving averages in the same
-        synchronization."""
+        """Returns the sum of squares of each gradient; that of the search if the arrays are the
+        same."""
+        arrays, sums = self._checked
+        same = sums is not None and [id(array) for array in arrays] == [
+            id(gradient.array) for gradient in gradients]
+        return sums if same else self._check(gradients)
+
+    def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
+        """Returns the same, and checks copies of moving averages in the same synchronization."""
         arrays = [gradient.array for gradient in gradients]
         if self.averages is None:
             return squares(arrays)
