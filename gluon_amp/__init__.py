@@ -11,7 +11,7 @@ from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
-from .gluon.parameter import refuse_to_clip_halves, warn_of_plain_trainers
+from .gluon.parameter import wrap_mxnet
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.view import explain, xray
@@ -31,8 +31,7 @@ from .training.trainer import Trainer, backward
 from .version import __version__ as __version__
 
 library.start()
-warn_of_plain_trainers()
-refuse_to_clip_halves()
+wrap_mxnet()
 
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",

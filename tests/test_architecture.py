@@ -98,17 +98,13 @@ def private_names_used():
 def test_docs_list_every_private_name_of_mxnet():
     used, defined = private_names_used()
     names = {name for row in listed().values() for name in row}
-    others = {"_replace", "_fields", "_exit", "_actions", "_getframe",  # of tuples, os, argparse
+    others = {"_replace", "_fields", "_exit", "_actions",  # of tuples, os, argparse
               "_bound_types", "_clean", "_options", "_reshaped", "_monitor"}  # own, of executors
     assert sorted(used - defined - names - others) == []
     assert sorted(names - used) == []
     # Names that gluon_amp overrides; three names are equal by coincidence.
     theirs = {name for one in objects().values() for name in dir(one)}
     assert sorted((used | defined) & theirs - names - {"_monitor", "_shape", "_slice"}) == []
-
-
-def test_mxnet_has_the_local_variable_that_is_read():
-    assert "v" in mx.gluon.ParameterDict.get.__code__.co_varnames
 
 
 @functools.lru_cache(maxsize=None)

@@ -309,10 +309,11 @@ class ConvertedHybridBlock(ConvertedBlock):
             return self._amp.stand_in(self, key, arrays)
         which = (*key, bool(self._callback))
         if which not in trace.ops:
-            trace.ops[which], trace.untrainable[which] = self._make_op(trace.clean, *which)
-        if trace.untrainable[which] and autograd.is_training():
-            raise ValueError(trace.untrainable[which])
-        return trace.ops[which]
+            trace.ops[which] = self._make_op(trace.clean, *which)
+        op, untrainable = trace.ops[which]
+        if untrainable and autograd.is_training():
+            raise ValueError(untrainable)
+        return op
 
     def free_ops(self) -> None:
         """Frees the CachedOps and their memory; the next call creates them again."""

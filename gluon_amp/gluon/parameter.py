@@ -1,12 +1,11 @@
 """16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
 import functools
 import logging
-import sys
 import weakref
 from typing import Any, Callable, Optional, Sequence
 
 from .._mxnet import mx, np
-from ..annotations import Array, Context, DType, Parameter
+from ..annotations import Array, Context, Parameter
 from ..cpu.arrays import HALVES, dtype_name, on_device, to_float32, to_half
 from ..cpu.finite import beyond_float16
 from ..formats import FLOAT16, Format
@@ -22,21 +21,6 @@ class ConvertedParameter(mx.gluon.Parameter):
 
     _dtype: Any
     _rounded_to: Optional[Any] = None  # its type, while its initial values are float32
-
-    @property
-    def dtype(self) -> DType:
-        """The parameter's type; float32 while MXNet checks it for a new block that shares it with
-        `params=`."""
-        caller = sys._getframe(1)
-        if caller.f_code is mx.gluon.ParameterDict.get.__code__:
-            expected = caller.f_locals["v"]
-            if dtype_name(expected) == "float32":
-                return expected
-        return self._dtype
-
-    @dtype.setter
-    def dtype(self, dtype: DType) -> None:
-        self.cast(dtype)
 
     def _reduce(self) -> Array:
         copies = [to_float32(w.copyto(mx.cpu())) for w in self.list_data()]
@@ -75,14 +59,20 @@ class ConvertedParameter(mx.gluon.Parameter):
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers that have taken a step
 
 
-def warn_of_plain_trainers() -> None:
-    """Makes MXNet's Trainer warn, once, if it trains a converted network without a loss scale or
-    without master weights."""
+def wrap_mxnet() -> None:
+    """Wraps functions of MXNet that meet 16-bit parameters.
+
+    `Trainer.step` and `update` warn, once, of a converted network without a loss scale or without
+    master weights. `clip_global_norm`, which supports float32 only, names what clips 16-bit
+    gradients. `ParameterDict.get` shares 16-bit parameters with new blocks, which expect float32.
+    """
     for name in ("step", "update"):
-        setattr(mx.gluon.Trainer, name, _after_a_look(getattr(mx.gluon.Trainer, name)))
+        setattr(mx.gluon.Trainer, name, _with_warning(getattr(mx.gluon.Trainer, name)))
+    mx.gluon.utils.clip_global_norm = _of_float32(mx.gluon.utils.clip_global_norm)
+    mx.gluon.ParameterDict.get = _of_any_type(mx.gluon.ParameterDict.get)
 
 
-def _after_a_look(theirs: Callable[..., Any]) -> Callable[..., Any]:
+def _with_warning(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def take_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self not in _seen:
@@ -92,11 +82,7 @@ def _after_a_look(theirs: Callable[..., Any]) -> Callable[..., Any]:
     return take_step
 
 
-def refuse_to_clip_halves() -> None:
-    """Makes `gluon.utils.clip_global_norm`, which supports float32 arrays only, name what clips
-    16-bit gradients."""
-    theirs = mx.gluon.utils.clip_global_norm
-
+def _of_float32(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def clip_global_norm(arrays: Sequence[Array], *args: Any, **kwargs: Any) -> Any:
         if any(dtype_name(array.dtype) in HALVES for array in arrays):
@@ -106,8 +92,17 @@ def refuse_to_clip_halves() -> None:
                 "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
                 "trainer.unscale() returns")
         return theirs(arrays, *args, **kwargs)
+    return clip_global_norm
 
-    mx.gluon.utils.clip_global_norm = clip_global_norm
+
+def _of_any_type(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def get(self: Any, name: str, **kwargs: Any) -> Any:
+        if isinstance(self._get_impl(self.prefix + name), ConvertedParameter) \
+                and dtype_name(kwargs.get("dtype")) == "float32":
+            del kwargs["dtype"]
+        return theirs(self, name, **kwargs)
+    return get
 
 
 def _warn_of_plain_trainer(trainer: Any) -> None:

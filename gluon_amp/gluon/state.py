@@ -29,8 +29,8 @@ class Trace:
     clean: Graph  # the same as a Graph
     in_format: Any
     out_format: Any
-    ops: Dict[Any, Op] = field(default_factory=dict)  # by (whether on a GPU, the inputs' types)
-    untrainable: Dict[Any, str] = field(default_factory=dict)  # likewise; "" if it trains
+    # by (whether on a GPU, the inputs' types), with the reason why it cannot train, or ""
+    ops: Dict[Any, Tuple[Op, str]] = field(default_factory=dict)
     kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
     devices: int = 1  # devices that synchronize in training
 
