@@ -209,6 +209,46 @@ def test_exported_casts_compute_the_same(batch, tmp_path):
     assert onp.array_equal(served(batch[0]).asnumpy(), net(batch[0]).asnumpy())
 
 
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
+def test_exported_features_are_part_of_a_network(policy, batch, tmp_path):
+    convolutional(policy, batch[0]).export(str(tmp_path / "net"))
+    features = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                         str(tmp_path / "net-0000.params"))
+    whole = nn.HybridSequential()
+    whole.add(features, nn.Dense(4))
+    whole[1].initialize(mx.init.Xavier())
+    expected = whole(batch[0]).asnumpy()
+    amp.convert(whole, policy)
+    amp.freeze(features)
+    onp.testing.assert_allclose(whole(batch[0]).asnumpy(), expected, atol=0.05)
+    before = values(features)
+    trainer = amp.Trainer(whole.collect_params(), "sgd", {"learning_rate": 0.2})
+    losses = [step(whole, trainer, *batch) for _ in range(10)]
+    assert losses[-1] < losses[0]
+    assert same(before, values(features))
+
+
+def test_symbol_block_of_several_inputs_and_outputs_is_part_of_a_network():
+    class Network(gluon.HybridBlock):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def hybrid_forward(self, F, x):
+            one, two = self.inner(x, x * 3)
+            return one + self.inner(two, one)[0]
+
+    x, y = (mx.sym.var(name).as_np_ndarray() for name in "xy")
+    inner = gluon.SymbolBlock([x * 2 + y, x - y], [x, y])
+    net = amp.convert(Network(inner), "float16")
+    for train in (False, True):
+        with autograd.record(train_mode=train):
+            assert net(np.ones((1, 2))).tolist() == [[6, 6]]
+    assert [out.tolist() for out in inner(np.ones(1), np.ones(1))] == [[3], [0]]
+    with pytest.raises(ValueError, match="takes 2 inputs: x, y"):
+        inner(x)
+
+
 # ---- tools -------------------------------------------------------------------
 
 

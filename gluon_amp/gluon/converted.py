@@ -162,6 +162,8 @@ class ConvertedHybridBlock(ConvertedBlock):
             if traced and isinstance(self, mx.gluon.SymbolBlock):  # its nodes have their names
                 for name in operator_names(Graph.read(self._cached_graph[1])):
                     _record(self._amp.recorders, name)
+                if isinstance(self._cached_graph[1], mx.sym.numpy._Symbol):
+                    return self._compose(args)
             return super().forward(*args, **kwargs)
         except _ONLY_ARRAYS as error:
             if traced and self._may_run_imperatively():
@@ -173,6 +175,18 @@ class ConvertedHybridBlock(ConvertedBlock):
                 raise
             self._run_imperatively(no_graph)
         return self.forward(*args, **kwargs)
+
+    def _compose(self, args: Tuple[Any, ...]) -> Any:
+        """As `SymbolBlock.forward`, which fails with a symbol of numpy mode of one output, and
+        writes into one of several."""
+        data, symbol = self._cached_graph
+        given, structure = _flatten(list(args), "input")
+        if structure != self._in_format:
+            raise ValueError(f"{self.name} takes {len(data)} inputs: "
+                             f"{', '.join(d.name for d in data)}. Received: {len(given)}")
+        composed = copy.copy(symbol.as_nd_ndarray())
+        composed._compose(**{d.name: x.as_nd_ndarray() for d, x in zip(data, given)})
+        return _regroup([output.as_np_ndarray() for output in composed], self._out_format)
 
     def name_scope(self) -> Any:
         """Returns the scope of the block's names. During a trace, it records them."""
