@@ -291,8 +291,8 @@ class Ranks:
         if kvstore not in MANY:
             return
         if kvstore != "horovod" and "DMLC_PS_ROOT_URI" not in os.environ:
-            raise ValueError(f"--kvstore {kvstore} needs a scheduler and servers: start this "
-                             "script as gluon-amp launch -n 2 python SCRIPT")
+            raise ValueError(f"--kvstore {kvstore} needs a scheduler and servers: start the script "
+                             "as gluon-amp launch -n 2 python ...")
         os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"  # updating servers report no overflow
         self.store = mx.kv.create(kvstore)
         self.rank, self.workers = self.store.rank, self.store.num_workers

@@ -14,7 +14,7 @@ from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
 from .inspection.monitor import Monitor
 from .inspection.search import search
-from .inspection.view import explain, xray
+from .inspection.xray import explain, xray
 from .onnx.export import export_onnx
 from .parallel.horovod import Horovod
 from .policy import Policy

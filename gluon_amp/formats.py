@@ -5,6 +5,7 @@ values are rounded to the format, by the engine on a CPU. The rounding in numpy 
 engine's (cpu/kernels/passes.cc) use the same parameters.
 """
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Optional, Union
 
 from ._mxnet import mx, np
@@ -85,7 +86,7 @@ class Format:
             return self.name
         return _ARRAY_TYPES[self._bits]
 
-    @property
+    @cached_property
     def bias(self) -> int:
         return 2 ** (self.exponent - 1) - 1
 
@@ -94,16 +95,16 @@ class Format:
         """The bytes of a number in memory."""
         return (1 + self.exponent + self.fraction) / 8
 
-    @property
+    @cached_property
     def smallest_normal(self) -> float:
         return 2.0 ** (1 - self.bias)
 
-    @property
+    @cached_property
     def smallest(self) -> float:
         """The smallest number above 0."""
         return self.smallest_normal * 2.0 ** -self.fraction
 
-    @property
+    @cached_property
     def largest(self) -> float:
         """The largest finite number."""
         if self.infinities:

@@ -32,8 +32,8 @@ def chosen(tmp_path, monkeypatch):
         for name in {*COMMON, *(name for cuda in installed for name in OF[cuda])} - set(without):
             (tmp_path / name).touch()
         monkeypatch.setattr(libraries, "folders", lambda: [tmp_path])
-        monkeypatch.setattr(libraries, "nvrtc_version", lambda path: nvrtc[path.name])
-        monkeypatch.setattr(libraries, "cudnn_version", lambda path: cudnn)
+        monkeypatch.setattr(libraries, "_nvrtc_version", lambda path: nvrtc[path.name])
+        monkeypatch.setattr(libraries, "_cudnn_version", lambda path: cudnn)
         return libraries.choose(Devices(list(gpus), "580.1", driver))
     return choose
 

@@ -221,11 +221,6 @@ def test_flag_ignored_by_dataset_is_refused(flags, message):
         images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
 
 
-def test_many_ranks_need_a_launcher():
-    with pytest.raises(ValueError, match=r"dist_sync needs .* gluon-amp launch -n 2 python"):
-        recipes.Ranks("dist_sync")
-
-
 def test_missing_dataset_is_named_before_existing_run(monkeypatch, tmp_path):
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     (tmp_path / "last.json").write_text("{}")

@@ -280,3 +280,31 @@ def test_unsupported_arguments_are_refused(tmp_path):
     with amp.Monitor(net, trainer, file, 1), \
             pytest.raises(RuntimeError, match="observed by another Monitor"):
         amp.Monitor(net, trainer, file, 1)
+
+
+def test_two_networks_are_observed_at_once(tmp_path):
+    data, label = nd.ones((3, 6)), nd.arange(3)
+
+    def observed(prefixes):
+        """The lines of monitors of networks that take their steps in turn."""
+        nets = []
+        for prefix in prefixes:
+            mx.random.seed(1)
+            net = nn.Dense(4, in_units=6, prefix=prefix)
+            net.initialize(mx.init.Normal(1))
+            nets.append(amp.convert(net))
+        trainers = [amp.Trainer(net.collect_params(), "sgd", loss_scale=64) for net in nets]
+        files = [tmp_path / f"{prefix}-of-{len(prefixes)}" for prefix in prefixes]
+        monitors = [amp.Monitor(net, trainer, file, 1, net)
+                    for net, trainer, file in zip(nets, trainers, files)]
+        with autograd.record():
+            losses = [LOSS(net(data.copy()), label.copy()) for net in nets]
+        for loss, trainer in zip(losses, trainers):
+            trainer.backward(loss)
+            trainer.step(3)
+        for monitor in monitors:
+            monitor.step()
+            monitor.close()
+        return [lines(file) for file in files]
+
+    assert observed(["one_", "two_"]) == observed(["one_"]) + observed(["two_"])

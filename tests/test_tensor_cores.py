@@ -2,8 +2,7 @@
 import gluon_amp as amp
 import mxnet as mx
 import pytest
-from gluon_amp.graph.graph import Graph
-from gluon_amp.tools.footprint import matrix_layers
+from gluon_amp.tools.tensor_cores import matrix_layers
 from mxnet import nd
 from mxnet.gluon import nn
 
@@ -18,16 +17,10 @@ def net():
     return made
 
 
-def layers_of(block, *shape):
-    """The layers of a block for data of this shape."""
-    symbol = block(mx.sym.var("data"))
-    internals = symbol.get_internals()
-    shapes = dict(zip(internals.list_outputs(), internals.infer_shape(data=shape)[1]))
-    return matrix_layers(Graph.read(symbol), set(block.collect_params()), shapes)
-
-
 def found(block):
-    return {layer.name: (layer.sizes, layer.fits) for layer in layers_of(block, 8, 3, 8, 8)}
+    shapes = {p.name: p.shape for p in block.collect_params().values()}
+    return {layer.name: (layer.sizes, layer.fits)
+            for layer in matrix_layers(block(mx.sym.var("data")), shapes)}
 
 
 def test_layers_and_their_channels():
@@ -38,7 +31,11 @@ def test_layers_and_their_channels():
 
 
 def measured(block, *shape):
-    (layer,) = layers_of(block, *shape)
+    """The only layer of a block for data of this shape."""
+    symbol = block(mx.sym.var("data"))
+    internals = symbol.get_internals()
+    shapes = dict(zip(internals.list_outputs(), internals.infer_shape(data=shape)[1]))
+    (layer,) = matrix_layers(symbol, shapes)
     return layer.sizes, layer.rows, layer.multiply_adds, layer.fits
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
-from gluon_amp.inspection.statistics import Counts
+from gluon_amp.inspection.tensors import Counts
 from gluon_amp.tools.cli import main
 from mxnet import gluon, nd
 from mxnet.gluon import nn

@@ -8,7 +8,8 @@ from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from gluon_amp.inspection.statistics import Counts, Key, read
+from gluon_amp.inspection.tensors import Counts, Key
+from gluon_amp.inspection.watch import read
 from gluon_amp.policy import POLICIES, Policy
 from halves import as_function
 from mxnet import autograd, nd

@@ -5,8 +5,8 @@ import gluon_amp as amp
 import numpy as np
 import pytest
 from gluon_amp.formats import FLOAT16
-from gluon_amp.inspection.files import lines
-from gluon_amp.inspection.view import read
+from gluon_amp.inspection.render import lines
+from gluon_amp.inspection.saved import read
 from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, check_mended, layers, named

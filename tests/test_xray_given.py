@@ -9,7 +9,7 @@ import numpy as np
 import processes
 import pytest
 from gluon_amp.formats import FORMATS
-from gluon_amp.inspection.view import read
+from gluon_amp.inspection.saved import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import Calling

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import train_imagenet
 from arrays import same
-from gluon_amp.inspection.statistics import Key
+from gluon_amp.inspection.tensors import Key
 from modules import body, dynamic
 from mxnet import nd
 from mxnet import symbol as S

@@ -3,7 +3,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.inspection.statistics import Key
+from gluon_amp.inspection.tensors import Key
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from xray_networks import (

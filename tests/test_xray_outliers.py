@@ -165,8 +165,9 @@ def test_keep_never_names_casts():
                                      F.expand_dims(x, axis=0), x)
         return out(state)
     net = calling(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
-    layout = Session(net, rows(), LOSS, 1, "xray").low().layout
-    kept = {name for tensor in layout.tensors() for name in layout.kept_for(tensor.key)}
+    with Session(net, rows(), LOSS, 1, "xray") as session:
+        layout = session.low().layout
+    kept = {name for tensor in layout.tensors for name in layout.kept_for(tensor.key)}
     assert kept
     assert not [name for name in kept if "amp_cast" in name]
 

@@ -7,7 +7,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.inspection.files import lines, rows
+from gluon_amp.inspection.render import lines, rows
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 

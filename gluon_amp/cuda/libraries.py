@@ -163,26 +163,24 @@ def _unsuitable(cuda: int, paths: Mapping[str, Union[str, Path]], gpus: Sequence
         return f"the driver {devices.driver} supports CUDA {devices.cuda // 1000}"
     for gpu in gpus:
         since = _SINCE.get(gpu.capability, (0, 0))
-        if since > (0, 0) and nvrtc_version(paths["libnvrtc.so.11.2"]) < since:
+        if since > (0, 0) and _nvrtc_version(paths["libnvrtc.so.11.2"]) < since:
             return "{} needs CUDA {}.{} or newer".format(gpu.name, *since)
         if cuda == 13 and gpu.capability < _CUDA_13_FROM:
             return f"it has no code for {gpu}"
         if cuda == 11 and gpu.capability >= 90 \
-                and cudnn_version(paths["libcudnn.so.8"]) < _CUDNN_FOR_9:
+                and _cudnn_version(paths["libcudnn.so.8"]) < _CUDNN_FOR_9:
             return f"{gpu.name} needs cuDNN 8.6 or newer, such as {INSTALL[11]}"
     return ""
 
 
-def nvrtc_version(path: Union[str, Path]) -> Tuple[int, int]:
-    """Returns the version of a library of NVRTC; (0, 0) if it does not load."""
+def _nvrtc_version(path: Union[str, Path]) -> Tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     with suppress(OSError):
         ctypes.CDLL(str(path)).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
 
 
-def cudnn_version(path: Union[str, Path]) -> int:
-    """Returns the version of a library of cuDNN as it numbers it; 0 if it does not load."""
+def _cudnn_version(path: Union[str, Path]) -> int:
     try:
         version = ctypes.CDLL(str(path)).cudnnGetVersion
     except OSError:

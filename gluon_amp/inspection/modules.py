@@ -21,7 +21,7 @@ from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
 from ..graph.sparse import sparse_nodes
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
-from .statistics import Key
+from .tensors import Key
 
 _WIDE = "float32"
 Types = Dict[str, str]

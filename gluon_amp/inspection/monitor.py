@@ -1,7 +1,7 @@
 """`Monitor`: statistics of a network's tensors during training, in every n-th step.
 
-In an observed step, other CachedOps replace the network's. They run the same graphs, and the engine
-counts the values of selected nodes. All other steps run as without a monitor.
+In an observed step, a `Watch` counts the values of selected nodes. All other steps run as without a
+monitor.
 """
 import json
 import logging
@@ -9,30 +9,18 @@ import math
 import os
 import re
 import time
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Tuple, Union
-
-from mxnet import autograd
+from contextlib import ExitStack
+from typing import Any, Dict, Iterable, List, Optional, Union
 
 from .._mxnet import mx
 from ..annotations import Block, Network
 from ..checks import imports_of, nearest, whole_number
 from ..formats import FORMATS
-from ..gluon.converted import ConvertedHybridBlock
-from ..gluon.state import Op, blocks_in, parameters_in
-from ..graph.build import WATCH, build, cached_op
 from ..graph.graph import Graph
-from ..graph.refusals import check_device
-from .statistics import Counted, Counts, Key, read_all
+from .tensors import Counts, Key
+from .watch import Watch, hand_out, hybrid_blocks
 
 log = logging.getLogger("gluon_amp")
-
-_STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
-
-
-class _Node(NamedTuple):
-    """An observed node: its operator, and the type of its output."""
-    inputs: List[str]
-    dtype: str
 
 
 class Monitor:
@@ -82,7 +70,7 @@ class Monitor:
                  path: Union[str, "os.PathLike[str]"], interval: int = 100,
                  layers: Optional[Iterable[Union[str, Block]]] = None,
                  tensorboard: Optional[str] = None) -> None:
-        self._blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
+        self._blocks = hybrid_blocks(net)
         if not self._blocks:
             raise TypeError("Monitor takes a network that gluon_amp.convert has converted, with a "
                             f"HybridBlock in it. Received: {type(net).__name__}")
@@ -92,9 +80,8 @@ class Monitor:
         self.interval = whole_number(interval, "interval", least=1)
         self._trainer: Any = trainer
         self._layers = _layers(layers)
-        self._ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
-        self._nodes: Dict[str, _Node] = {}
-        self._passes: List[Tuple[float, Counted]] = []
+        self._watch = Watch(net, trainer, self._is_chosen)
+        self._observing = ExitStack()
         self.steps = 0
         self._path = os.fspath(path)
         self._append([])  # raises now if the file is not writable
@@ -104,14 +91,15 @@ class Monitor:
     def step(self) -> None:
         """Counts a step, and writes its statistics if it was observed. Call it after each step."""
         self.steps += 1
-        if self._observes(self.steps):
-            self._disarm()
+        if self.steps % self.interval == 0:
+            hand_out(float(getattr(self._trainer, "loss_scale", 1.0)))
+            self._observing.close()
             self._write()
         self._arm()
 
     def close(self) -> None:
         """Stops observing and closes the files."""
-        self._disarm()
+        self._observing.close()
         if self._events is not None:
             self._events.close()
 
@@ -121,69 +109,14 @@ class Monitor:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ---- an observed step
-
-    def _observes(self, step: int) -> bool:
-        return step % self.interval == 0
-
     def _arm(self) -> None:
         """Makes the engine count in the next step, if it is observed."""
-        if not self._observes(self.steps + 1):
+        if (self.steps + 1) % self.interval:
             return
         if any(block._amp.stand_in is not None for block in self._blocks):
             raise RuntimeError("this network is observed by another Monitor: close that one first, "
                                "or use one Monitor for all layers")
-        read_all()  # discards earlier counts
-        self._passes = []
-        for block in self._blocks:
-            block._amp.stand_in = self._stand_in
-        if hasattr(self._trainer, "after_pass"):
-            self._trainer.after_pass = self._after_pass
-
-    def _disarm(self) -> None:
-        for block in self._blocks:
-            block._amp.stand_in = None
-        if hasattr(self._trainer, "after_pass"):
-            self._trainer.after_pass = None
-
-    def _after_pass(self, scale: float) -> None:
-        self._passes += [(scale, counted) for counted in read_all() if len(counted)]
-
-    def _stand_in(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
-        """Returns the CachedOp of a block's graph in which the engine counts during training."""
-        on_gpu, dtypes = key
-        if on_gpu:
-            raise ValueError("Monitor supports networks on CPUs only. Received: data on a GPU")
-        data, traced = block._cached_graph
-        trains = autograd.is_training()
-        where = id(traced), dtypes, trains
-        if where not in self._ops:
-            self._ops[where] = traced, self._op(block, [d.name for d in data], dtypes, trains)
-        return self._ops[where][1]
-
-    def _op(self, block: Block, data: List[str], dtypes: Tuple[str, ...], watch: bool) -> Op:
-        graph, types = block.mixed_graph(dtypes)
-        policy = block._amp.policy
-        check_device(graph, policy, on_gpu=False)
-        built = build(graph, types, policy, watch, scales=block._amp.scales, place=block.place)
-        if watch:
-            self._choose(built, graph, types)
-        symbol = built.symbol()
-        if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
-            symbol = symbol.as_np_ndarray()
-        flags = [flag for flag in block._flags if flag[0] not in _STATIC]
-        return cached_op(symbol, data, parameters_in(block), flags)
-
-    def _choose(self, built: Graph, graph: Graph, types: Mapping[str, str]) -> None:
-        """Selects the nodes that the engine counts; none in the bodies of loops."""
-        for entry, dtype in graph.types(types).items():
-            node = entry.node
-            if not node.is_variable and self._is_chosen(node.name) and dtype is not None:
-                self._nodes[node.name] = _Node(
-                    [e.node.name.split("_amp_cast_")[0] for e in node.inputs], dtype)
-        for node in built.nodes_within():
-            if node.name not in self._nodes:
-                node.attrs.pop(WATCH, None)
+        self._observing.enter_context(self._watch)
 
     def _is_chosen(self, name: str) -> bool:
         return self._layers is None or any(each.fullmatch(name) for each in self._layers)
@@ -191,19 +124,18 @@ class Monitor:
     # ---- statistics
 
     def _write(self) -> None:
-        self._after_pass(float(getattr(self._trainer, "loss_scale", 1.0)))
-        if not self._nodes and self._ops:
+        if not self._watch.nodes and self._watch.ops:
             names = sorted({n.name for block in self._blocks if block._cached_graph
                             for n in Graph.read(block._cached_graph[1]).nodes()
                             if not n.is_variable})
             wanted = self._layers[0].pattern if self._layers else ""
             raise ValueError("layers match no operator of the network. Similar names: "
                              f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")
-        if not self._passes:
+        if not self._watch.passes:
             log.warning("Monitor: no statistics of step %d, because the network did not train",
                         self.steps)
         lines = [self._line(key, scale, counts)
-                 for key, scale, counts in _last_of_each(self._passes) if self._is_known(key)]
+                 for key, (scale, counts) in self._watch.counts().items() if self._is_known(key)]
         self._append(lines)
         if self._events is not None:
             self._events.add(self.steps, lines)
@@ -213,11 +145,11 @@ class Monitor:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def _is_known(self, key: Key) -> bool:
-        node = self._nodes.get(key.node)
+        node = self._watch.nodes.get(key.node)
         return node is not None and (not key.backward or 0 <= key.which < len(node.inputs))
 
     def _line(self, key: Key, scale: float, counts: Counts) -> Dict[str, Any]:
-        node = self._nodes[key.node]
+        node = self._watch.nodes[key.node]
         line = {"step": self.steps, "node": key.node,
                 "tensor": node.inputs[key.which] if key.backward else
                 "output" if key.which == 0 else f"output {key.which}",
@@ -241,23 +173,6 @@ def statistics(counts: Counts, dtype: str) -> Dict[str, Any]:
             "largest": high, "zero": counts.zero / many, "underflow": counts.flushed / many,
             "subnormal": subnormal, "overflow": (counts.overflowed + counts.infinite) / many,
             "nan": counts.nan}
-
-
-def _last_of_each(passes: List[Tuple[float, Counted]]) -> Iterator[Tuple[Key, float, Counts]]:
-    """Yields the counts of each tensor. A repeated backward pass, at another loss scale, replaces
-    the previous one; several forward passes add up."""
-    found: Dict[Key, Tuple[float, Counts]] = {}
-    before: Dict[Key, Tuple[float, Counts]] = {}  # counts before the last forward pass
-    for scale, counted in passes:
-        if any(not key.backward for key in counted):
-            before = dict(found)
-        for key, counts in counted.items():
-            if key.backward and scale == 0:  # the check for operators that start gradients
-                continue
-            held = before.get(key)
-            found[key] = scale, counts if held is None else held[1] + counts
-    for key, (scale, counts) in found.items():
-        yield key, scale, counts
 
 
 def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.Pattern[str]"]]:

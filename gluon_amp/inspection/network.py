@@ -5,15 +5,16 @@ The name of a node starts with its block's prefix.
 import inspect
 import linecache
 import re
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from types import FrameType
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Set
+from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
 from .._mxnet import message, mx
 from ..annotations import Block, Network
 from ..cpu.library import random_numbers_kept
-from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
+from ..gluon.converted import ConvertedBlock
 from ..gluon.state import Op, blocks_in, recording_names
+from .watch import hybrid_blocks, observed, replaced
 
 
 def outputs_of(net: Network, data: List[Any]) -> object:
@@ -24,27 +25,6 @@ def outputs_of(net: Network, data: List[Any]) -> object:
         shapes = ", ".join(str(a.shape) for a in data)
         raise ValueError(f"{net.name} does not take this batch: {message(error)}. "
                          f"Received: data of {shapes}") from None
-
-
-@contextmanager
-def standing_in(net: Network, make: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the CachedOps of a network by those that `make(block, key, arrays)` returns.
-
-    The network's CachedOps are freed, because they may hold much memory; it creates them again on
-    demand.
-    """
-    blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)]
-    before = [(b._cached_op_args, b._amp.stand_in) for b in blocks]
-    for block in blocks:
-        block._amp.stand_in = make
-        block.free_ops()
-    try:
-        yield
-    finally:
-        for block, (args, stand_in) in zip(blocks, before):
-            block._amp.stand_in = stand_in  # a Monitor's, if any
-            if block._cached_op is not None:  # MXNet's __setattr__ is slow
-                block._cached_op, block._cached_op_args = None, args
 
 
 # ---- names --------------------------------------------------------------------------------------
@@ -145,24 +125,6 @@ def _line_of_the_user() -> str:
     return ""
 
 
-@contextmanager
-def _traced_anew(net: Network) -> Iterator[None]:
-    """Hides the traced graphs of the network's blocks, so that they are traced again."""
-    blocks: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedHybridBlock)
-                         and not isinstance(b, mx.gluon.SymbolBlock)]
-    names = ("_cached_graph", "_in_format", "_out_format", "_cached_op", "_cached_op_args")
-    before = [(b._amp.traces, [getattr(b, name, None) for name in names]) for b in blocks]
-    for block in blocks:
-        block._amp.traces, block._cached_graph = {}, ()
-    try:
-        yield
-    finally:
-        for block, (traces, values) in zip(blocks, before):
-            block._amp.traces = traces
-            for name, value in zip(names, values):
-                setattr(block, name, value)
-
-
 def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -> str:
     """Returns a node's block and the line of the user's code that created the node.
 
@@ -172,10 +134,18 @@ def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -
     if isinstance(net, mx.gluon.SymbolBlock):
         return ""
     lines: Dict[str, str] = {}
-
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
-    with random_numbers_kept(), _traced_anew(net), mx.autograd.record(), standing_in(net, make), \
-            recording_names(blocks, lambda name: lines.setdefault(name, _line_of_the_user())):
+    with ExitStack() as stack:
+        hybrid = hybrid_blocks(net)
+        for block in hybrid:  # hides the traced graphs
+            if not isinstance(block, mx.gluon.SymbolBlock):
+                stack.enter_context(replaced(block, _cached_graph=(), _in_format=None,
+                                             _out_format=None))
+                stack.enter_context(replaced(block._amp, traces={}))
+        for context in (random_numbers_kept(), mx.autograd.record(), observed(hybrid, make),
+                        recording_names(blocks, lambda name: lines.setdefault(
+                            name, _line_of_the_user()))):
+            stack.enter_context(context)
         outputs_of(net, data)
     line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]
     if line:

@@ -1,29 +1,214 @@
-"""The nodes and tensors of a converted network in order of computation, with their statistics."""
+"""The tensors of a network: counts of their values, and how rounding them moves the loss.
+
+A `Counts` is a histogram of float32 exponents. From it follow the shares that underflow, become
+subnormal, or overflow in a format, at any loss scale, without another run.
+"""
+import ctypes
+import functools
 import math
 import statistics
-from dataclasses import dataclass, field
-from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Container, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from .._mxnet import np
-from ..formats import FLOAT32, FORMATS, Format
-from ..graph import operators
-from ..graph.build import LEFT_ALONE
-from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
+from .._mxnet import mx, np
+from ..annotations import Array
+from ..cpu import library
+from ..formats import FLOAT16, FLOAT32, Format
 from ..graph.operators import LOSSES, PRODUCTS
-from ..policy import Policy
-from .statistics import Counted, Key, compared
 
+_BIAS = 127  # bin 127 holds numbers from 1 to below 2
+_EXPONENTS = np.arange(256.0) - _BIAS  # the exponent of each bin
+_SQUARE = 7 / 3  # the mean square of a number between 1 and 2
+_COUNTS: Any = np.dtype(library.Counts)
+_ADDED = ("bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares", "error_squares")
 _BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # thresholds of `low_snr` in dB
+_POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled
+_BITS = 4  # bits below a format's largest exponent; smaller values are ignored
 
-# Operators whose gradients are copies of the output's gradient; these are not counted.
-_HANDS_ON = frozenset(["elemwise_add"])
-_ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
 
-# Operators that return their first input's values, or a part of them, in another order.
-_COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
-    transpose _np_moveaxis _np_transpose _npi_concatenate _npi_stack""".split())
+class Key(NamedTuple):
+    """A tensor: output `which` of a node, or the gradient of its input `which`."""
+    node: str
+    backward: bool
+    which: int
 
-Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
+
+@dataclass
+class Counts:
+    """Counts of a tensor's values before rounding.
+
+    Attributes:
+        bins: the number of values with each float32 exponent; bin 127 is from 1 to below 2. Bin 0
+            holds float32's subnormal numbers, without zeros; bin 255 is empty.
+        zero, infinite, nan: the numbers of such values.
+        overflowed, flushed: the numbers of values that became infinite or 0 in the tensor's type.
+        squares, error_squares: sums of squares of finite values, and of their rounding errors.
+        sample: up to 1024 rounded values, evenly spaced in the tensor; None after its step.
+    """
+    bins: "np.ndarray[Any, Any]"
+    zero: int = 0
+    infinite: int = 0
+    nan: int = 0
+    overflowed: int = 0
+    flushed: int = 0
+    squares: float = 0.0
+    error_squares: float = 0.0
+    sample: Any = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of_engine(cls, taken: Any) -> "List[Counts]":
+        """Returns the engine's counts of several tensors. The engine's first bin includes zeros,
+        and its last infinities and NaN."""
+        bins = taken["bins"].copy()
+        nan = bins[:, 255] - taken["infinite"]
+        bins[:, 0] -= taken["zero"]
+        bins[:, 255] = 0
+        columns = [taken["zero"], taken["infinite"], nan,
+                   *(taken[name] for name in taken.dtype.names[3:])]
+        return [cls(*row) for row in zip(bins, *(column.tolist() for column in columns))]
+
+    @classmethod
+    def of_structure(cls, counts: Any) -> "Counts":
+        """Returns the counts in a structure of the engine."""
+        return cls.of_engine(np.frombuffer(counts, _COUNTS))[0]
+
+    @classmethod
+    def of_array(cls, array: Array, half: bool = False) -> "Counts":
+        """Counts the values of a float array; with `half`, as if they were rounded to float16."""
+        numbers = np.ascontiguousarray(
+            array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
+        counts = library.Counts()
+        library.load()
+        library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
+                              ctypes.byref(counts))
+        return cls.of_structure(counts)
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(*(getattr(self, name) + getattr(other, name) for name in _ADDED))
+
+    def times(self, factor: float) -> "Counts":
+        """Returns the counts of these values times a power of two, within float32's range."""
+        by = round(math.log2(factor))
+        if by == 0:
+            return self
+        bins = np.zeros_like(self.bins)
+        np.add.at(bins, np.clip(np.arange(256) + by, 0, 254), self.bins)
+        return replace(self, bins=bins, squares=self.squares * factor ** 2,
+                       error_squares=self.error_squares * factor ** 2)
+
+    @property
+    def numbers(self) -> int:
+        """The number of counted values."""
+        return int(self.bins.sum()) + self.zero + self.infinite + self.nan
+
+    @property
+    def finite(self) -> bool:
+        """Whether all values were finite before rounding."""
+        return self.infinite + self.nan == 0
+
+    @property
+    def stay_finite(self) -> bool:
+        """Whether all values are finite after rounding too."""
+        return self.finite and self.overflowed == 0
+
+    @property
+    def range(self) -> Optional[Tuple[int, int]]:
+        """The exponents of the smallest and the largest value other than 0."""
+        found = self.bins.nonzero()[0]
+        return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
+
+    @property
+    def middle(self) -> Optional[int]:
+        """The median exponent of values other than 0."""
+        total = int(self.bins.sum())
+        return int(np.searchsorted(self.bins.cumsum(), (total + 1) // 2)) - _BIAS if total else None
+
+    @property
+    def own_snr(self) -> float:
+        """The signal-to-noise ratio of the rounding, in dB."""
+        return decibels(self.squares, self.error_squares)
+
+    def shares(self, format_: Format = FLOAT16, own: bool = False) -> Dict[str, float]:
+        """Returns the shares of values in a format that are 0 ("zero"), underflow to 0
+        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed"). `own`: the
+        values were rounded to this format, so that two of the shares are exact."""
+        flushed = math.log2(format_.smallest) - 1 > _EXPONENTS
+        above = _is_beyond(format_)
+        subnormal = (math.log2(format_.smallest_normal) > _EXPONENTS) & ~flushed
+        count, lost = max(self.numbers, 1), self.infinite + self.nan
+        to_zero, beyond = (self.flushed, self.overflowed) if own else (
+            int(self.bins[flushed].sum()), int(self.bins[above].sum()))
+        return {"zero": self.zero / count, "flushed": to_zero / count,
+                "subnormal": int(self.bins[subnormal].sum()) / count,
+                "overflowed": (beyond + lost) / count}
+
+    def headroom(self, format_: Format = FLOAT16) -> Optional[Tuple[int, int]]:
+        """Returns the headroom in bits below the smallest value, to the format's smallest normal
+        number, and above the largest. Negative if values exceed it."""
+        if self.range is None:
+            return None
+        low, high = self.range
+        return (low - round(math.log2(format_.smallest_normal)),
+                math.floor(math.log2(format_.largest)) - high)
+
+    def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
+        """Returns the share of the tensor's norm that underflow removes in a format, at a scale:
+        the error of values that become 0 or subnormal."""
+        return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
+
+    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> "np.ndarray[Any, Any]":
+        """Returns the same at several powers of two."""
+        error, squares = _small_end(format_, powers)
+        total = squares @ self.bins
+        return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
+
+    def noise(self, format_: Format) -> float:
+        """Returns the noise-to-signal ratio of rounding to a format; infinite if a value exceeds
+        its range."""
+        if self.shares(format_)["overflowed"]:
+            return math.inf
+        steps = np.maximum(4.0 ** (_EXPONENTS - format_.fraction), format_.smallest ** 2)
+        error, total = (self.bins * steps).sum() / 12, self._estimated_squares()
+        return float(min(error / total, 1.0)) if total else 0.0
+
+    def _estimated_squares(self) -> float:
+        return float((self.bins * _SQUARE * 4.0 ** _EXPONENTS).sum())
+
+    def as_in(self, format_: Format) -> "Counts":
+        """Returns the counts of these values rounded to a format, estimated from exponents."""
+        count, shares, squares = self.numbers, self.shares(format_), self._estimated_squares()
+        beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
+        inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
+        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
+                       squares=squares, error_squares=inside.noise(format_) * squares)
+
+
+@functools.lru_cache(maxsize=256)
+def _small_end(format_: Format, powers: Tuple[int, ...]
+               ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+    """Returns for each power of two and each bin the energy that underflow removes from a value,
+    and the value's energy. Values are uniform within a bin."""
+    exponents = _EXPONENTS + np.array(powers, np.float64)[:, None]
+    squares = _SQUARE * 4.0 ** exponents
+    smallest = math.log2(format_.smallest)
+    error = np.where(exponents < smallest - 1, squares, 4.0 ** smallest / 12)
+    return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
+
+
+def _is_beyond(format_: Format) -> "np.ndarray[Any, Any]":
+    """Returns for each bin whether its values exceed a format's range."""
+    beyond: np.ndarray[Any, Any] = math.floor(math.log2(format_.largest)) < _EXPONENTS
+    return beyond
+
+
+def decibels(signal: float, noise: float) -> float:
+    """Returns the ratio of two energies in dB; infinite without noise, -infinite without a signal.
+    """
+    if noise == 0:
+        return math.inf
+    if noise == math.inf:
+        return -math.inf
+    return 10 * math.log10(signal / noise) if signal > 0 else -math.inf
 
 
 @dataclass
@@ -48,6 +233,11 @@ class Tensor:
         by_chance: for products, the same if errors and gradients are uncorrelated.
         largest: for each step, the exponent of its largest value; see `note_largest`.
         peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
+        name: such as conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0.
+        begins: whether it is a gradient that a loss operator starts without the loss scale.
+        is_low: whether its format is not float32.
+        low_snr: the SNR in dB below which the format does not suit it.
+        last_exponent: the exponent of its format's largest number.
     """
     key: Key
     kind: str
@@ -66,274 +256,84 @@ class Tensor:
     by_chance: List[float] = field(repr=False, default_factory=list)
     largest: List[int] = field(repr=False, default_factory=list)
     peak: float = 0.0
+    name: str = field(init=False)
+    begins: bool = field(init=False, repr=False)
+    is_low: bool = field(init=False, repr=False)
+    low_snr: float = field(init=False, repr=False)
+    last_exponent: int = field(init=False, repr=False)
 
-    @property
-    def name(self) -> str:
-        """The name in reports: conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0.
-        """
-        if not self.key.backward:
-            return self.key.node + (f"[{self.key.which}]" if self.key.which else "")
-        return f"gradient of {self.parameter or f'{self.key.node} input {self.key.which}'}"
+    def __post_init__(self) -> None:
+        node, backward, which = self.key
+        read = self.parameter or f"{node} input {which}"
+        self.name = f"gradient of {read}" if backward else f"{node}[{which}]" if which else node
+        self.begins = backward and self.op in LOSSES
+        self.is_low = self.format != FLOAT32
+        exact = 6.02 * (self.format.fraction + 1)  # the SNR of rounding without underflow
+        self.low_snr = max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
+        self.last_exponent = math.floor(math.log2(self.format.largest))
 
     def join(self, other: "Tensor") -> None:
         """Adds the inputs and readers of another tensor with the same key."""
         for name in ("reads", "carried", "gradients", "variables"):
             setattr(self, name, list(dict.fromkeys(getattr(self, name) + getattr(other, name))))
-        self.format = other.format if other.is_low else self.format
+        if other.is_low:
+            self.format = other.format
+            self.__post_init__()
 
-    @property
-    def is_low(self) -> bool:
-        """Whether its format is not float32."""
-        return self.format != FLOAT32
+    def is_below(self, counts: Optional[Counts] = None) -> bool:
+        """Whether values are too small for the format."""
+        held = counts or self.counts
+        return self.is_low and bool(held.squares) and held.own_snr < self.low_snr
 
-    @property
-    def begins(self) -> bool:
-        """Whether it is a gradient that a loss operator starts without the loss scale."""
-        return self.key.backward and self.op in LOSSES
+    def highest_factor(self) -> float:
+        """Returns the tensor's headroom as a power of two; less than 1 if a number overflowed."""
+        _, above = self.counts.headroom(self.format) or (0, 0)
+        return 2.0 ** (above if self.counts.stay_finite else min(above, -1))
 
-    @property
-    def low_snr(self) -> float:
-        """The SNR in dB below which the format does not suit the tensor."""
-        exact = 6.02 * (self.format.fraction + 1)  # the SNR of rounding without underflow
-        return max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
-
-    @property
-    def last_exponent(self) -> int:
-        """The exponent of its format's largest number."""
-        return math.floor(math.log2(self.format.largest))
+    def lowest_factor(self, lost: float) -> float:
+        """Returns the smallest power of two times which the tensor loses at most this share."""
+        fits = self.counts.lost_at(self.format, _POWERS) <= lost  # monotonic in the powers
+        return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
-class Layout:
-    """The nodes of graphs in order, and their tensors.
-
-    The bodies of loops and conditions are inlined. Operators that only copy values (LEFT_ALONE) are
-    not counted, and are replaced by their inputs.
-
-    Args:
-        graphs: graphs with casts in execution order, and the types of their variables.
-        policy: the policy.
-        parameters: the names of parameters.
-        keep: names of nodes that stay float32.
-        data: the names of the network's data.
+def added_up(steps: Iterable[Tuple[float, Mapping[Key, Counts]]],
+             stay: Container[Key] = ()) -> Dict[Key, Counts]:
+    """Sums the counts of steps. Each step has a factor for its gradients, except those in `stay`.
     """
-
-    def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
-                 parameters: Collection[str], keep: Collection[str] = (),
-                 data: Collection[str] = ()) -> None:
-        self.nodes: Dict[str, Node] = {}
-        self.keep, self.data = keep, data
-        self.formats = {**FORMATS, policy.between.name: policy.between}
-        self.parameters = set(parameters)
-        self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
-        self._types: Dict[Entry, Optional[str]] = {}
-        self._made: Dict[Node, List[Entry]] = {}
-        self._reads: Dict[Node, List[Found]] = {}
-        self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
-        self._read: Set[Entry] = set()  # entries with a reader
-        self._outputs: Set[Entry] = set()  # outputs of the graphs
-        # the sources of a loop's state in the first iteration, and in later ones
-        self._first: Dict[Entry, Found] = {}
-        self._carried: Dict[Entry, Found] = {}
-        for graph, types in graphs:
-            self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
-        self.order = {name: i for i, name in enumerate(self.nodes)}
-        # for each output, the tensors that sum to its gradient
-        self._gradients: Dict[Entry, List[Key]] = {}
-        for node in reversed(self._reads):
-            self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
-
-    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
-             states: Collection[Node] = ()) -> List[Found]:
-        """Adds a graph or a body. Returns the sources of its outputs.
-
-        `outside` has the sources of its variables.
-        """
-        inferred = graph.types(types)
-        self._types.update(inferred)
-        self._read.update(graph.consumers())
-        for entry in inferred:
-            self._made.setdefault(entry.node, []).append(entry)
-        found: Dict[Entry, Found] = {}
-        for node in graph.nodes():
-            entry = Entry(node)
-            if node.is_variable:
-                found[entry] = outside.get(node.name, [entry])
-                if node in states:
-                    self._first[entry], found[entry] = found[entry], [entry]
-                continue
-            reads = [found[e] for e in node.inputs]
-            if node.subgraphs:
-                made = self._add_bodies(node, inferred, found)
-                found.update((Entry(node, i), one) for i, one in enumerate(made))
-            elif node.op in LEFT_ALONE and reads:
-                found[entry] = reads[0]
-            else:
-                found.update((e, [e]) for e in self._made[node])
-                self._reads[node] = reads
-                for i, one in enumerate(reads):
-                    for e in self._at_first(one):
-                        self._readers.setdefault(e, []).append((node, i))
-            self.nodes[node.name] = node
-            self._alike.setdefault(node.name, []).append(node)
-        return [found[e] for e in graph.outputs]
-
-    def _add_bodies(self, node: Node, types: Mapping[Entry, Optional[str]],
-                    found: Mapping[Entry, Found]) -> List[Found]:
-        made = []
-        for body in node.bodies(types):
-            outside = {name: found[e] for name, e in body.outside.items()}
-            numbers = state_variables(node) if body.graph is node.subgraphs[-1] else []
-            variables = [n for n in body.graph.nodes() if n.is_variable]
-            states = [variables[i] for i in numbers]
-            made.append(self._add(body.graph, body.types, outside, states))
-            self._carried.update(zip(map(Entry, states), made[-1][len(made[-1]) - len(states):]))
-        if node.op != "_cond":
-            return made[-1]
-        return [then + otherwise for then, otherwise in zip(*made[1:])]
-
-    def tensors(self) -> List[Tensor]:
-        """Returns all tensors that may be counted. Nodes with the same name count as one."""
-        made: Dict[Key, Tensor] = {}
-        for nodes in self._alike.values():
-            for tensor in (t for node in nodes for t in self._tensors_of(node)):
-                made.setdefault(tensor.key, tensor).join(tensor)
-        return list(made.values())
-
-    def _tensors_of(self, node: Node) -> Iterator[Tensor]:
-        if node not in self._reads:
-            return
-        name, place = node.name, self.order[node.name]
-        outputs = [e for e in self._made[node] if e in self._read]
-        reads = [e for one in self._reads[node] for e in one]
-        variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
-        before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
-                            if not e.node.is_variable] for some in (
-            reads, [e for one in reads for e in self._carried.get(one, [])]))
-        for entry in outputs:
-            format_ = self.formats.get(self._types[entry] or "")
-            if format_ is not None:
-                yield Tensor(Key(name, False, entry.output), "output", node.op, place, format_,
-                             before, carried, self._gradients[entry], variables)
-        above = [key for e in outputs for key in self._gradients[e]]
-        for i, entry in enumerate(node.inputs):
-            format_ = self.formats.get(self._types[entry] or "")
-            if format_ is not None:
-                read = self.maker(node, i).node.name
-                weight = read in self.parameters
-                yield Tensor(Key(name, True, i), "weight gradient" if weight else "gradient",
-                             node.op, 2 * len(self.nodes) - place, format_, above,
-                             variables=variables, parameter=read if weight else "")
-
-    def _gradients_of(self, entry: Entry) -> List[Key]:
-        found: Dict[Key, None] = {}
-        for reader, which in self._readers.get(entry, ()):
-            read = reader.inputs[which].node
-            while read.op in LEFT_ALONE and read.op not in _ENDS_GRADIENTS and read.inputs:
-                read = read.inputs[0].node
-            if read.op in _ENDS_GRADIENTS:
-                continue
-            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in _HANDS_ON
-                                       else [Key(reader.name, True, which)]))
-        return list(found)
-
-    def _at_first(self, found: Found) -> Found:
-        """Returns the sources in the first iteration of loops."""
-        return [one for e in found
-                for one in (self._at_first(self._first[e]) if e in self._first else [e])]
-
-    def maker(self, node: Node, which: int) -> Entry:
-        """Returns the source of a node's input before casts; the variable for a loop's state."""
-        entry = self._reads[node][which][0]
-        while entry.node.op in CASTS:
-            entry = self._reads[entry.node][0][0]
-        return entry
-
-    def makers(self, name: str) -> List[Entry]:
-        """Returns the same for all inputs of a node."""
-        node = self.nodes[name]
-        return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
-
-    def data_of(self, key: Key) -> str:
-        """Returns the name of the data that a tensor casts, or copies and casts; else ""."""
-        node = self.nodes[key.node]
-        if key.backward or node.op not in CASTS:
-            return ""
-        while node.op in CASTS or node.op in _COPIES:
-            node = self.maker(node, 0).node
-        return node.name if node.name in self.data else ""
-
-    def is_output(self, key: Key) -> bool:
-        """Whether a tensor is an output of its graph."""
-        return any(Entry(node, key.which) in self._outputs for node in self._alike[key.node])
-
-    def kept_for(self, key: Key) -> List[str]:
-        """Returns the nodes that must stay float32 so that this tensor is float32."""
-        nodes: List[Node] = []
-        for node in self._alike[key.node]:
-            maker = self.maker(node, key.which).node if key.backward else node
-            nodes += [node] if maker.is_variable or maker is node else [node, maker]
-        return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
-
-    def _but_casts(self, node: Node) -> List[Node]:
-        """Returns a node, and for a cast its readers, or its input if that is cast back."""
-        if node.op not in CASTS:
-            return [node]
-        for before in self._reads[node][0]:
-            if self.is_cast_back(before.node):
-                return [before.node]
-        return [n for reader, _ in self._readers.get(Entry(node), ())
-                for n in self._but_casts(reader)]
-
-    def is_cast_back(self, node: Node) -> bool:
-        """Whether a node computes in float32 and a cast rounds its result."""
-        if node.name in self.keep or self._types[Entry(node)] != "float32":
-            return False
-        return node.op in PRODUCTS or operators.gives_back(node) \
-            and node.inputs[0].node.op in CASTS
-
-    def blamed(self, key: Key) -> str:
-        """Returns the node that causes a tensor: for a cast its input, and for a cast's gradient
-        the node that computes it."""
-        node = self.nodes[key.node]
-        if node.op not in CASTS:
-            return key.node
-        maker = self.maker(node, 0).node
-        readers = [n.name for n, _ in self._readers.get(Entry(node), ()) if n.op not in CASTS]
-        if maker.is_variable or key.backward and readers and not self.is_cast_back(maker):
-            return readers[0] if readers else key.node
-        return maker.name
-
-
-def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[Key, List[Key]]:
-    """Returns the counted inputs of each tensor. Tensors that were not counted, such as the
-    gradients of a sum, are replaced by their inputs."""
-    found: Dict[Key, List[Key]] = {}
-    for tensor in sorted(tensors, key=lambda t: t.place):
-        found[tensor.key] = list(dict.fromkeys(
-            key for read in tensor.reads
-            for key in ([read] if read in counted else found.get(read, []))))
-    return found
+    total: Dict[Key, Counts] = {}
+    for factor, counts in steps:
+        for key, held in counts.items():
+            moved = held.times(factor) if key.backward and key not in stay else held
+            total[key] = total[key] + moved if key in total else moved
+    return total
 
 
 # ---- what a step shows --------------------------------------------------------------------------
 
 
-def compare(tensors: Iterable[Tensor], found: Counted, right: Counted, factor: float) -> None:
+def compare(tensors: Iterable[Tensor], found: Mapping[Key, Counts],
+            right: Mapping[Key, Counts], factor: float) -> None:
     """Updates the tensors' SNR of a step against the same step in float32, whose gradients are
     multiplied by a factor."""
-    with np.errstate(over="ignore"):  # rounds that a while_loop does not run leave undefined values
-        pairs = [(tensor, right.sample(tensor.key) * np.float32(
-                      factor if tensor.key.backward else 1), found.sample(tensor.key))
-                 for tensor in tensors if not tensor.begins]
-    pairs = [one for one in pairs if 0 < len(one[1]) == len(one[2])]
-    for (tensor, _, _), (largest, now) in zip(pairs, compared([one for _, one, _ in pairs],
-                                                              [one for _, _, one in pairs])):
-        tensor.beyond |= largest > tensor.format.largest
-        if now == now:  # not NaN
-            tensor.snr = now if tensor.snr is None else min(tensor.snr, now)
+    for tensor in tensors:
+        here, there = found.get(tensor.key), right.get(tensor.key)
+        if tensor.begins or here is None or there is None \
+                or not 0 < len(there.sample) == len(here.sample):
+            continue
+        # rounds that a while_loop does not run leave undefined values
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = there.sample * np.float32(factor if tensor.key.backward else 1)
+            wide = values.astype(np.float64)
+            signal = float(np.square(wide).sum())
+            noise = float(np.square(here.sample - wide).sum())
+            tensor.beyond |= bool(np.fmax.reduce(np.abs(wide)) > tensor.format.largest)
+        if math.isfinite(signal):
+            snr = decibels(signal, noise if math.isfinite(noise) else math.inf)
+            tensor.snr = snr if tensor.snr is None else min(tensor.snr, snr)
 
 
-def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: float) -> None:
+def weigh(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], total: float,
+          scale: float) -> None:
     """Adds to each rounded forward tensor with a sample the share by which it moves the loss.
 
     To first order, the loss moves by the sum of each value's error times its gradient. Rounding
@@ -342,31 +342,28 @@ def weigh(tensors: Iterable[Tensor], counted: Counted, total: float, scale: floa
     their gradients are 0. `by_chance` has no such correction.
     """
     tensors = list(tensors)
-    begin = {t.key for t in tensors if t.begins}
-    squares = [s / (1.0 if key in begin else scale) ** 2
-               for key, s in zip(counted, counted.all.squares.tolist())]
-    errors, numbers = counted.all.error_squares.tolist(), counted.numbers().tolist()
+    scales = {t.key: 1.0 for t in tensors if t.begins}
     for tensor in tensors:
-        row = counted.rows.get(tensor.key)
-        if tensor.key.backward or not tensor.is_low or row is None or not total \
-                or not len(counted.samples[row]):
+        held = counts.get(tensor.key)
+        if tensor.key.backward or not tensor.is_low or held is None or not total \
+                or not len(held.sample):
             continue
-        gradients = [counted.rows[key] for key in tensor.gradients if key in counted.rows]
+        gradients = [key for key in tensor.gradients if key in counts]
+        squares = sum(counts[key].squares / scales.get(key, scale) ** 2 for key in gradients)
         # the expected square of the sum of errors times gradients
-        expected = errors[row] * sum(squares[g] for g in gradients) / max(numbers[row], 1)
-        moved = math.sqrt(expected) / total
+        moved = math.sqrt(held.error_squares * squares / max(held.numbers, 1)) / total
         if not math.isfinite(moved):
             continue
         if tensor.op in PRODUCTS:
             tensor.by_chance.append(moved)
         # half of the threshold of a finding; less needs no correction
         if moved > 2.0 ** -(tensor.format.fraction + 2):
-            moved *= math.sqrt(min(_meet(tensor.format, counted.samples[row],
-                                         [counted.samples[g] for g in gradients]), 1.0))
+            moved *= math.sqrt(min(_correlation(tensor.format, held.sample, [
+                counts[key].sample for key in gradients]), 1.0))
         tensor.worths.append(moved)
 
 
-def _meet(format_: Format, sample: Any, gradients: List[Any]) -> float:
+def _correlation(format_: Format, sample: Any, gradients: List[Any]) -> float:
     """Returns the correlation of squared errors and gradients in samples; 1 if they are
     independent."""
     size = np.abs(sample.astype(np.float64))
@@ -380,32 +377,28 @@ def _meet(format_: Format, sample: Any, gradients: List[Any]) -> float:
         if both > 0 and math.isfinite(both) else 1.0
 
 
-_BITS = 4  # bits below a format's largest exponent; smaller values are ignored
-
-
-def note_largest(tensors: Iterable[Tensor], counts: Counted) -> None:
+def note_largest(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> None:
     """Adds the exponent of a step's largest value to each forward tensor of a format with
     infinities. Values without gradients, such as those of a mask, are ignored."""
-    highest = counts.highest().tolist()
     for tensor in tensors:
-        row, format_ = counts.rows.get(tensor.key), tensor.format
-        if tensor.key.backward or row is None or not tensor.is_low \
-                or format_.saturate or not format_.infinities:
+        held = counts.get(tensor.key)
+        if tensor.key.backward or held is None or not tensor.is_low \
+                or tensor.format.saturate or not tensor.format.infinities:
             continue
-        least = tensor.last_exponent - _BITS
-        if highest[row] <= least:
+        least, highest = tensor.last_exponent - _BITS, (held.range or (0, -_BIAS))[1]
+        if highest <= least:
             tensor.largest.append(least)
-        elif not _is_masked(tensor, counts, 2.0 ** least):
-            tensor.largest.append(highest[row])
-            if highest[row] == tensor.last_exponent:
-                sampled = np.abs(counts.sample(tensor.key)).max(initial=0.0)
-                tensor.peak = max(tensor.peak, 2.0 ** tensor.last_exponent, float(sampled))
+        elif not _is_masked(held.sample, 2.0 ** least, [
+                counts[key].sample for key in tensor.gradients if key in counts]):
+            tensor.largest.append(highest)
+            if highest == tensor.last_exponent:
+                sampled = float(np.abs(held.sample).max(initial=0.0))
+                tensor.peak = max(tensor.peak, 2.0 ** tensor.last_exponent, sampled)
 
 
-def _is_masked(tensor: Tensor, counts: Counted, least: float) -> bool:
+def _is_masked(sample: Any, least: float, gradients: List[Any]) -> bool:
     """Whether the sample has values of at least `least`, all without gradients."""
-    large = np.abs(counts.sample(tensor.key)) >= least
-    gradients = [counts.sample(key) for key in tensor.gradients if key in counts]
+    large = np.abs(sample) >= least
     return bool(large.any()) and bool(gradients) and not any(
         len(g) == len(large) and g[large].any() for g in gradients)
 

@@ -13,7 +13,8 @@ from ..cpu import library
 from ..formats import Format
 from ..graph.build import build, cached_op
 from ..graph.graph import Entry, Graph
-from ..inspection.statistics import Counts, Key, read
+from ..inspection.tensors import Counts, Key
+from ..inspection.watch import read
 from ..policy import POLICIES
 
 _ROOM = 1  # headroom in powers of two

@@ -5,14 +5,13 @@ import json
 import re
 from dataclasses import dataclass
 from html import escape
-from typing import Dict, List, Sequence
+from typing import List, Sequence
 
 from .colors import COLORS
 from .compare import Group
-from .page import PAGE
+from .page import page, part, table
 from .plots import Plot
 from .runs import plain
-from .style import SORTING, STYLE
 from .summary import Cells, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
@@ -22,7 +21,6 @@ IN_MARKDOWN = 50  # runs
 MOST_ARGUMENTS = 60  # groups whose arguments are told
 LONGEST_VALUE = 200
 LONGEST_VERDICT = 1500
-LONGEST_CELL = 60  # of the page's tables; the CSV files have all
 MOST_ROWS, MOST_RUNS = 200, 3000  # of the page's tables
 MOST_TABLES = 20  # datasets
 CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their colors
@@ -46,9 +44,8 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
     body = ["<ul class=verdicts>", *(_verdict(verdict, section.title if several else "")
                                      for section in sections[:MOST_TABLES]
                                      for verdict in section.verdicts), "</ul>"]
-    widths: Dict[str, None] = {}
     if verdicts:
-        body.append(_details(f"Table of verdicts ({len(verdicts):,})", _table(verdicts, widths)))
+        body.append(_details(f"Table of verdicts ({len(verdicts):,})", _table(verdicts)))
     for section in sections[:MOST_TABLES]:
         if several:
             body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
@@ -57,19 +54,18 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
         body += [_plots(shown, section.prefix), _details(
             " and ".join(plot.title for plot in folded_plots), _plots(folded_plots, section.prefix))
             if folded_plots else "", "<h2>Groups of runs</h2>" if not several else "",
-                 _folded("Groups", section.groups, _table(section.groups, widths))]
+                 _folded("Groups", section.groups, _table(section.groups))]
     left = MOST_RUNS
     for section in sections[:MOST_TABLES]:
         name = f"Runs: {section.title}" if several else "Runs"
         folded = "" if len(section.runs) > FOLDED else " open"
         body.append(f"<details{folded}><summary>{escape(name)} ({len(section.runs)})</summary>\n"
-                    + _table(section.runs, widths, len(section.runs) > 5, left) + "</details>")
+                    + _table(section.runs, len(section.runs) > 5, left) + "</details>")
         left = max(0, left - len(section.runs))
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
     body += ["<h2>Arguments</h2>", _arguments(groups)]
-    return PAGE.substitute(title=escape(title), style=STYLE, sorting=SORTING,
-                           columns="\n".join(widths), body="\n".join(body))
+    return page(title, "\n".join(body), part("report.js"))
 
 
 def _verdict(verdict: Verdict, section: str) -> str:
@@ -82,25 +78,14 @@ def _verdict(verdict: Verdict, section: str) -> str:
     return f"<li class={kind}>{head}{escape(text)}</li>"
 
 
-def _table(rows: List[Cells], rules: Dict[str, None], search: bool = False,
-           most: int = MOST_ROWS) -> str:
-    """Returns a table; CSS rules for its text columns are added to `rules`, shared by tables."""
+def _table(rows: List[Cells], search: bool = False, most: int = MOST_ROWS) -> str:
+    """Returns a table, with a field that filters its rows."""
     if not rows:
         return ""
-    texts = [i for i, column in enumerate(rows[0], 1) if column in TEXT]
-    name = "t" + "-".join(map(str, texts))
-    for i in texts:
-        cells = f".{name} th:nth-child({i}), .{name} td:nth-child({i})"
-        rules[f"{cells} {{ text-align: left; }}"] = None
-    head = "".join(f"<th><button>{escape(column)}</button></th>" for column in rows[0])
-    body = "\n".join("<tr>" + "".join(f"<td>{_cut(text)}</td>" for text in row.values())
-                     + "</tr>" for row in rows[:most])
+    field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
     more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" \
         if len(rows) > most else ""
-    field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
-    return f"<div>\n{field if search else ''}<div class=wide>\n<table class={name}>\n<thead><tr>" \
-           f"{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n" \
-           f"<p class=hint>→ The table goes on to the right.</p>{more}\n</div>"
+    return f"<div>\n{field if search else ''}{table(rows, TEXT, most)}{more}\n</div>"
 
 
 def _folded(name: str, rows: List[Cells], table: str) -> str:
@@ -115,10 +100,6 @@ def _details(summary: str, inside: str) -> str:
 def _plots(plots: Sequence[Plot], prefix: str) -> str:
     figures = "\n".join(_figure(plot, prefix) for plot in plots)
     return f"<div class=plots>\n{figures}\n</div>"
-
-
-def _cut(text: str) -> str:
-    return escape(text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL - 1]}…")
 
 
 def _figure(plot: Plot, prefix: str) -> str:

@@ -269,7 +269,7 @@ def _xray(options: argparse.Namespace) -> None:
 
 def _saved_xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
-    from ..inspection.view import redraw, summary
+    from ..inspection.saved import redraw, summary
     if options.format is None:
         print(summary(options.folder))
     else:

@@ -20,7 +20,7 @@ from ..checks import aligned, counted, in_names
 from ..cpu import library
 from ..cuda import load, wheel
 from ..cuda.devices import GPU
-from ..cuda.libraries import Choice, cudnn_version, nvrtc_version
+from ..cuda.libraries import Choice
 from ..gluon.convert import convert
 from ..policy import POLICIES
 from ..training.trainer import Trainer
@@ -164,18 +164,18 @@ def _cuda() -> Optional[Dict[str, Any]]:
 
 def _version(name: str, choice: Choice) -> Optional[str]:
     """Returns the version of a loaded library as it numbers it, or None."""
-    path = choice.paths[name]
     try:
+        loaded = ctypes.CDLL(str(choice.paths[name]))
         if name == "libcudnn.so.8":
-            number = cudnn_version(path)
-            return version_of_cudnn(number) if number else None
-        if name == "libnvrtc.so.11.2":
-            major, minor = nvrtc_version(path)
-            return f"{major}.{minor}" if major else None
-        loaded, numbers = ctypes.CDLL(str(path)), [ctypes.c_int() for _ in range(3)]
+            loaded.cudnnGetVersion.restype = ctypes.c_size_t
+            return version_of_cudnn(loaded.cudnnGetVersion())
+        numbers = [ctypes.c_int() for _ in range(3)]
         if name == "libcublas.so.11":
             failed = any(loaded.cublasGetProperty(i, byref(n)) for i, n in enumerate(numbers))
             return None if failed else ".".join(str(n.value) for n in numbers)
+        if name == "libnvrtc.so.11.2":
+            failed = loaded.nvrtcVersion(byref(numbers[0]), byref(numbers[1]))
+            return None if failed else f"{numbers[0].value}.{numbers[1].value}"
         return None if getattr(loaded, _VERSION_OF[name])(byref(numbers[0])) \
             else str(numbers[0].value)
     except (OSError, AttributeError):  # it does not load, or lacks the function

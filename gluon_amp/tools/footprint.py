@@ -1,8 +1,5 @@
 """The costs of a network: multiply-adds of its layers, and bytes under each policy.
 
-Layers with matrix work run at full speed on Tensor Cores if their sizes are multiples of 8. cuDNN
-from version 7.6.3 and cuBLAS from version 11 use Tensor Cores for other sizes, too, but are slower.
-
 The bytes of one training step of one batch:
 
     parameters    in their stored type, with the statistics of batch norms
@@ -20,18 +17,17 @@ float16 counts as two bytes, also on a CPU. Policies of other formats run on CPU
 float32 arrays (see graph/build.py), which count as four.
 """
 from math import prod
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Set, Tuple
 
 from .._mxnet import message, mx, np
 from ..checks import did_you_mean
 from ..formats import FLOAT16
-from ..graph.arithmetic import of_product
-from ..graph.graph import Graph, Node
-from ..graph.operators import PRODUCTS, holds_numbers
+from ..graph.graph import Graph
+from ..graph.operators import holds_numbers
 from ..policy import POLICIES, Policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
+from .tensor_cores import matrix_layers
 
-MULTIPLE = 8
 _DATA = "data"  # the input's name in Gluon's exported networks, and in most others
 
 
@@ -63,7 +59,10 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
     if "float16" in declared_types(graph).values():
         raise ValueError("the network is float16 already: pass the float32 network")
     parameters = parameter_names(graph) | set(symbol.list_auxiliary_states())
-    layers = matrix_layers(graph, parameters, _shapes(symbol, batch))
+    data = inputs - parameters
+    layers = matrix_layers(symbol, {  # data counts as an output: it is not a weight
+        f"{name}_output" if name in data else name: shape
+        for name, shape in _shapes(symbol, batch).items()})
     total = sum(layer.multiply_adds for layer in layers)
     off = [{"name": layer.name, "sizes": list(layer.sizes), "rows": layer.rows,
             "share": layer.multiply_adds / max(total, 1)} for layer in layers if not layer.fits]
@@ -73,50 +72,6 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
             "off_tensor_cores": off, "share_off": sum(layer["share"] for layer in off),
             "bytes": {name: _bytes(symbol, batch, policy, parameters)
                       for name, policy in POLICIES.items()}}
-
-
-class Layer(NamedTuple):
-    """A layer with matrix work.
-
-    Attributes:
-        sizes: its output and input channels; of one group for a depthwise convolution, which has
-            no matrix product.
-        rows: the number of input vectors of a fully connected layer; None for convolutions, which
-            have a row for each pixel.
-        multiply_adds: those of the forward pass.
-    """
-    name: str
-    sizes: Sequence[int]
-    rows: Optional[int]
-    multiply_adds: int
-
-    @property
-    def fits(self) -> bool:
-        return all(size % MULTIPLE == 0 for size in (*self.sizes, self.rows or 0))
-
-
-def matrix_layers(graph: Graph, parameters: Set[str],
-                  shapes: Dict[str, Tuple[int, ...]]) -> List[Layer]:
-    """Returns the convolutions and fully connected layers, for the shapes of all tensors."""
-    return [_layer(node, shapes) for node in graph.nodes()
-            if node.op in PRODUCTS and len(node.inputs) > 1
-            and node.inputs[1].node.name in parameters
-            and len(shapes[node.inputs[1].node.name]) > 1]
-
-
-def _layer(node: Node, shapes: Dict[str, Tuple[int, ...]]) -> Layer:
-    weight, groups = shapes[node.inputs[1].node.name], int(node.attrs.get("num_group", "1"))
-    first, second = weight[0], weight[-1 if node.attrs.get("layout", "").endswith("C") else 1]
-    sizes = first, second * groups
-    if groups > 1 and second == 1:
-        sizes = first // groups, 1
-    elif node.op == "Deconvolution":  # its weight starts with the input channels
-        sizes = second * groups, first
-    output, read = shapes[f"{node.name}_output"], node.inputs[0].node.name
-    data = shapes.get(read, shapes.get(f"{read}_output", ()))
-    convolution = node.op in ("Convolution", "Deconvolution")
-    return Layer(node.name, sizes, None if convolution else prod(output[:-1]),
-                 of_product(node.op, node.attrs, [data, weight], output))
 
 
 def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[int, ...]]:

@@ -12,7 +12,8 @@ from ..cpu.arrays import HALVES, to_float32
 from ..gluon.convert import convert
 from ..graph.graph import Entry, Graph
 from ..graph.operators import LOSSES
-from ..inspection.view import View, xray
+from ..inspection.view import View
+from ..inspection.xray import xray
 from ..policy import Policy, get_policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
 from ..symbolic.module import Module

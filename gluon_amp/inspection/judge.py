@@ -1,4 +1,4 @@
-"""Derives advice from counts: the first overflow, findings, and the loss scales that fit."""
+"""Judges counted tensors: the first overflow, findings, and the loss scales that fit."""
 import math
 import statistics
 from dataclasses import dataclass
@@ -20,10 +20,11 @@ from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, PRODUCTS, numbers
-from .session import SMALLEST_SCALE
-from .statistics import Counted, Counts, Key, decibels
-from .tensors import Layout, Tensor, counted_reads, varies_by
+from .layout import Layout, counted_reads
+from .tensors import Counts, Key, Tensor, decibels, varies_by
 
+FIRST_SCALE = 2.0 ** 16  # the first loss scale of a step
+SMALLEST_SCALE = 2.0 ** -24  # the last one
 _MOST_LOST = 0.1  # threshold: the share of a gradient's norm that rounding removes
 _STANDS_OUT = 4  # threshold: a tensor's effect on the loss over the products' upper quartile
 _BEGINS_TO_LOSE = 0.01  # threshold: the share of a norm that underflow removes
@@ -33,7 +34,6 @@ _LITTLE_IS_LEFT = 0.25  # threshold: the share of the forward pass in the format
 _SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
     _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
     _npi_rsubtract_scalar""".split())
-_POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled
 _MARGIN = 8  # threshold: the headroom of gradients at the smallest loss scale, for other batches
 _FEW = 0.25  # threshold: the share of gradients that are kept in float32 instead of a lower scale
 _NOT_NORMALIZED = 10  # threshold: the exponent of data that make a product overflow
@@ -169,27 +169,15 @@ def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Win
     low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
     for tensor in tensors:
-        counts = tensor.counts
-        if not (tensor.key.backward and tensor.is_low) or counts is None or counts.range is None:
+        if not (tensor.key.backward and tensor.is_low) or tensor.counts is None \
+                or tensor.counts.range is None:
             continue
-        most = _highest(tensor) * scale
+        most = tensor.highest_factor() * scale
         if most < high:
             high, high_tensor = most, tensor.name
-        if counts.lost(tensor.format, low / scale) > lost:  # otherwise `low` suffices for it
-            low, low_tensor = _lowest(tensor, lost) * scale, tensor.name
+        if tensor.counts.lost(tensor.format, low / scale) > lost:  # otherwise `low` suffices for it
+            low, low_tensor = tensor.lowest_factor(lost) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
-
-
-def _highest(tensor: Tensor) -> float:
-    """Returns a tensor's headroom as a power of two; less than 1 if a number overflowed."""
-    _, above = tensor.counts.headroom(tensor.format) or (0, 0)
-    return 2.0 ** (above if tensor.counts.stay_finite else min(above, -1))
-
-
-def _lowest(tensor: Tensor, lost: float) -> float:
-    """Returns the smallest power of two at which a tensor loses at most this share."""
-    fits = tensor.counts.lost_at(tensor.format, _POWERS) <= lost  # monotonic in the powers
-    return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 
 def left_in_format(format_: Format, before: Iterable[Tensor],
@@ -207,7 +195,7 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 # ---- findings -----------------------------------------------------------------------------------
 
 
-def findings(layout: Layout, tensors: List[Tensor], scale: float,
+def findings(layout: Layout, scale: float,
              training: Training) -> Tuple[List[Finding], List[str]]:
     """Returns the findings and notes, sorted by kind and then in order of computation.
 
@@ -215,13 +203,12 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float,
     moves the loss (sorted by how much), and gradients that no scale fits.
 
     Args:
-        layout: the graph's nodes.
-        tensors: the counted tensors.
+        layout: the graph's nodes and counted tensors.
         scale: the loss scale at which they were counted.
         training: the training.
     """
     first: Dict[str, Finding] = {}
-    judge = _Judge(layout, tensors, scale, training)
+    judge = _Judge(layout, scale, training)
     for finding in judge.findings():
         held = first.setdefault(finding.node, finding)
         if held is not finding:
@@ -232,9 +219,9 @@ def findings(layout: Layout, tensors: List[Tensor], scale: float,
 class _Judge:
     """Finds problems in counted tensors."""
 
-    def __init__(self, layout: Layout, tensors: List[Tensor], scale: float,
-                 training: Training) -> None:
+    def __init__(self, layout: Layout, scale: float, training: Training) -> None:
         self.layout, self.scale, self.training = layout, scale, training
+        tensors = layout.tensors
         self.counts = {t.key: t.counts for t in tensors if t.counts is not None}
         self.reads = counted_reads(tensors, self.counts)
         self.seen = {t.key: t for t in tensors if t.key in self.counts}
@@ -263,8 +250,13 @@ class _Judge:
         if made:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
-        for judge in (self._nearly_above, self._below, self._cancelled):
-            made += [finding for tensor in self.forward for finding in judge(tensor)]
+        near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
+        for found in (
+                [self._nearly_above(t, by) for t, by in near if by is not None],
+                [self._below(t) for t in self.forward if t.is_below()],
+                [self._cancelled(t, t.snr) for t in self.forward if t.counts.stay_finite
+                 and t.snr is not None and t.snr < min(t.low_snr, self.least_snr) / 2]):
+            made += [finding for one in found for finding in one]
         if any(finding.remedy for finding in made):  # of data, which all else reads
             made = [finding for finding in made if finding.certain or finding.remedy]
         if not made:  # keeping nodes changes the gradients
@@ -325,11 +317,9 @@ class _Judge:
             f"{tensor.format.largest:g}{most}", self._where_it_begins(
                 tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0))]
 
-    def _nearly_above(self, tensor: Tensor) -> List[Finding]:
-        """Finds a tensor that has not overflowed, but may in another batch."""
-        by = varies_by(tensor)
-        if by is None or not tensor.counts.stay_finite:
-            return []
+    def _nearly_above(self, tensor: Tensor, by: int) -> List[Finding]:
+        """Finds a tensor that has not overflowed, but may in another batch: its maximum exceeds
+        that of the median batch by so many powers of two."""
         most = max(tensor.largest)
         said = f"2^{most} in one batch, and 2^{most - by} in the median batch: another may " \
                f"exceed {tensor.format.largest:g}"
@@ -368,25 +358,20 @@ class _Judge:
 
     def _below(self, tensor: Tensor) -> List[Finding]:
         said = said_below(tensor.counts, tensor)
-        if not said:
-            return []
         return self._of_data(tensor, "range below", f"are {said}") or [self._finding(
             tensor, "range below", f"{tensor.name} is {said}", self._where_it_begins(
                 tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))]
 
-    def _cancelled(self, tensor: Tensor) -> List[Finding]:
+    def _cancelled(self, tensor: Tensor, snr: float) -> List[Finding]:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
         errors of its rounded inputs."""
-        if tensor.snr is None or tensor.snr >= min(tensor.low_snr, self.least_snr) / 2 \
-                or not tensor.counts.stay_finite:
-            return []
         read = [t for t in self.before(tensor) if t.snr is not None or t.op in CASTS]
-        if not read or any(self._truth(t) < tensor.snr + _CANCELS for t in read) \
+        if not read or any(self._truth(t) < snr + _CANCELS for t in read) \
                 or self._is_made_good(tensor):
             return []
         source = min(read, key=self._truth)
         finding = self._finding(
-            tensor, "cancellation", f"{tensor.name} has {tensor.snr:.1f} dB against float32, "
+            tensor, "cancellation", f"{tensor.name} has {snr:.1f} dB against float32, "
             f"although its inputs have {self._truth(source):.1f} dB or more")
         finding.certain = True
         made = [self._before_cast(t) for t in read]
@@ -476,7 +461,7 @@ class _Judge:
             return [] if found is None else self._near_the_smallest(found)
 
         def too_large_for(wanted: float) -> List[Tensor]:
-            return [t for t in gradients if _highest(t) * scale < wanted]
+            return [t for t in gradients if t.highest_factor() * scale < wanted]
         wanted = max(found.low, smallest)
         why = f"and that of the training ends at {self.training.ends}"
         few = found.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
@@ -486,7 +471,7 @@ class _Judge:
             wanted = found.low
             why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
         at_low = too_large_for(wanted)
-        needed = [(t, _lowest(t, _MOST_LOST) * scale) for t in gradients]
+        needed = [(t, t.lowest_factor(_MOST_LOST) * scale) for t in gradients]
         at_high = [(t, least) for t, least in needed if least > found.high]
         jump = self._jump(backward)
         made = [] if jump is None else [
@@ -536,12 +521,41 @@ class _Judge:
 
 
 def said_below(counts: Counts, tensor: Tensor) -> str:
-    """Returns how a tensor with these counts underflows; "" if it does not."""
-    if not tensor.is_low or not counts.squares or counts.own_snr >= tensor.low_snr:
-        return ""
+    """Returns how a tensor with these counts underflows."""
     shares = counts.shares(tensor.format, own=True)
     return f"rounded to {counts.own_snr:.1f} dB: {shares['flushed']:.2%} becomes 0, " \
            f"{shares['subnormal']:.2%} subnormal"
+
+
+def outcome(losses: List[float], forward: bool, fits: Optional[Window], found: List[Finding],
+            training: Training) -> str:
+    """Returns what the training does on these batches.
+
+    Args:
+        losses: the losses of the batches.
+        forward: whether the forward pass is finite.
+        fits: the loss scales that fit.
+        found: the findings.
+        training: the training.
+    """
+    lost = sum(not math.isfinite(loss) for loss in losses)
+    fails = f"Training {training.fails}, because"
+    if lost and lost < len(losses) and training.checks:
+        return f"Training skips {lost} of {len(losses)} batches, because the loss is not finite"
+    if lost:
+        return f"{fails} the loss is not finite"
+    if not forward:
+        return "Training runs with numbers that are not finite"
+    if fits and fits.high < training.smallest:
+        return f"{fails} gradients overflow at its smallest loss scale, {training.ends}"
+    if fits and fits.low > fits.high:
+        return "Training runs and loses gradients, because no loss scale fits all of them"
+    if fits and fits.low > training.largest:
+        return "Training runs and loses gradients, because they need a loss scale of at " \
+            f"least {as_power(fits.low)}, and its largest is {as_power(training.largest)}"
+    if any(finding.reason.startswith("range above") for finding in found):
+        return "Training runs on these batches, and may overflow on others"
+    return "Training runs, with less accuracy than in float32" if found else "Training runs"
 
 
 # ---- where infinities begin ----------------------------------------------------------------------
@@ -593,9 +607,7 @@ def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[T
     It leaves out infinities that did not overflow and that all readers turn into finite numbers,
     such as those of a softmax's mask.
     """
-    broken = counts.broken() if isinstance(counts, Counted) else {
-        key for key, held in counts.items() if not held.stay_finite}
-    found = [t for t in tensors if t.key in broken] if broken else []
+    found = [t for t in tensors if t.key in counts and not counts[t.key].stay_finite]
     if not found:
         return []
     found, tensors = (sorted(some, key=lambda t: t.place) for some in (found, tensors))
@@ -616,22 +628,21 @@ def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> b
     return all(t.key.backward for t in unsound(tensors, counts))
 
 
-def first_overflow(layout: Layout, tensors: Collection[Tensor], counts: Mapping[Key, Counts],
-                   batch: int, scale: float, arrays: Mapping[str, Any]) -> Optional[Overflow]:
+def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, scale: float,
+                   arrays: Mapping[str, Any]) -> Optional[Overflow]:
     """Returns the first overflow in one step's counts, if any.
 
     Args:
-        layout: the graphs' nodes.
-        tensors: their tensors.
+        layout: the graphs' nodes and tensors.
         counts: the step's counts.
         batch: the index of the batch.
         scale: the loss scale.
         arrays: the data and parameters, by name.
     """
-    broken = unsound(tensors, counts)
+    broken = unsound(layout.tensors, counts)
     if not broken:
         return None
-    by_key = {tensor.key: tensor for tensor in tensors}
+    by_key = {tensor.key: tensor for tensor in layout.tensors}
     reads_of = counted_reads(by_key.values(), counts)
     tensor = beginnings(broken, reads_of, counts)[0]
     cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]

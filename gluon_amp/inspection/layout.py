@@ -1,0 +1,237 @@
+"""The nodes and tensors of a converted network, in order of computation."""
+from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+
+from ..formats import FORMATS
+from ..graph import operators
+from ..graph.build import LEFT_ALONE
+from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
+from ..graph.operators import PRODUCTS
+from ..policy import Policy
+from .tensors import Key, Tensor
+
+# Operators whose gradients are copies of the output's gradient; these are not counted.
+_HANDS_ON = frozenset(["elemwise_add"])
+_ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
+
+# Operators that return their first input's values, or a part of them, in another order.
+_COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
+    transpose _np_moveaxis _np_transpose _npi_concatenate _npi_stack""".split())
+
+Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
+
+
+class Layout:
+    """The nodes of graphs in order, and their tensors.
+
+    The bodies of loops and conditions are inlined. Operators that only copy values (LEFT_ALONE) are
+    not counted, and are replaced by their inputs.
+
+    Attributes:
+        nodes: the nodes by name.
+        tensors: the tensors that may be counted.
+
+    Args:
+        graphs: graphs with casts in execution order, and the types of their variables.
+        policy: the policy.
+        parameters: the names of parameters.
+        keep: names of nodes that stay float32.
+        data: the names of the network's data.
+    """
+
+    def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
+                 parameters: Collection[str], keep: Collection[str] = (),
+                 data: Collection[str] = ()) -> None:
+        self.nodes: Dict[str, Node] = {}
+        self.keep, self.data = keep, data
+        self.formats = {**FORMATS, policy.between.name: policy.between}
+        self.parameters = set(parameters)
+        self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
+        self._types: Dict[Entry, Optional[str]] = {}
+        self._made: Dict[Node, List[Entry]] = {}
+        self._reads: Dict[Node, List[Found]] = {}
+        self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
+        self._read: Set[Entry] = set()  # entries with a reader
+        self._outputs: Set[Entry] = set()  # outputs of the graphs
+        # the sources of a loop's state in the first iteration, and in later ones
+        self._first: Dict[Entry, Found] = {}
+        self._carried: Dict[Entry, Found] = {}
+        for graph, types in graphs:
+            self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
+        self.order = {name: i for i, name in enumerate(self.nodes)}
+        # for each output, the tensors that sum to its gradient
+        self._gradients: Dict[Entry, List[Key]] = {}
+        for node in reversed(self._reads):
+            self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
+        self.tensors = self._find_tensors()
+
+    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
+             states: Collection[Node] = ()) -> List[Found]:
+        """Adds a graph or a body. Returns the sources of its outputs.
+
+        `outside` has the sources of its variables.
+        """
+        inferred = graph.types(types)
+        self._types.update(inferred)
+        self._read.update(graph.consumers())
+        for entry in inferred:
+            self._made.setdefault(entry.node, []).append(entry)
+        found: Dict[Entry, Found] = {}
+        nodes = graph.nodes()
+        variables = {node for node in nodes if node.is_variable}
+        for node in nodes:
+            entry = Entry(node)
+            if node in variables:
+                found[entry] = outside.get(node.name, [entry])
+                if node in states:
+                    self._first[entry], found[entry] = found[entry], [entry]
+                continue
+            reads = [found[e] for e in node.inputs]
+            if node.subgraphs:
+                made = self._add_bodies(node, inferred, found)
+                found.update((Entry(node, i), one) for i, one in enumerate(made))
+            elif node.op in LEFT_ALONE and reads:
+                found[entry] = reads[0]
+            else:
+                found.update((e, [e]) for e in self._made[node])
+                self._reads[node] = reads
+                for i, one in enumerate(reads):
+                    for e in self._at_first(one):
+                        self._readers.setdefault(e, []).append((node, i))
+            self.nodes[node.name] = node
+            self._alike.setdefault(node.name, []).append(node)
+        return [found[e] for e in graph.outputs]
+
+    def _add_bodies(self, node: Node, types: Mapping[Entry, Optional[str]],
+                    found: Mapping[Entry, Found]) -> List[Found]:
+        made = []
+        for body in node.bodies(types):
+            outside = {name: found[e] for name, e in body.outside.items()}
+            numbers = state_variables(node) if body.graph is node.subgraphs[-1] else []
+            variables = [n for n in body.graph.nodes() if n.is_variable]
+            states = [variables[i] for i in numbers]
+            made.append(self._add(body.graph, body.types, outside, states))
+            self._carried.update(zip(map(Entry, states), made[-1][len(made[-1]) - len(states):]))
+        if node.op != "_cond":
+            return made[-1]
+        return [then + otherwise for then, otherwise in zip(*made[1:])]
+
+    def _find_tensors(self) -> List[Tensor]:
+        """Returns all tensors that may be counted. Nodes with the same name count as one."""
+        made: Dict[Key, Tensor] = {}
+        for nodes in self._alike.values():
+            for tensor in (t for node in nodes if node in self._reads
+                           for t in self._tensors_of(node)):
+                if made.setdefault(tensor.key, tensor) is not tensor:
+                    made[tensor.key].join(tensor)
+        return list(made.values())
+
+    def _tensors_of(self, node: Node) -> List[Tensor]:
+        name, place = node.name, self.order[node.name]
+        formats = {e: self.formats[self._types[e] or ""] for e in [*self._made[node], *node.inputs]
+                   if self._types[e] in self.formats}
+        outputs = [e for e in self._made[node] if e in self._read]
+        reads = [e for one in self._reads[node] for e in one]
+        variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
+        before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
+                            if not e.node.is_variable] for some in (
+            reads, [e for one in reads for e in self._carried.get(one, [])]))
+        above = [key for e in outputs for key in self._gradients[e]]
+        makers = [self.maker(node, i).node.name for i in range(len(node.inputs))]
+        weights = [maker if maker in self.parameters else "" for maker in makers]
+        return [Tensor(Key(name, False, entry.output), "output", node.op, place, formats[entry],
+                       before, carried, self._gradients[entry], variables)
+                for entry in outputs if entry in formats] + [
+            Tensor(Key(name, True, i), "weight gradient" if weight else "gradient", node.op,
+                   2 * len(self.nodes) - place, formats[entry], above, variables=variables,
+                   parameter=weight)
+            for i, (entry, weight) in enumerate(zip(node.inputs, weights)) if entry in formats]
+
+    def _gradients_of(self, entry: Entry) -> List[Key]:
+        found: Dict[Key, None] = {}
+        for reader, which in self._readers.get(entry, ()):
+            read = reader.inputs[which].node
+            while read.op in LEFT_ALONE and read.op not in _ENDS_GRADIENTS and read.inputs:
+                read = read.inputs[0].node
+            if read.op in _ENDS_GRADIENTS:
+                continue
+            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in _HANDS_ON
+                                       else [Key(reader.name, True, which)]))
+        return list(found)
+
+    def _at_first(self, found: Found) -> Found:
+        """Returns the sources in the first iteration of loops."""
+        return [one for e in found
+                for one in (self._at_first(self._first[e]) if e in self._first else [e])]
+
+    def maker(self, node: Node, which: int) -> Entry:
+        """Returns the source of a node's input before casts; the variable for a loop's state."""
+        entry = self._reads[node][which][0]
+        while entry.node.op in CASTS:
+            entry = self._reads[entry.node][0][0]
+        return entry
+
+    def makers(self, name: str) -> List[Entry]:
+        """Returns the same for all inputs of a node."""
+        node = self.nodes[name]
+        return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
+
+    def data_of(self, key: Key) -> str:
+        """Returns the name of the data that a tensor casts, or copies and casts; else ""."""
+        node = self.nodes[key.node]
+        if key.backward or node.op not in CASTS:
+            return ""
+        while node.op in CASTS or node.op in _COPIES:
+            node = self.maker(node, 0).node
+        return node.name if node.name in self.data else ""
+
+    def is_output(self, key: Key) -> bool:
+        """Whether a tensor is an output of its graph."""
+        return any(Entry(node, key.which) in self._outputs for node in self._alike[key.node])
+
+    def kept_for(self, key: Key) -> List[str]:
+        """Returns the nodes that must stay float32 so that this tensor is float32."""
+        nodes: List[Node] = []
+        for node in self._alike[key.node]:
+            maker = self.maker(node, key.which).node if key.backward else node
+            nodes += [node] if maker.is_variable or maker is node else [node, maker]
+        return list(dict.fromkeys(n.name for one in nodes for n in self._but_casts(one)))
+
+    def _but_casts(self, node: Node) -> List[Node]:
+        """Returns a node, and for a cast its readers, or its input if that is cast back."""
+        if node.op not in CASTS:
+            return [node]
+        for before in self._reads[node][0]:
+            if self.is_cast_back(before.node):
+                return [before.node]
+        return [n for reader, _ in self._readers.get(Entry(node), ())
+                for n in self._but_casts(reader)]
+
+    def is_cast_back(self, node: Node) -> bool:
+        """Whether a node computes in float32 and a cast rounds its result."""
+        if node.name in self.keep or self._types[Entry(node)] != "float32":
+            return False
+        return node.op in PRODUCTS or operators.gives_back(node) \
+            and node.inputs[0].node.op in CASTS
+
+    def blamed(self, key: Key) -> str:
+        """Returns the node that causes a tensor: for a cast its input, and for a cast's gradient
+        the node that computes it."""
+        node = self.nodes[key.node]
+        if node.op not in CASTS:
+            return key.node
+        maker = self.maker(node, 0).node
+        readers = [n.name for n, _ in self._readers.get(Entry(node), ()) if n.op not in CASTS]
+        if maker.is_variable or key.backward and readers and not self.is_cast_back(maker):
+            return readers[0] if readers else key.node
+        return maker.name
+
+
+def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[Key, List[Key]]:
+    """Returns the counted inputs of each tensor. Tensors that were not counted, such as the
+    gradients of a sum, are replaced by their inputs."""
+    found: Dict[Key, List[Key]] = {}
+    for tensor in sorted(tensors, key=lambda t: t.place):
+        found[tensor.key] = list(dict.fromkeys(
+            key for read in tensor.reads
+            for key in ([read] if read in counted else found.get(read, []))))
+    return found

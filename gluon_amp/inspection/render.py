@@ -1,0 +1,254 @@
+"""The text and the files of an X-ray: page, table, pictures, a line for each tensor and step."""
+import csv
+import json
+import math
+import os
+from contextlib import suppress
+from html import escape
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+from .._mxnet import np
+from ..files import new_folder, replace_text
+from ..formats import FLOAT16, FLOAT32, Format
+from ..reports.colors import COLORS, GREY, INK
+from ..reports.page import page as page_of
+from ..reports.page import part, table
+from .tensors import Counts, Tensor
+
+_MOST_SAID = 10  # printed findings
+_COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
+            "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
+            "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
+# the columns of the page's table, and how it shows their values
+_SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0", "{:.2%}"),
+          "flushed": ("becomes 0", "{:.2%}"), "subnormal": ("subnormal", "{:.2%}"),
+          "overflowed": ("overflows", "{:.2%}"), "smallest": ("smallest", "2^{}"),
+          "largest": ("largest", "2^{}"), "own_snr": ("own SNR", "{}"), "snr": ("SNR", "{}"),
+          "inherited_snr": ("inherited", "{}")}
+VERSION = 2  # of xray.jsonl
+_LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others are at the edges
+
+
+# ---- text ---------------------------------------------------------------------------------------
+
+
+def verdict(view: Any) -> str:
+    """Returns the result in a sentence."""
+    if view.gives_no_advice:
+        return "No verdict: no batch is finite in float32"
+    nodes = len({finding.node for finding in view.findings if not finding.remedy})
+    other = next((f for f in view.findings if f.remedy), None)
+    if other is not None and (not nodes or not other.backward):  # the data, or all gradients
+        return f"{view.outcome}: {other.remedy if other.backward else other.said}"
+    operators = "1 operator needs" if nodes == 1 else f"{nodes or 'no'} operators need"
+    where = f"; overflow begins in {view.first_overflow.node}" \
+        if view.first_overflow and nodes else ""
+    return f"{view.outcome}: {operators} float32 beyond those that the policy keeps{where}"
+
+
+def said(view: Any) -> List[Tuple[str, str, str]]:
+    """Returns the lines of the result as (kind, subject, text).
+
+    Kinds are "verdict", "good", "error", "warning", "note" and "keep".
+    """
+    made = [("verdict", "", verdict(view))] if view.steps else []
+    if view.first_overflow:
+        kind = "error" if view.findings else "note"
+        made.append((kind, "First overflow", str(view.first_overflow)))
+    if view.window:
+        about, fits = str(view.window).split(": ", 1)
+        made.append(("good" if view.window.low <= view.window.high else "error", about, fits))
+    made += [("note", "", note) for note in view.notes]
+    made += [(f.severity, f.node, f"{f.reason}: {f.said}") for f in view.findings[:_MOST_SAID]]
+    if view.keep:
+        made.append(("keep", "To keep in float32", view.keep_line))
+    return made
+
+
+def text(view: Any) -> str:
+    """Returns the result as lines of text."""
+    return "\n".join(
+        (f"{kind}: " if kind in _TAGGED else "") + (f"{about}: " if about else "") + line
+        for kind, about, line in said(view))
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def save(view: Any, folder: str) -> str:
+    """Writes the files into a new folder, all of them or none. Returns the path of the page."""
+    if os.path.exists(folder):
+        raise FileExistsError(f"{folder} exists: xray writes into a new folder")
+    with new_folder(folder) as beside:
+        replace_text(os.path.join(beside, "xray.html"), page(view))
+        replace_text(os.path.join(beside, "xray.jsonl"), "".join(
+            json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
+        with open(os.path.join(beside, "summary.csv"), "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows({key: _cell(value) for key, value in row.items()}
+                             for row in rows(view))
+        with suppress(ImportError):  # matplotlib is in the extra `tools`
+            _draw(view, beside)
+    return os.path.join(folder, "xray.html")
+
+
+def _cell(value: object) -> Any:
+    if isinstance(value, str) and value[:1] in "=+-@":
+        return "'" + value  # a spreadsheet would interpret it as a formula
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def lines(view: Any) -> Iterator[Dict[str, Any]]:
+    """Yields the lines of xray.jsonl: the run; each tensor of each step; then each parameter, and
+    the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
+    yield {"version": VERSION, "network": view.name, "said": str(view),
+           "loss_scale": view.loss_scale, "keep": view.keep, "left_out": view.left_out,
+           "lost": view.lost, "findings": [vars(f) for f in view.findings],
+           "first_overflow": str(view.first_overflow) if view.first_overflow else None}
+    for number, (scale, counted) in enumerate(view.steps):
+        for tensor in view.tensors:
+            counts = counted.get(tensor.key)
+            if counts is None:
+                continue
+            yield {"step": number, "scale": scale, "node": tensor.key.node,
+                   "backward": tensor.key.backward, "index": tensor.key.which,
+                   "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
+                   "parameter": tensor.parameter,
+                   "format": tensor.format.name, "overflowed": counts.overflowed,
+                   "flushed": counts.flushed, "own_snr": _as_number(counts.own_snr),
+                   **_histogram(counts)}
+    for weight in view.weights:
+        yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
+               **_histogram(weight.counts)}
+        if weight.updates is not None:
+            yield {"kind": "update", "parameter": weight.name,
+                   "without_master": weight.without_master, **_histogram(weight.updates)}
+
+
+def _histogram(counts: Counts) -> Dict[str, Any]:
+    return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
+            "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}
+
+
+def rows(view: Any) -> List[Dict[str, Any]]:
+    """Returns the rows of table and page: the tensors, the worst first; then the parameters, and
+    the sum of their updates."""
+    made = []
+    for t in view.worst():
+        own = t.counts.own_snr if t.is_low else None
+        made.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
+                         t.is_low, place=t.place, operator=t.op, own_snr=_as_number(own),
+                         snr=_as_number(t.snr), inherited_snr=_as_number(view.inherited(t)),
+                         bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
+    for weight in view.weights:
+        made.append(_row(weight.name, "weight", weight.format, weight.counts))
+        if weight.updates is not None:
+            made.append(_row(weight.name, "update", FLOAT32, weight.updates,
+                             without_master=weight.without_master))
+    return made
+
+
+def _row(name: str, kind: str, format_: Format, counts: Counts, judged_in: Format = FLOAT16,
+         own: bool = False, **others: Any) -> Dict[str, Any]:
+    """Returns a row. Its bins are shares, from the lowest drawn exponent to the highest."""
+    low, high = counts.range or (None, None)
+    below, above = counts.headroom(judged_in) or (None, None)
+    total, lost = max(counts.numbers, 1), counts.infinite + counts.nan
+    inside = counts.bins[_LOW + 127:_HIGH + 128].astype(float)
+    inside[0] += counts.bins[:_LOW + 127].sum()
+    inside[-1] += counts.bins[_HIGH + 128:].sum()
+    return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
+            **counts.shares(judged_in, own), "not_finite": lost, "smallest": low, "largest": high,
+            "bits_below": below, "bits_above": above,
+            "broken": (counts.overflowed + lost) / total,
+            "bins": [round(share, 5) for share in (inside / total).tolist()], **others}
+
+
+def _as_number(value: Optional[float]) -> Optional[float]:
+    """Returns a rounded number for tables; None for infinities and NaN."""
+    return None if value is None or not math.isfinite(value) else round(value, 1)
+
+
+# ---- pictures, for papers -----------------------------------------------------------------------
+
+
+def _draw(view: Any, folder: str) -> None:
+    """Writes forward.png and backward.png."""
+    from matplotlib.figure import Figure
+    for name, backward in (("forward", False), ("backward", True)):
+        tensors = [t for t in view.tensors if t.key.backward == backward]
+        if tensors:
+            figure = Figure(figsize=(7.5, 0.8 + min(0.16 * len(tensors), 12)), layout="constrained")
+            _heat(figure.add_subplot(), sorted(tensors, key=lambda t: t.place))
+            figure.savefig(os.path.join(folder, f"{name}.png"), dpi=200)
+
+
+def _edges(tensors: List[Tensor]) -> Tuple[int, int, int]:
+    """Returns the ends of a heat map's bands: below the first, numbers become 0; below the second,
+    they have fewer digits; above the third, they overflow."""
+    format_ = next((t.format for t in tensors if t.is_low), FLOAT16)
+    return (round(math.log2(format_.smallest)), round(math.log2(format_.smallest_normal)),
+            math.floor(math.log2(format_.largest)) + 1)
+
+
+def _heat(axes: Any, tensors: List[Tensor]) -> None:
+    shares = np.array([t.counts.bins[_LOW + 127:_HIGH + 128] / max(t.counts.numbers, 1)
+                       for t in tensors])
+    count = len(tensors)
+    axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
+                interpolation="nearest", extent=(_LOW, _HIGH + 1, count - 0.5, -0.5))
+    for edge in _edges(tensors):
+        axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
+    if count <= 75:
+        axes.set_yticks(range(count), [t.name for t in tensors], fontsize=5.5)
+        for label, tensor in zip(axes.get_yticklabels(), tensors):
+            label.set_color(INK if tensor.is_low else GREY)
+    else:
+        axes.set_ylabel("tensors, in order of computation")
+    axes.set_xlabel("exponent, base 2")
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+_ORDER = ("verdict", "keep", "error", "warning", "good", "note")
+_TAGGED = ("error", "warning", "note")
+
+
+def page(view: Any) -> str:
+    """Returns the text of xray.html. Its script draws the heat maps: a row for each tensor, a
+    column for each exponent, the share of values as darkness, lines at the ends of the format."""
+    every = rows(view)
+    data = {
+        "low": _LOW, "high": _HIGH, "edges": _edges(view.tensors), "rows": every,
+        "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
+                    for step, w in enumerate(view.windows)],
+        "scales": [math.log2(scale) for scale, _ in view.steps]}
+    shown = [{title: _shown(row.get(key), form) for key, (title, form) in _SHOWN.items()}
+             for row in every if row["kind"] not in ("weight", "update")]
+    body = part("xray.html", __package__).replace(
+        "$table", table(shown, ("tensor", "format"), len(shown), "tensors"))
+    script = "const data = " + json.dumps(data).replace("<", "\\u003c") + ";\n"
+    return page_of(f"X-ray of {view.name}", f"{_advice(view)}\n{body}",
+                   script + part("xray.js", __package__))
+
+
+def _shown(value: object, form: str) -> str:
+    return "" if value is None or value == 0 and "%" in form else form.format(value)
+
+
+def _advice(view: Any) -> str:
+    """Returns the result as HTML: the verdict, what to keep, then the rest by severity, which is a
+    word, too."""
+    parts = []
+    for kind, about, line in sorted(said(view), key=lambda each: _ORDER.index(each[0])):
+        if kind == "keep":
+            parts.append(f"<p>{escape(about)}:</p>\n<pre>{escape(line)}</pre>")
+            continue
+        style = f"verdict {view.severity}" if kind == "verdict" else kind
+        tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in _TAGGED else ""
+        head = f"<b>{escape(about)}:</b> " if about else ""
+        shown = line if about else line[:1].upper() + line[1:].rstrip(".")
+        parts.append(f'<p class="{style}">{tag}{head}{escape(shown)}.</p>')
+    return "\n".join(parts)

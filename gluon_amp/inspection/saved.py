@@ -1,0 +1,118 @@
+"""A saved X-ray, printed again or evaluated for another format."""
+import glob
+import json
+import os
+from dataclasses import replace
+from typing import Any, Dict, List
+
+from .._mxnet import np
+from ..checks import counted
+from ..files import replace_text
+from ..formats import FLOAT32, Format
+from .judge import Finding, said_below, window
+from .render import VERSION, page
+from .tensors import Counts, Key, Tensor
+from .updates import Weight
+from .view import View
+
+
+def redraw(folder: str, format_: Format) -> str:
+    """Writes the page xray-FORMAT.html into an X-ray's folder: the same tensors in another format.
+
+    Tensors that were float32 stay so. Returns the page's results and its path.
+    """
+    view = read(folder, format_)
+    path = os.path.join(folder, f"xray-{format_.name}.html")
+    replace_text(path, page(view))
+    return f"{view}\n{path}"
+
+
+def summary(folder: str) -> str:
+    """Returns the printed results of an X-ray's folder."""
+    said: str = _lines(folder)[0]["said"]
+    return said
+
+
+def read(folder: str, format_: Format) -> View:
+    """Returns the run's View in another format, estimated from histograms.
+
+    Rounding errors do not accumulate from tensor to tensor, and infinities do not propagate.
+    """
+    head, *lines = _lines(folder)
+    tensors: Dict[Key, Tensor] = {}
+    view = View(f"{head['network']}, as if in {format_.name}", [],
+                left_out=head["left_out"], lost=head["lost"])
+    for line in lines:
+        bins = np.zeros(256, np.int64)
+        for exponent, count in line["bins"]:
+            bins[exponent + 127] = count
+        counts = Counts(bins, line["zero"], line["infinite"], line["nan"])
+        if line["kind"] == "update":  # float32
+            view.weights[-1].updates = counts
+            continue
+        given = FLOAT32 if line["format"] == FLOAT32.name else format_
+        counts = counts.as_in(given)
+        if line["kind"] == "weight":
+            view.weights.append(Weight(line["parameter"], counts, format=given))
+            continue
+        key, number, scale = Key(line["node"], line["backward"], line["index"]), line["step"], \
+            line["scale"]
+        if number == len(view.steps):
+            view.steps.append((scale, {}))
+        view.steps[number][1][key] = counts
+        if number not in view.left_out:
+            tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
+                                                    line["place"], given,
+                                                    parameter=line.get("parameter", "")))
+            added = counts.times(view.steps[0][0] / scale) if key.backward else counts
+            tensor.counts = added if tensor.counts is None else tensor.counts + added
+    view.tensors = sorted(tensors.values(), key=lambda t: t.place)
+    view.scale = view.steps[0][0] if view.steps else 1.0
+    finite = [t for t in view.tensors if t.counts.finite]
+    view.window = window(finite, view.scale, view.lost)
+    best = view.window.high / view.scale if view.window else 1.0
+    weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
+               for w in view.weights]
+    view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
+    view.outcome = f"{counted(len(view.findings), 'tensor')} of {len(finite)} " \
+        f"{'does' if len(view.findings) == 1 else 'do'} not fit {format_.name}"
+    if len(finite) < len(view.tensors):
+        view.notes.append(f"left out: {counted(len(view.tensors) - len(finite), 'tensor')} with "
+                          "infinite inputs in the run")
+    return view
+
+
+def _findings(tensor: Tensor, factor: float) -> List[Finding]:
+    """Returns the finding of one tensor, if any. `factor` is the highest loss scale that fits over
+    the run's, for gradients."""
+    counts = tensor.counts
+    if not tensor.is_low or not counts.finite:
+        return []
+    if tensor.key.backward:
+        counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
+    reason, severity, said = "range below", "warning", ""
+    if tensor.is_below(counts):
+        said = f"{tensor.name} would be {said_below(counts, tensor)}"
+    if not counts.stay_finite:
+        share = counts.shares(tensor.format, own=True)["overflowed"]
+        reason, severity = "range above", "error"
+        said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
+    return [Finding(tensor.key.node, tensor.name, reason, said, [],
+                    severity=severity)] if said else []
+
+
+def _lines(folder: str) -> List[Dict[str, Any]]:
+    path = os.path.join(folder, "xray.jsonl")
+    if not os.path.exists(path):
+        inside = sorted(glob.glob(os.path.join(glob.escape(folder), "*", "xray.jsonl")))
+        such = f", as {os.path.dirname(inside[0])} does" if inside else ""
+        raise FileNotFoundError(f"an X-ray's folder holds xray.jsonl{such}. Received: {folder}")
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = [json.loads(line) for line in file]
+            known = found[0]["version"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            raise ValueError(f"{path} was not written by xray") from None
+    if known != VERSION:
+        raise ValueError(f"{path} is of version {known}; this gluon_amp reads version {VERSION}")
+    return found

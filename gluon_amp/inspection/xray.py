@@ -1,0 +1,283 @@
+"""`xray`: reports how a format rounds every tensor of a network, and what to keep in float32.
+
+    each step   runs a float32 step on copies of the parameters, then the same in the policy's
+                format (with a trainer, the user's step); the engine counts forward and backward
+    at the end  derives a window of loss scales, findings, and a value of keep=; verifies keep=,
+                and adds nodes until there are no findings
+"""
+import math
+from dataclasses import dataclass
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+
+from .._mxnet import mx
+from ..annotations import Batch as GivenBatch
+from ..annotations import LossFunction, Network, Trainer
+from ..checks import positive_number, whole_number
+from ..cpu.library import random_numbers_kept
+from .judge import (
+    FIRST_SCALE,
+    Overflow,
+    Training,
+    findings,
+    first_overflow,
+    goes_forward,
+    left_in_format,
+    outcome,
+    window,
+)
+from .network import keep_for, kept_already, line_of
+from .session import Batch, Graphs, Ran, Session
+from .tensors import Key, added_up, compare, note_largest, weigh
+from .updates import ModuleUpdates, TrainerUpdates, Updates
+from .view import View
+
+_ROUNDS = 12  # trials of keep=
+_DRAWS = 16  # random draws in which `explain` searches an overflow
+
+
+def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
+         trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
+         lost: float = 0.01, batch_size: Optional[int] = None) -> View:
+    """Reports how a policy's format, such as float16, rounds every tensor of a converted network.
+
+    Steps run on copies of the parameters, so that parameters and statistics do not change. With a
+    trainer, each step is the trainer's ordinary one, with the same bits. MXNet's random numbers
+    continue as without an X-ray.
+
+    Args:
+        net: a network that `convert` has converted, on a CPU; or a bound `gluon_amp.Module`.
+        batches: tuples of arrays, data first, and last the label or a list of labels. For a Module,
+            the batches of its iterator.
+        loss_fn: called with the network's output and the label. A Module needs none.
+        trainer: a Trainer that updates the weights on each batch. None: no updates.
+        steps: the number of batches.
+        reference: whether to run each step in float32 too and measure errors against it.
+        lost: the share of a gradient's norm that may underflow at the lowest loss scale that fits.
+        batch_size: the batch size of the trainer's steps; None: the length of the first array times
+            the number of workers.
+
+    Returns:
+        A `View`.
+
+    Raises:
+        TypeError: `net` is not converted, or an argument has another type.
+        ValueError: the network is float32 or on a GPU, or a batch or `loss_fn` does not fit.
+    """
+    whole_number(steps, "steps", least=1)
+    if batch_size is not None:
+        whole_number(batch_size, "batch_size", least=1)
+    if positive_number(lost, "lost") >= 1:
+        raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
+    if trainer is not None and isinstance(net, mx.mod.BaseModule):
+        raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
+    with Session(net, batches, loss_fn, steps, "xray") as session:
+        low = session.low()
+        if not any(t.is_low for t in low.tensors):
+            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
+                             "only products round their inputs")
+        updates = ModuleUpdates(session) if session.is_module else Updates(session) \
+            if trainer is None else TrainerUpdates(session, trainer, batch_size)
+        training = Training.of(session.net.module if session.is_module else trainer)
+        right = session.float32(samples=True) if reference else None
+        looking = Looking(session, right, lost, training)
+        view = looking.look(low, session.batches, float(getattr(trainer, "loss_scale",
+                                                                FIRST_SCALE)), updates)
+        view.converts = session.converts
+        view.tensors = [t for t in view.tensors if t.counts is not None]
+        at_first = view.window
+        updates.release()
+        if view.findings:
+            _try_keeping(looking, view)
+        if at_first and view.keep and all(f.backward for f in view.findings):
+            view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
+                           for said in at_first.notes(training)]
+        if view.window and not any(finding.remedy for finding in view.findings):
+            view.notes += [f"{said}: {view.window.remedy}" for said in view.window.notes(training)]
+        view.weights = updates.weights()
+        _find_line(low, session.batches[0], view.first_overflow)
+    return view
+
+
+def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = None,
+            loss_scale: float = 1.0) -> Optional[Overflow]:
+    """Finds the first tensor that is not finite in a step on one batch.
+
+    A network with random operators runs up to 16 times. The network does not change.
+
+    Args:
+        net: as for `xray`.
+        batch: a batch, as for `xray`.
+        loss_fn: as for `xray`.
+        loss_scale: the loss scale of the step.
+
+    Returns:
+        An `Overflow`, or None if all tensors are finite.
+
+    Raises:
+        TypeError, ValueError: as `xray`.
+    """
+    positive_number(loss_scale, "loss_scale")
+    found, losses = None, set()  # type: Optional[Overflow], Set[float]
+    with Session(net, [batch], loss_fn, 1, "explain") as session, random_numbers_kept():
+        (first,), low = session.batches, session.low()
+        while found is None and len(losses) < _DRAWS:
+            low.restore()
+            ran = low.run(first, loss_scale)
+            found = first_overflow(low.layout, ran.counts, 0, loss_scale,
+                                   session.known(first, low))
+            if ran.loss in losses:  # the network is deterministic
+                break
+            losses.add(ran.loss)
+        if found is not None and found.op:
+            found.in_float32 = not session.float32().run(first).sound
+        _find_line(low, first, found)
+    return found
+
+
+def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
+    """Sets the line of code that created the node of an overflow."""
+    if found is not None and found.op:
+        node = low.layout.blamed(Key(found.node, found.backward, 0))
+        found.where = line_of(low.session.net, node, batch.data, low.make)
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Looking:
+    """Steps of one network on batches, and what they show.
+
+    Attributes:
+        session: the network.
+        right: the network in float32; None compares with nothing.
+        lost, training: as in `View`.
+        values: the values of the parameters; None: the network's current ones.
+    """
+    session: Session
+    right: Optional[Graphs]
+    lost: float
+    training: Training
+    values: Optional[Dict[str, Any]] = None
+
+    def look(self, low: Graphs, batches: List[Any], scale: float,
+             updates: Optional[Updates] = None) -> View:
+        """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
+        view = View(self.session.net.name, low.tensors, lost=self.lost, training=self.training)
+        steps = updates or Updates(self.session)
+        for batch in batches:
+            whole = self._whole(batch, scale)
+            ran = steps.step(low, batch, scale, self.values)
+            _add(view, low, ran, whole, self.session.known(batch, self.right or low))
+            if ran.finite:
+                scale = ran.scale
+            if updates is None:
+                _conclude(view, low)
+                if any(finding.certain for finding in view.findings):
+                    return view
+            elif updates.stopped:
+                view.notes.append(f"the X-ray ends with batch {len(view.steps) - 1}, because the "
+                                  f"trainer has stopped: {updates.stopped}")
+                break
+        if updates is not None:
+            _conclude(view, low)
+        return view
+
+    def _whole(self, batch: Batch, scale: float) -> Optional[Ran]:
+        """Runs a float32 step, without a loss scale if its gradients overflow with one."""
+        right = self.right
+        return None if right is None else right.step(
+            batch, (scale, 1.0), lambda: right.restore(self.values))
+
+    def keep(self, view: View, batches: List[Any]) -> Tuple[View, Set[str], Dict[str, None]]:
+        """Keeps the nodes of the findings in float32 and looks again, until there are no findings.
+
+        Returns:
+            The last view, the kept nodes, and what `keep=` lists for them.
+        """
+        names: Dict[str, None] = {}
+        kept: Set[str] = set()
+        net, again = self.session.net, view
+        known = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
+        for _ in range(_ROUNDS):
+            wanted = [name for finding in again.findings for name in finding.keep]
+            new = {line: nodes for name in wanted
+                   for line, nodes in keep_for(net, name, known).items() if not nodes <= kept}
+            if not new:
+                break
+            names.update(dict.fromkeys(new))
+            kept.update(*new.values())
+            again = self.look(self.session.low(kept), batches, view.scale)
+            last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
+            batches = [*batches[last:], *batches[:last]]
+            nodes = {finding.node for finding in view.findings}
+            view.findings += [f for f in again.findings if f.node not in nodes]
+        return again, kept, names
+
+
+def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[str, Any]) -> None:
+    """Adds a step and the same step in float32.
+
+    It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
+    """
+    number = len(view.steps)
+    if ran.finite and not view.scale:
+        view.scale = ran.scale
+    overflow = first_overflow(low.layout, ran.counts, number, ran.scale, known)
+    view.first_overflow = view.first_overflow or overflow
+    if whole is not None:
+        view.reference_losses.append(whole.loss)
+    if whole is not None and not whole.sound:
+        what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
+        view.left_out.append(number)
+        view.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
+                          "data, the learning rate and the loss first. This batch is ignored")
+    if overflow is not None and not overflow.op:
+        view.left_out = list(dict.fromkeys([*view.left_out, number]))
+        view.notes.append(f"{overflow}: no advice is from this batch")
+    if number not in view.left_out:
+        if whole is not None:
+            compare(view.tensors, ran.counts, whole.counts, ran.scale / whole.scale)
+        weigh(view.tensors, ran.counts, ran.total, ran.scale)
+        note_largest(view.tensors, ran.counts)
+    for counts in ran.counts.values():
+        counts.sample = None  # frees memory
+    view.losses.append(ran.loss)
+    view.steps.append((ran.scale, ran.counts))
+
+
+def _conclude(view: View, low: Graphs) -> None:
+    """Sums the counts of all steps, with gradients at one scale, and derives the findings."""
+    view.scale = view.scale or FIRST_SCALE
+    sound = [step for i, step in enumerate(view.steps) if i not in view.left_out]
+    total = added_up([(view.scale / at, counts) for at, counts in sound],
+                     {t.key for t in view.tensors if t.begins})
+    for tensor in view.tensors:
+        tensor.counts = total.get(tensor.key)
+    view.goes_forward = all(goes_forward(view.tensors, counts) for _, counts in sound)
+    view.window = window(view.tensors, view.scale, view.lost) if view.goes_forward else None
+    view.findings, notes = findings(low.layout, view.scale, view.training)
+    view.notes += notes
+    losses = [loss for i, loss in enumerate(view.losses) if i not in view.left_out]
+    view.outcome = outcome(losses, view.goes_forward, view.window, view.findings, view.training)
+
+
+def _try_keeping(looking: Looking, view: View) -> None:
+    """Sets `keep`, and what remains with it."""
+    session = looking.session
+    batches = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
+               if i not in view.left_out]
+    again, _, names = looking.keep(view, batches)
+    if names:
+        view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
+    fits = view.window and view.window.fits(view.training)
+    if again is not view and again.goes_forward and not fits:
+        view.window = again.window
+        if view.window:
+            view.notes.append("the loss scales are those of the network after keep=")
+    format_ = session.policy.between
+    view.notes += left_in_format(format_, view.tensors, again.tensors)
+    left = [finding.node for finding in again.findings if not finding.remedy]
+    if left:
+        view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
+                          f"{format_.name} still does not suit: {', '.join(left[:5])}")
