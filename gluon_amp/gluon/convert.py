@@ -354,7 +354,7 @@ def _check_parameters(types: Dict[Parameter, str]) -> None:
     double = [p.name for p in types if dtype_name(p.dtype) == "float64"]
     if double:
         raise ValueError("convert takes float32, float16 and bfloat16 parameters; cast these "
-                         f"first, with net.cast('float32'). Received float64: {', '.join(double)}")
+                         f"first, with net.cast('float32'). Received float64: {listed(double)}")
     _check_trainers(types)
 
 
@@ -368,10 +368,9 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
             if dtype_name(p.dtype) != dtype and p.grad_req != "null"
             and p._trainer is not None and _has_stepped(p._trainer)]
     if held:
-        names = f"{', '.join(held[:5])}{' and more' if len(held) > 5 else ''}"
         raise ValueError("a Trainer has already stepped with these parameters, and its state "
                          "would silently undo the change of type: make a new Trainer, which takes "
-                         f"its place, then convert or restore. Received: {names}")
+                         f"its place, then convert or restore. Received: {listed(held)}")
 
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:

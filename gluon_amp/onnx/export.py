@@ -27,7 +27,7 @@ from mxnet import autograd
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
-from ..checks import imports_of
+from ..checks import imports_of, listed
 from ..cpu.arrays import HALVES, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
@@ -202,7 +202,7 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     halves = [name for name, t in types.items() if t in HALVES]
     if dtype == "float32" and halves:
         raise ValueError("this symbol has float16 variables: export the float32 symbol that was "
-                         f"converted. Received float16: {', '.join(halves[:5])}")
+                         f"converted. Received float16: {listed(halves)}")
     return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs,
                     kept)
 

@@ -20,7 +20,7 @@ from math import prod
 from typing import Any, Dict, Set, Tuple
 
 from .._mxnet import message, mx, np
-from ..checks import did_you_mean
+from ..checks import did_you_mean, listed
 from ..formats import FLOAT16
 from ..graph.graph import Graph
 from ..graph.operators import holds_numbers
@@ -54,7 +54,7 @@ def footprint(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Any]
     inputs = set(symbol.list_inputs())
     if _DATA not in inputs:
         raise ValueError(f"the input of a network must be called {_DATA}. Received: inputs "
-                         f"{', '.join(symbol.list_inputs()[:5])}")
+                         f"{listed(symbol.list_inputs())}")
     graph = Graph.read(symbol)
     if "float16" in declared_types(graph).values():
         raise ValueError("the network is float16 already: pass the float32 network")
@@ -86,7 +86,7 @@ def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[
     unknown = [name for name, shape in named.items() if not shape or min(shape) < 1]
     if unknown:
         raise ValueError(f"the shapes of some variables do not follow from a batch of {batch}; "
-                         f"unknown: {', '.join(unknown[:5])}")
+                         f"unknown: {listed(unknown)}")
     return named
 
 
