@@ -572,6 +572,24 @@ def test_function_with_another_gradient_in_second_pass_is_not_repeated(caplog):
     assert "allows no second backward pass: steps are skipped" in warnings(caplog)[0]
 
 
+class Failing(Square):
+    def backward(self, gradient):
+        raise ValueError("on purpose")
+
+
+def test_error_of_first_pass_is_not_that_of_a_second(caplog):
+    net = nn.Dense(2, in_units=3)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    with autograd.record():
+        loss = Failing()(net(nd.ones((4, 3)))).sum()
+    with pytest.raises(mx.MXNetError):
+        trainer.backward(loss)
+    assert warnings(caplog) == []
+    with pytest.raises(RuntimeError, match="step.. needs new gradients"):
+        trainer.step(1)
+
+
 def test_failure_of_second_pass_in_mxnet_names_what_needs_one_pass(monkeypatch):
     backward, passes = autograd.backward, []
 

@@ -170,6 +170,7 @@ class Backward:
     def sums_at_zero(self) -> Optional["np.ndarray[Any, Any]"]:
         """The sums of squares of gradients in a pass at scale 0, which keeps gradients. None if
         the graph allows no second pass."""
+        mx.nd.waitall()  # raises errors of the first run, which are not those of a second one
         kept = self.copies()
         gradients = [g.own for g in self.gradients]
         for array in gradients:

@@ -287,17 +287,17 @@ class Step:
         """Prepares a backward pass. The first of a step overwrites gradients of other passes,
         unless it adds to them. It rescales accumulated gradients at another scale."""
         self._find()
-        adding = self._adding()
+        adding, is_first = self._adding(), not self.begun
         if self._marked:
-            is_first = not self.begun
             marked = [g for g, is_marked in zip(self._gradients, self._is_marked(is_first))
                       if is_marked and (g.adds or not is_first)]
             if marked and (not is_first or squares([g.own for g in marked]).any()):
                 self._refuse_others(marked)
-        if self.stage is Stage.SUMMED and self.sums_several:
-            if adding:
-                self.refuse_summed("update(batch_size), or zero_grad(), before backward()")
-            for gradient in self._gradients:  # of earlier passes must not be summed again
+        summed = self.stage is Stage.SUMMED and self.sums_several
+        if summed and adding:
+            self.refuse_summed("update(batch_size), or zero_grad(), before backward()")
+        if is_first or summed:  # after a pass that failed; or they would be summed again
+            for gradient in self._gradients:
                 gradient.is_new = False
         self.count_writes()
         self._checked = [], None
