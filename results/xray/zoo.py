@@ -23,7 +23,7 @@ CLASSES = 10
 STEPS = 20
 PIXELS = 64
 LARGER = {"inceptionv3": 299, "googlenet": 224, "alexnet": 96, "densenet121": 224, "xception": 96,
-          "squeezenet1.0": 224, "squeezenet1.1": 224}
+          "squeezenet1.0": 224, "squeezenet1.1": 224, "resnest26": 224}
 NETWORKS = """
     resnet18_v1 resnet34_v1 resnet50_v1 resnet18_v2 resnet34_v2 resnet50_v2 vgg11 vgg13 vgg11_bn
     vgg13_bn alexnet densenet121 squeezenet1.0 squeezenet1.1 inceptionv3 mobilenet1.0 mobilenet0.5
