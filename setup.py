@@ -158,7 +158,8 @@ class BuildLibraries(build_ext):
         shared.update(subprocess.check_output([self.compiler.compiler_so[0], "--version"]))
         of_kernels = shared.copy()  # kernels include only their own headers
         for path in (*ours, mxnet / "libinfo.py"):
-            for digest in (shared, of_kernels) if path.parent.name == "kernels" else (shared,):
+            kernels = path.parent.name in ("kernels", "tensor_core")
+            for digest in (shared, of_kernels) if kernels else (shared,):
                 digest.update(path.name.encode() + path.read_bytes())
         jobs = [(source, source.parent.name, AS_MXNET, ["-O2", *headers])
                 for source in sorted(CPU.glob("**/*.cc")) if source not in KERNELS]

@@ -10,8 +10,8 @@ import time
 from statistics import median
 
 import harness
+from gluon_amp.cpu.tensor_core.gpus import GPUS
 from gluon_amp.policy import get_policy
-from gluon_amp.tensor_core_rule import GPUS
 from harness import amp
 
 NETWORKS = ("resnet18 64px b32", "transformer 256", "demo")

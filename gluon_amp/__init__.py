@@ -7,6 +7,7 @@ from . import (
 )
 from .cpu import library
 from .cpu.library import KernelError
+from .cpu.tensor_core.dot import tensor_core_dot
 from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
@@ -21,7 +22,6 @@ from .policy import Policy
 from .reports import read_logs, report
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
-from .tensor_core_math import tensor_core_dot
 from .tools.types import types
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find

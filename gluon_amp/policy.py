@@ -3,8 +3,8 @@ from dataclasses import InitVar, dataclass
 from typing import Any, Optional, Sequence, Union
 
 from .checks import whole_number
+from .cpu.tensor_core.gpus import check_split, of_gpu
 from .formats import BFLOAT16, FLOAT16, FLOAT32, Format, get_format
-from .tensor_core_rule import check_split, of_gpu
 
 FormatOrName = Union[str, Format]
 SCALINGS = ("delayed", "current")

@@ -9,10 +9,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
+from gluon_amp.cpu.tensor_core.gpus import GPUS, INPUTS, Sum, TensorCore
+from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
-from gluon_amp.tensor_core_rule import GPUS, Sum, TensorCore, product
 from halves import adding_as, as_function, run_with
 from networks import Calling
+from tensor_core_sums import product
 
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
 MEASURED = [name for name, rule in GPUS.items() if rule.measured]
@@ -207,6 +209,24 @@ def test_float16_sums_round_each_instruction_to_nearest():
     made = amp.tensor_core_dot(mx.nd.ones((2, 3), dtype="float16"),
                                mx.nd.ones((3, 2), dtype="float16"), sums="float16")
     assert made.dtype == np.float16
+
+
+@pytest.mark.parametrize(("gpu", "format"), [
+    (gpu, format) for gpu, core in GPUS.items() for format in INPUTS if core.sum_of(format)])
+def test_every_bit_of_other_formats_matches_the_rule(gpu, format, rng):
+    factors, sums = FORMATS[format], "float16" if format == "float16" else "float32"
+    kind = "float16" if format == "float16" else "float32"
+    wide = {"bfloat16": 40, "tf32": 40, "float16": 8}.get(format, 4)
+    for scale, split in ((1, None), (2.0 ** (wide // 2), None), (2.0 ** -wide, 40)):
+        a, b = (factors.round(scale * rng.standard_normal(shape)).astype(kind)
+                for shape in ((5, 70), (70, 6)))
+        c = (scale * rng.standard_normal((5, 6))).astype(sums)
+        made = amp.tensor_core_dot(a, b, c, gpu, format=format, sums=sums, split=split)
+        wanted = product(a, b, c, GPUS[gpu].sum_of(format), factors, FORMATS[sums], split or 0)
+        assert made.dtype == wanted.dtype
+        assert np.isfinite(wanted).any()
+        np.testing.assert_array_equal(made.view(f"u{made.itemsize}"),
+                                      wanted.view(f"u{made.itemsize}"))
 
 
 def test_other_formats_accept_stacks_splits_and_ndarrays(rng):

@@ -1,6 +1,6 @@
 """RNN, LSTM and GRU with `accumulate`: products as on Tensor Cores of a GPU.
 
-The reference is numpy with the package's plain rule. Its exponentials may differ from the engine's
+The reference is numpy with the plain rule. Its exponentials may differ from the engine's
 in the last bit of float32, which changes one half in some thousands by a unit; wrong products would
 change most, since this GPU keeps few bits."""
 from contextlib import suppress
@@ -8,9 +8,10 @@ from contextlib import suppress
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.cpu.tensor_core.gpus import GPUS, Sum, TensorCore
 from gluon_amp.graph.graph import Graph
-from gluon_amp.tensor_core_rule import GPUS, Sum, TensorCore, product
 from halves import adding_as, as_function, stock
+from tensor_core_sums import product
 
 GATES = {"rnn_relu": 1, "rnn_tanh": 1, "lstm": 4, "gru": 3}
 TIME, BATCH, DATA, UNITS = 5, 3, 9, 6

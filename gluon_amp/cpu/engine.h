@@ -164,8 +164,8 @@ std::string scales(int64_t id);
 void set_scales(int64_t id, const char* lines);
 void forget_scales(int64_t id);
 
-// The accumulation of a product, if not in float32: the numbers of struct TensorCore, separated by blanks
-// (tensor_core_math.py). The nodes of its gradients have the same.
+// The accumulation of a product, if not in float32: "block fraction split" of TensorCore (tensor_core/rule.h).
+// The nodes of its gradients have the same.
 constexpr char kAccumulateKey[] = "__gluon_amp_accumulate__";
 
 // A node with products in high precision (graph/high_precision.py): for each input 1 if the product of its
@@ -298,10 +298,22 @@ constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats, kBlocks = 8, kAny
 const OwnCode* own_code(const std::string& name);
 std::string names_with_own_code();  // a line for each
 
-// A product that emulates a GPU's Tensor Cores, for nodes with kAccumulateKey (tensor_core/products.cc); null
-// for other operators. It throws for cases that it does not support.
-using ProductCode = void (*)(const Call& call);
-ProductCode tensor_core_code(const std::string& name);
+// A matrix of floats, row-major or, transposed, column-major.
+struct RowsOrColumns {
+  const float* data;
+  bool transposed;
+};
+
+// Products that emulate a GPU's, for nodes with kAccumulateKey; tensor_core/ registers them. They throw for cases
+// that they do not support.
+struct Emulation {
+  std::map<std::string, void (*)(const Call& call)> products;  // of operators
+  // y = a * b, whose numbers are halves, for an RNN
+  void (*multiply)(const Call& call, int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a,
+                   const RowsOrColumns& b, float* y);
+};
+inline Emulation emulation;
+void register_tensor_core();  // tensor_core/operator.cc
 
 // A stateful RNN as our loop over time: for emulated Tensor Cores, or products with another format than other
 // tensors (rnn_loop.cc).
@@ -341,7 +353,6 @@ bool is_dispatched_here(const nnvm::Op* x);
 bool is_taken(const NodeAttrs& attrs, int half);
 std::string dispatched_names();  // a line for each
 void register_training();  // training.cc
-void register_tensor_core();  // tensor_core/operator.cc
 
 // For tests: the generic operator runs instead of hand-written kernels.
 extern bool generic_only;

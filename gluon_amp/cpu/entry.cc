@@ -95,10 +95,10 @@ int start(const char* isa, int count, const char** names, int constants, const c
     set_constants(constants, constant_names);
     replace_gpu_functions();
     register_training();
+    register_tensor_core();
     dispatch_operators(count, names);
     plan_by_type();
     guard_user_code();
-    register_tensor_core();
     undo.clear();
     return 0;
   } catch (const std::exception& error) {

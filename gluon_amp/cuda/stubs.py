@@ -19,6 +19,9 @@ from ..files import new_folder
 from .libraries import functions
 
 SOURCES = [Path(__file__).with_name(name) for name in ("record", "compute")]
+# What the engine for CPUs computes in the same way.
+SHARED = [Path(__file__).parents[1] / "cpu" / name
+          for name in ("kernels/rnn_cell.h", "tensor_core/rule.h")]
 CUDNN, CUDNN_9 = "libcudnn.so.8", "libcudnn.so.9"
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcufft.so.10",
              "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2", "libnvToolsExt.so.1",
@@ -44,7 +47,7 @@ def build(cache: Path, cudnn: int = 8) -> Path:
     sources = sorted(path for folder in SOURCES for path in folder.glob("*.cc"))
     digest = hashlib.sha256(repr((functions(), _FLAGS)).encode())
     headers = sorted(path for folder in SOURCES for path in folder.glob("*.h"))
-    for path in (*sources, *headers, Path(__file__)):
+    for path in (*sources, *headers, *SHARED, Path(__file__)):
         digest.update(path.read_bytes())
     folder = cache / f"recording-gpu-{digest.hexdigest()[:16]}"
     if not folder.exists():

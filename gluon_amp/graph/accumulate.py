@@ -1,7 +1,7 @@
 """The setting with which float16 products on a CPU accumulate as a GPU's Tensor Cores do."""
 from typing import Optional
 
-from ..tensor_core_rule import check_split, of_gpu
+from ..cpu.tensor_core.gpus import check_split, of_gpu
 from .graph import Node
 from .operators import PRODUCTS
 

@@ -363,7 +363,8 @@ Operator describe(const nnvm::Op* x) {
   of.shapes = found<mxnet::FInferShape>(x, "FInferShape");
   of.resources = found<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
   of.own = own_code(x->name);
-  of.product = tensor_core_code(x->name);
+  const auto product = emulation.products.find(x->name);
+  of.product = product == emulation.products.end() ? nullptr : product->second;
   of.moves = kMoves.count(x->name) > 0 || (is_mixed(x->name) && !of.own);
   of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
   of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||

@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "rnn_cell.h"
+
 namespace gluon_amp {
 
 using Half = uint16_t;  // float16 or bfloat16; a table of functions is for one of them
@@ -101,27 +103,6 @@ struct MaxPool {
   int64_t images, height, width, out_height, out_width;
   int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
 };
-
-// The parameters of a GPU's Tensor Cores (tensor_core_rule.py): the number of products of an instruction, and
-// the fraction bits to which they are aligned. `split`: the largest number of products of a chain of
-// instructions; the results of chains are added in float32. 0: one chain.
-struct TensorCore {
-  int block, fraction;
-  int64_t split;
-};
-
-// A strided matrix of halves: element (i, j) is data[i * row + j * column].
-struct HalfMatrix {
-  const Half* data;
-  int64_t row, column;
-  HalfMatrix transposed() const { return {data, column, row}; }
-};
-struct FloatMatrix {
-  float* data;
-  int64_t row, column;
-};
-
-enum RnnMode { kRnnRelu, kRnnTanh, kLstm, kGru };  // with 1, 1, 4 and 3 gates for each unit
 
 // One step of a layer over the rows of a batch, between its products.
 struct RnnStep {
@@ -258,12 +239,6 @@ struct Kernels {
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
-  // ---- Tensor Cores (tensor_core.cc)
-  // y = c + a * b: (rows, depth) times (depth, columns), with the bits of a GPU. c has y's layout; null: zeros; it
-  // may be y
-  void (*tensor_core_product)(const TensorCore&, int64_t rows, int64_t columns, int64_t depth,
-                              HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y);
-
   // ---- counts (counts.cc): adds the counts of n numbers before rounding to a grid, to halves, or without it
   void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
   void (*count_halves)(const Half* numbers, int64_t n, Counts* counts);  // after rounding
@@ -298,7 +273,7 @@ struct Kernels {
 const Kernels* kernels_for_portable();
 const Kernels* kernels_for_avx2();
 const Kernels* kernels_for_avx512();
-// The tables of bfloat16 have no tensor_core_product, and no functions on floats.
+// The tables of bfloat16 have no functions on floats.
 const Kernels* kernels_for_portable_bfloat16();
 const Kernels* kernels_for_avx2_bfloat16();
 const Kernels* kernels_for_avx512_bfloat16();

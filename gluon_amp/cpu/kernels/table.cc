@@ -21,8 +21,6 @@ Kernels filled() {
   add_training(&table);
 #ifdef BFLOAT16
   add_rnn(&table);
-#else
-  add_tensor_core(&table);
 #endif
   add_updates(&table);
   add_counts(&table);

@@ -36,7 +36,6 @@ void add_rows(Kernels* table) noexcept;
 void add_rnn(Kernels* table) noexcept;
 void add_pooling(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
-void add_tensor_core(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
 void add_counts(Kernels* table) noexcept;
 

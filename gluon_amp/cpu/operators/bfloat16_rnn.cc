@@ -70,16 +70,14 @@ struct Kept {  // data of one direction of a layer for its backward pass
 
 struct Bfloat16Rnn::Layers : RnnShape {
   explicit Layers(const NodeAttrs& attrs)
-      : RnnShape(attrs), drops(layers > 1 && number(attrs, "p", 0) > 0),
-        code(mode == "lstm" ? kLstm : mode == "gru" ? kGru : mode == "rnn_relu" ? kRnnRelu : kRnnTanh) {}
+      : RnnShape(attrs), drops(layers > 1 && number(attrs, "p", 0) > 0) {}
 
   const bool drops;
-  const RnnMode code;
   std::unique_ptr<Lease> lease;      // of the data for the backward pass
   std::vector<Kept> kept;            // for each direction of each layer
   std::vector<const Half*> inputs;   // of each layer but the first
 
-  bool has_cells() const { return code == kLstm || code == kGru; }
+  bool has_cells() const { return gates > 1; }
   void forward(const Call& call);
   void backward(const Call& call);
 
@@ -117,23 +115,23 @@ void Bfloat16Rnn::Layers::forward(const Call& call) {
       Lease own;
       Kept k{(trains ? keeps : own).memory(time * rows * all),
              has_cells() ? keeps.memory(slots * n) : nullptr,
-             code == kGru ? (trains ? keeps : own).memory(trains ? time * n : n) : nullptr,
+             mode == kGru ? (trains ? keeps : own).memory(trains ? time * n : n) : nullptr,
              lease_halves(&keeps, slots * n)};
       float *const biases = own.memory(2 * all), *const hidden = own.memory(rows * all);
       bfloat16_kernels->widen(params + at.bx, biases, 2 * all);
       const float* const inside_bias = biases + all + (gates - 1) * units;
-      for (int64_t i = 0; i < (code == kGru ? all - units : all); ++i) biases[i] += biases[all + i];
+      for (int64_t i = 0; i < (mode == kGru ? all - units : all); ++i) biases[i] += biases[all + i];
       const auto slot = [&](int64_t i) { return trains ? i * n : 0; };
       const int64_t first = slot(d ? time : 0), last = slot(d ? 0 : time);
       bfloat16_kernels->copy(halves(call.in[2]) + which * n, k.states + first, n * sizeof(Half));
       if (has_cells())
-        bfloat16_kernels->widen(halves(call.in[code == kLstm ? 3 : 2]) + which * n, k.cells + first, n);
+        bfloat16_kernels->widen(halves(call.in[mode == kLstm ? 3 : 2]) + which * n, k.cells + first, n);
       Weight(call.context, params + at.wx, all, at.inputs).forward(time * rows, x, k.gates);
       Weight wh(call.context, params + at.wh, all, units);
       for (int64_t s = 0; s < time; ++s) {
         const int64_t t = d ? time - 1 - s : s, before = slot(d ? t + 1 : t), after = slot(d ? t : t + 1);
         wh.forward(rows, k.states + before, hidden);
-        bfloat16_kernels->rnn_step(code, {rows, units, k.gates + t * rows * all, hidden, biases, inside_bias,
+        bfloat16_kernels->rnn_step(mode, {rows, units, k.gates + t * rows * all, hidden, biases, inside_bias,
                                           k.cells + before, k.cells + after,
                                           k.inside + (trains ? t * n : 0), k.states + after,
                                           y + t * rows * wide + d * units, wide});
@@ -156,7 +154,7 @@ void Bfloat16Rnn::Layers::forward(const Call& call) {
 void Bfloat16Rnn::Layers::backward(const Call& call) {
   const TBlob& data = call.in[0];
   const Half* const params = halves(call.in[1]);
-  const bool with_states = call.in.size() > (code == kLstm ? 6 : 5);
+  const bool with_states = call.in.size() > (mode == kLstm ? 6 : 5);
   const int64_t time = data.shape_[0], rows = data.shape_[1], all = gates * units, n = rows * units;
   const int64_t steps = time * rows, wide = directions * units, of_states = layers * directions * n;
   Lease lease;
@@ -167,7 +165,7 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
     return made;
   };
   float* const dstates = state_gradient(with_states, 6);
-  float* const dcells = code == kLstm ? state_gradient(with_states, 9) : nullptr;
+  float* const dcells = mode == kLstm ? state_gradient(with_states, 9) : nullptr;
   // Outputs may share memory with inputs, so they are written after all reads.
   const bool wants_params = call.write(1) != kNothing;
   Half* const dparams = wants_params ? lease_halves(&lease, size(call.in[1])) : nullptr;
@@ -184,12 +182,12 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
       const Kept& k = kept[which];
       Lease own;
       Half* const sums = lease_halves(&own, steps * all);
-      Half* const sums_h = code == kGru ? lease_halves(&own, steps * all) : sums;
+      Half* const sums_h = mode == kGru ? lease_halves(&own, steps * all) : sums;
       float *const back = own.memory(n), *const dh = dstates + which * n;
       Weight wx(call.context, params + at.wx, all, width), wh(call.context, params + at.wh, all, units);
       for (int64_t s = time - 1; s >= 0; --s) {
         const int64_t t = d ? time - 1 - s : s, before = (d ? t + 1 : t) * n, after = (d ? t : t + 1) * n;
-        bfloat16_kernels->rnn_step_back(code, {rows, units, k.gates + t * rows * all, k.cells + before,
+        bfloat16_kernels->rnn_step_back(mode, {rows, units, k.gates + t * rows * all, k.cells + before,
                                                k.cells + after, k.inside + t * n,
                                                dy + t * rows * wide + d * units, wide,
                                                s == time - 1 ? nullptr : back, dh, dcells + which * n,
@@ -224,7 +222,7 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
   give(dy, call.out[0], 0, size(data), call.write(0));
   if (wants_params) give(dparams, call.out[1], 0, size(call.in[1]), call.write(1));
   give(dstates, call.out[2], 0, of_states, call.write(2));
-  if (code == kLstm) give(dcells, call.out[3], 0, of_states, call.write(3));
+  if (mode == kLstm) give(dcells, call.out[3], 0, of_states, call.write(3));
 }
 
 bool Bfloat16Rnn::runs(const NodeAttrs& attrs, int half) {

@@ -6,7 +6,7 @@ namespace gluon_amp {
 
 // The sizes of an RNN's layers, from its attributes.
 struct RnnShape {
-  std::string mode;
+  RnnMode mode;
   int64_t units, layers, directions, gates;  // gates: for each unit
 
   // The offsets of the parameters of one direction of a layer in the array of all parameters.
@@ -16,12 +16,6 @@ struct RnnShape {
 
   explicit RnnShape(const NodeAttrs& attrs);
   Places places(int64_t layer, int64_t direction, int64_t data) const;  // data: the input size
-};
-
-// A matrix of floats, row-major or, transposed, column-major.
-struct RowsOrColumns {
-  const float* data;
-  bool transposed;
 };
 
 // y = a * b by MXNet's float32 code

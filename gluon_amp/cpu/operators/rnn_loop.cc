@@ -5,42 +5,17 @@
 // the gates. The output of each step, and gradients between layers, have the policy's format `between`. Gates,
 // cells and gradients that are carried from step to step are float32. Products sum over a layer's inputs or
 // units; for gradients of data over the gates; for gradients of weights over time, then batch.
-//
-// For all steps: x * Wx, with `gates` numbers for each unit. In each step: h * Wh; then with
-// s = x * Wx + bx + h * Wh + bh:
-//   rnn    h' = relu(s) or tanh(s)
-//   lstm   i, f, g, o of s;  c' = f * c + i * g;  h' = o * tanh(c')
-//   gru    r, z of s;  n = tanh(x * Wx + bx + r * (h * Wh + bh));  h' = (1 - z) * n + z * h
-#include <cmath>
-#include <cstring>
-
 #include "dispatch/watch.h"
 #include "operators/rnn.h"
-#include "tensor_core/products.h"
 
 namespace gluon_amp {
 namespace {
 
-float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-
 using Floats = std::vector<float>;
-using Halves = std::vector<Half>;
 
 const Grid kHalves = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
 using Matrix = RowsOrColumns;
-
-// Floats that are halves, as halves.
-struct Narrowed {
-  Halves numbers;
-  HalfMatrix matrix;
-
-  Narrowed(const Matrix& from, int64_t rows, int64_t columns) : numbers(rows * columns) {
-    kernels->narrow(from.data, numbers.data(), rows * columns, kStore);
-    matrix = from.transposed ? HalfMatrix{numbers.data(), 1, rows}
-                             : HalfMatrix{numbers.data(), columns, 1};
-  }
-};
 
 // The attributes of MXNet's `linalg_gemm2`, parsed by MXNet; never deleted.
 const NodeAttrs& product_attributes(bool a_transposed, bool b_transposed) {
@@ -67,20 +42,24 @@ struct Sizes {
 // Data of the forward pass of one direction of a layer for the backward pass.
 struct Kept {
   Floats gates;   // (time, batch, gates, units), after their activations
-  Floats inside;  // (time, batch, units): lstm: the cell before the step; gru: h * Wh + bh of n
+  Floats inside;  // (time, batch, units): gru: h * Wh + bh of n
+  Floats before;  // (time, batch, units) before the step: lstm: the cell; else the hidden state
   Floats after;   // (time, batch, units): lstm: the cell after the step
-  Floats before;  // (time, batch, units): the hidden state before the step
-  Floats read;    // the same, rounded for products
+  Floats read;    // (time, batch, units): the hidden state before the step, rounded for products
   Floats wx, wh;  // weights, rounded for products
 };
+
+RnnMode mode_of(const std::string& name) {
+  return name == "lstm" ? kLstm : name == "gru" ? kGru : name == "rnn_relu" ? kRnnRelu : kRnnTanh;
+}
 
 }  // namespace
 
 RnnShape::RnnShape(const NodeAttrs& attrs)
-    : mode(word(attrs, "mode", "")), units(static_cast<int64_t>(number(attrs, "state_size", 0))),
+    : mode(mode_of(word(attrs, "mode", ""))), units(static_cast<int64_t>(number(attrs, "state_size", 0))),
       layers(static_cast<int64_t>(number(attrs, "num_layers", 1))),
       directions(flag(attrs, "bidirectional", false) ? 2 : 1),
-      gates(mode == "lstm" ? 4 : mode == "gru" ? 3 : 1) {}
+      gates(gates_of(mode)) {}
 
 RnnShape::Places RnnShape::places(int64_t layer, int64_t direction, int64_t data) const {
   const int64_t all = gates * units;
@@ -112,8 +91,7 @@ void float_product(const OpContext& context, int64_t rows, int64_t columns, int6
 
 struct RnnLoop::Layers : RnnShape {
   using RnnShape::RnnShape;
-  bool as_gpu;  // whether products emulate Tensor Cores; all formats are then float16
-  TensorCore gpu;
+  bool emulates;  // whether products emulate a GPU's; all formats are then float16
   Grid product, gradient;      // of products' inputs: data and weights; gradients of gates
   std::string scaling;         // of products' inputs, or empty
   std::vector<Kept> kept;      // for each direction of each layer
@@ -121,10 +99,8 @@ struct RnnLoop::Layers : RnnShape {
 
   void multiply(const Call& call, int64_t rows, int64_t columns, int64_t depth, Matrix a, Matrix b,
                 float* y) const {
-    if (!as_gpu) return float_product(call.context, rows, columns, depth, a, b, y);
-    const Narrowed from(a, rows, depth), with(b, depth, columns);
-    kernels->tensor_core_product(gpu, rows, columns, depth, from.matrix, with.matrix, nullptr,
-                                 {y, columns, 1});
+    if (emulates) emulation.multiply(call, rows, columns, depth, a, b, y);
+    else float_product(call.context, rows, columns, depth, a, b, y);
   }
 
   // ---- rounding
@@ -163,65 +139,41 @@ struct RnnLoop::Layers : RnnShape {
   }
 
   // One step of one row: computes the gates and the new state from both sums.
-  void step(const float* x, const float* h, const float* before, const Sizes& of, float* gate,
-            float* inside, float* cell, float* made) const {
-    const int64_t n = of.units;
-    for (int64_t j = 0; j < n; ++j) {
-      if (mode == "lstm") {
-        const float i = sigmoid(x[j] + h[j]), f = sigmoid(x[n + j] + h[n + j]),
-                    g = std::tanh(x[2 * n + j] + h[2 * n + j]),
-                    o = sigmoid(x[3 * n + j] + h[3 * n + j]);
-        gate[j] = i, gate[n + j] = f, gate[2 * n + j] = g, gate[3 * n + j] = o;
-        inside[j] = cell[j];
-        cell[j] = f * cell[j] + i * g;
-        made[j] = o * std::tanh(cell[j]);
-      } else if (mode == "gru") {
-        const float r = sigmoid(x[j] + h[j]), z = sigmoid(x[n + j] + h[n + j]),
-                    c = std::tanh(x[2 * n + j] + r * h[2 * n + j]);
-        gate[j] = r, gate[n + j] = z, gate[2 * n + j] = c;
-        inside[j] = h[2 * n + j];
-        made[j] = (1 - z) * c + z * before[j];
-      } else {
-        const float sum = x[j] + h[j];
-        made[j] = gate[j] = mode == "rnn_relu" ? (sum > 0 || sum != sum ? sum : 0) : std::tanh(sum);
+  void step(const float* x, const float* h, int64_t row, Kept* k, float* state) const {
+    const int64_t n = units;
+    with_mode(mode, [&](auto constant) {
+      constexpr RnnMode kMode = decltype(constant)::value;
+      constexpr int kGates = gates_of(kMode);
+      for (int64_t j = 0; j < n; ++j) {
+        float its_x[kGates], its_h[kGates];
+        for (int g = 0; g < kGates; ++g) its_x[g] = x[g * n + j], its_h[g] = h[g * n + j];
+        const auto made = rnn_forward<kMode, RnnFloats>(its_x, its_h, k->before[row * n + j]);
+        for (int g = 0; g < kGates; ++g) k->gates[(row * kGates + g) * n + j] = made.gate[g];
+        k->inside[row * n + j] = made.inside;
+        k->after[row * n + j] = made.after;
+        state[j] = made.state;
       }
-    }
+    });
   }
 
   // Computes the gradients of both sums of a row from that of its new state. `dh` and `dc` become those of the
   // previous state, without the part through h * Wh.
-  void step_back(const Kept& k, int64_t row, const Sizes& of, float* dh, float* dc, float* dx,
+  void step_back(const Kept& k, int64_t row, const float* dy, float* dh, float* dc, float* dx,
                  float* ds) const {
-    const int64_t n = of.units;
-    const float *gate = &k.gates[row * of.all()], *inside = &k.inside[row * n],
-                *after = &k.after[row * n];
-    const float* before = &k.before[row * n];
-    for (int64_t j = 0; j < n; ++j) {
-      if (mode == "lstm") {
-        const float i = gate[j], f = gate[n + j], g = gate[2 * n + j], o = gate[3 * n + j],
-                    tanh = std::tanh(after[j]);
-        const float d = dc[j] + dh[j] * o * (1 - tanh * tanh);
-        dx[j] = d * g * i * (1 - i);
-        dx[n + j] = d * inside[j] * f * (1 - f);
-        dx[2 * n + j] = d * i * (1 - g * g);
-        dx[3 * n + j] = dh[j] * tanh * o * (1 - o);
-        dc[j] = d * f;
-        dh[j] = 0;
-      } else if (mode == "gru") {
-        const float r = gate[j], z = gate[n + j], c = gate[2 * n + j];
-        const float d = dh[j] * (1 - z) * (1 - c * c);
-        dx[j] = d * inside[j] * r * (1 - r);
-        dx[n + j] = dh[j] * (before[j] - c) * z * (1 - z);
-        dx[2 * n + j] = d;
-        ds[2 * n + j] = d * r;
-        dh[j] *= z;
-      } else {
-        const float h = gate[j];
-        dx[j] = mode == "rnn_relu" ? (h > 0 ? dh[j] : 0) : dh[j] * (1 - h * h);
-        dh[j] = 0;
+    const int64_t n = units;
+    with_mode(mode, [&](auto constant) {
+      constexpr RnnMode kMode = decltype(constant)::value;
+      constexpr int kGates = gates_of(kMode);
+      for (int64_t j = 0; j < n; ++j) {
+        const int64_t at = row * n + j;
+        RnnResult<RnnFloats> of{{}, k.inside[at], k.after[at], 0};
+        for (int g = 0; g < kGates; ++g) of.gate[g] = k.gates[(row * kGates + g) * n + j];
+        const auto made = rnn_backward<kMode, RnnFloats>(of, k.before[at], dh[j] + dy[j], dc[j]);
+        for (int g = 0; g < kGates; ++g) dx[g * n + j] = made.x[g], ds[g * n + j] = made.h[g];
+        dh[j] = made.state;
+        dc[j] = made.cell;
       }
-    }
-    std::memcpy(ds, dx, (mode == "gru" ? 2 : gates) * n * sizeof(float));
+    });
   }
 
   void forward(const Call& call);
@@ -230,7 +182,7 @@ struct RnnLoop::Layers : RnnShape {
 
 void RnnLoop::Layers::forward(const Call& call) {
   const TBlob& data = call.in[0];
-  const bool lstm = mode == "lstm";
+  const bool lstm = mode == kLstm;
   const Floats params = taken(call.in[1]), states = taken(call.in[2]),
                cells = lstm ? taken(call.in[3]) : Floats();
   const Sizes of{data.shape_[0], data.shape_[1], units, gates};
@@ -258,21 +210,18 @@ void RnnLoop::Layers::forward(const Call& call) {
       for (int64_t i = 0; i < of.steps() * all; ++i) sum_x[i] += bx[i % all];
       k.gates.resize(of.steps() * all);
       for (Floats* each : {&k.inside, &k.after, &k.before, &k.read}) each->resize(of.steps() * units);
-      Floats h(&states[which * size_h], &states[which * size_h] + size_h);
-      Floats c = lstm ? Floats(&cells[which * size_h], &cells[which * size_h] + size_h)
-                      : Floats(size_h);
+      Floats h(&states[which * size_h], &states[which * size_h] + size_h), c(size_h);
+      if (lstm) std::copy_n(&cells[which * size_h], size_h, c.begin());
       for (int64_t s = 0; s < of.time; ++s) {
         const int64_t t = d ? of.time - 1 - s : s, row = t * rows;
         float* read_h = &k.read[row * units];
-        std::copy(h.begin(), h.end(), k.before.begin() + row * units);
+        std::copy_n((lstm ? c : h).begin(), size_h, k.before.begin() + row * units);
         read(call, false, "h" + name + "." + std::to_string(s), h.data(), read_h, size_h);
         multiply(call, rows, all, units, {read_h, false}, {k.wh.data(), true}, sum_h.data());
         for (int64_t i = 0; i < rows * all; ++i) sum_h[i] += bh[i % all];
         for (int64_t i = 0; i < rows; ++i)
-          step(&sum_x[(row + i) * all], &sum_h[i * all], &h[i * units], of,
-               &k.gates[(row + i) * all], &k.inside[(row + i) * units], &c[i * units],
-               &made[i * units]);
-        std::copy(c.begin(), c.end(), k.after.begin() + row * units);
+          step(&sum_x[(row + i) * all], &sum_h[i * all], row + i, &k, &made[i * units]);
+        std::copy_n(k.after.begin() + row * units, size_h, c.begin());
         h = made;
         settle(call, &h);
         for (int64_t i = 0; i < rows; ++i)
@@ -293,7 +242,7 @@ void RnnLoop::Layers::forward(const Call& call) {
 // [its output, its gradient].
 void RnnLoop::Layers::backward(const Call& call) {
   const TBlob& data = call.in[0];
-  const bool lstm = mode == "lstm", with_states = call.in.size() > (lstm ? 6 : 5);
+  const bool lstm = mode == kLstm, with_states = call.in.size() > (lstm ? 6 : 5);
   const Sizes of{data.shape_[0], data.shape_[1], units, gates};
   const int64_t all = of.all(), wide_row = directions * units, rows = of.batch;
   const int64_t size_h = rows * units, steps = of.steps();
@@ -315,14 +264,12 @@ void RnnLoop::Layers::backward(const Call& call) {
       for (int64_t s = of.time - 1; s >= 0; --s) {
         const int64_t t = d ? of.time - 1 - s : s, row = t * rows;
         float *to_x = &gates_x[row * all], *to_h = &gates_h[row * all];
-        for (int64_t i = 0; i < rows; ++i) {
-          for (int64_t j = 0; j < units; ++j)
-            dh[i * units + j] += dy[(row + i) * wide_row + d * units + j];
-          step_back(k, row + i, of, dh + i * units, dc + i * units, to_x + i * all, to_h + i * all);
-        }
+        for (int64_t i = 0; i < rows; ++i)
+          step_back(k, row + i, &dy[(row + i) * wide_row + d * units], dh + i * units, dc + i * units,
+                    to_x + i * all, to_h + i * all);
         const std::string place = name + std::to_string(s);
         read(call, true, "gx" + place, to_x, to_x, rows * all);
-        if (mode == "gru") read(call, true, "gh" + place, to_h, to_h, rows * all);
+        if (mode == kGru) read(call, true, "gh" + place, to_h, to_h, rows * all);
         else std::copy_n(to_x, rows * all, to_h);
         multiply(call, rows, units, all, {to_h, false}, {k.wh.data(), false}, back.data());
         for (int64_t i = 0; i < size_h; ++i) dh[i] += back[i];
@@ -352,11 +299,10 @@ bool RnnLoop::runs(const NodeAttrs& attrs) {
 
 RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers(attrs)) {
   Layers& made = *layers_;
-  made.as_gpu = find(attrs, kAccumulateKey) != nullptr;
-  if (made.as_gpu) made.gpu = tensor_core_of(attrs);
+  made.emulates = find(attrs, kAccumulateKey) != nullptr;
   const Rounding said(attrs);
-  made.product = made.as_gpu ? kHalves : said.product;
-  made.gradient = made.as_gpu ? kHalves : said.gradient;
+  made.product = made.emulates ? kHalves : said.product;
+  made.gradient = made.emulates ? kHalves : said.gradient;
   if (said.scaling) made.scaling = *said.scaling;
   drops_ = made.layers > 1 && number(attrs, "p", 0) > 0;
 }
@@ -364,9 +310,8 @@ RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers(attrs)) {
 RnnLoop::~RnnLoop() = default;
 
 void RnnLoop::run(const Call& call, bool forward) {
-  if (layers_->as_gpu) check_halves(call);
   if (drops_ && call.context.is_train)
-    throw dmlc::Error(std::string(layers_->as_gpu ? "accumulate=" : "a policy of several formats") +
+    throw dmlc::Error(std::string(layers_->emulates ? "accumulate=" : "a policy of several formats") +
                       ": RNN with dropout between its layers has no code: keep it in float32 (keep=)");
   if (forward) layers_->forward(call);
   else layers_->backward(call);

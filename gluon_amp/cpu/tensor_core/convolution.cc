@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "tensor_core/products.h"
+#include "tensor_core/emulation.h"
 
 namespace gluon_amp {
 namespace {
@@ -226,8 +226,8 @@ template <bool deconvolution> void backward(const Call& call) {
 
 }  // namespace
 
-void add_tensor_core_convolutions(ProductRows& rows) {
-  rows.insert({{"Convolution", forward<false>}, {"_backward_Convolution", backward<false>},
+void add_tensor_core_convolutions(Emulation& to) {
+  to.products.insert({{"Convolution", forward<false>}, {"_backward_Convolution", backward<false>},
                {"Deconvolution", forward<true>}, {"_backward_Deconvolution", backward<true>}});
 }
 

@@ -1,12 +1,4 @@
-// Bit-exact matrix products of a GPU's Tensor Cores.
-//
-// One instruction adds `block` products to a float32 number c:
-//   - a product is exact; its exponent is the sum of its factors' exponents, where that of a subnormal factor is
-//     float16's smallest, -14. Zeros have none;
-//   - products and c are truncated toward zero to multiples of 2^(largest exponent - fraction);
-//   - their sum is exact, and is truncated toward zero to float32. A zero is +0.
-// A row of a times a column of b is a chain of instructions: the result of each is the c of the next.
-// Infinities and NaNs behave as in any sum; a NaN is NVIDIA's, 0x7fffffff.
+// Products of float16 matrices with float32 sums by the rule of rule.h, bit by bit.
 //
 // A lane is one element of the result. a * b is exact in float32; a power of two scales it so that a conversion to
 // an integer truncates it. The integers of an instruction sum in 32 bits, or in two sums of 32 bits (`wide`) for
@@ -14,6 +6,7 @@
 #include <utility>
 
 #include "kernels/vector.h"
+#include "tensor_core/kernels.h"
 
 #define NOTHING_THROWN __attribute__((nothrow))  // see `run` in vector.h
 
@@ -334,6 +327,8 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
   });
 }
 
+}  // namespace
+
 // Lanes are columns, of a or of b, whichever needs less padding to whole panels.
 void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, int64_t depth,
                          HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y) {
@@ -351,12 +346,6 @@ void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, i
                 {a.data + i * a.row, a.row, a.column}, {b.data + j * b.column, b.row, b.column},
                 c ? c + at : nullptr, {y.data + at, y.row, y.column});
     }
-}
-
-}  // namespace
-
-void add_tensor_core(Kernels* table) noexcept {
-  table->tensor_core_product = tensor_core_product;
 }
 
 }  // namespace ISA

@@ -3,12 +3,12 @@
 //
 // `_gluon_amp_tensor_core_dot`: y = c + a * b for stacks of matrices, with the bits of a GPU.
 //
-// Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16; c (stack, rows, columns),
-// float32. Attributes: the numbers of struct TensorCore.
+// Inputs: a (stack, rows, depth) and b (stack, depth, columns), float16, or float32 for all other formats;
+// c (stack, rows, columns), float32. Attributes: the members of TensorCore.
 #include <algorithm>
 #include <sstream>
 
-#include "dispatch/gradients.h"
+#include "tensor_core/emulation.h"
 
 namespace gluon_amp {
 namespace {
@@ -27,24 +27,34 @@ bool shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
 
 bool types(const NodeAttrs&, Types* in, Types* out) {
   const int half = mshadow::kFloat16, single = mshadow::kFloat32;
-  if ((*in)[0] != half || (*in)[1] != half || (*in)[2] != single)
-    throw dmlc::Error("tensor_core_dot takes two float16 arrays and a float32 one");
+  if (((*in)[0] != half && (*in)[0] != single) || (*in)[1] != (*in)[0] || (*in)[2] != single)
+    throw dmlc::Error("tensor_core_dot takes two float16 or float32 arrays and a float32 one");
   (*out)[0] = single;
   return true;
 }
 
 void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
          const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  const TensorCore gpu{static_cast<int>(number(attrs, "block", 0)),
-                       static_cast<int>(number(attrs, "fraction", 0)),
-                       std::stoll(word(attrs, "split", "0"))};
+  const auto integer = [&](const char* key, int otherwise) {
+    return static_cast<int>(number(attrs, key, otherwise));
+  };
+  const TensorCore gpu{integer("block", 0), integer("fraction", 0), std::stoll(word(attrs, "split", "0")),
+                       integer("result", 23), flag(attrs, "halves", false), integer("smallest", -14),
+                       flag(attrs, "half_sums", false)};
   const int64_t stack = in[0].shape_[0], rows = in[0].shape_[1], depth = in[0].shape_[2],
                 columns = in[1].shape_[2];
-  for (int64_t i = 0; i < stack; ++i)
-    kernels->tensor_core_product(
-        gpu, rows, columns, depth, {halves(in[0]) + i * rows * depth, depth, 1},
-        {halves(in[1]) + i * depth * columns, columns, 1}, floats(in[2]) + i * rows * columns,
-        {floats(out[0]) + i * rows * columns, columns, 1});
+  if (is_half(in[0])) {
+    for (int64_t i = 0; i < stack; ++i)
+      tensor_core_product()(gpu, rows, columns, depth, {halves(in[0]) + i * rows * depth, depth, 1},
+                            {halves(in[1]) + i * depth * columns, columns, 1},
+                            floats(in[2]) + i * rows * columns, {floats(out[0]) + i * rows * columns, columns, 1});
+    return;
+  }
+  for_all(stack * rows, stack * rows * columns * depth, [&](int64_t row) {
+    const float *a = floats(in[0]) + row * depth, *b = floats(in[1]) + row / rows * depth * columns;
+    for (int64_t j = 0, at = row * columns; j < columns; ++j, ++at)
+      floats(out[0])[at] = tensor_core::chain(gpu, depth, a, 1, b + j, columns, floats(in[2])[at]);
+  });
 }
 
 void parse_nothing(NodeAttrs*) {}
@@ -78,6 +88,9 @@ bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
 }  // namespace
 
 void register_tensor_core() {
+  emulation = {};
+  add_tensor_core_products(emulation);
+  add_tensor_core_convolutions(emulation);
   nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(std::string(kPrefix) +
                                                                "tensor_core_dot");
   op.num_inputs = 3;

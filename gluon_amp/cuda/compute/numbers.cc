@@ -1,6 +1,8 @@
 // Numbers of float16, products of matrices, and names of kernels.
 #include "compute.h"
 
+#include "../../cpu/tensor_core/rule.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -68,43 +70,16 @@ std::vector<float> transposed(const float* x, ll rows, ll columns) {
   return made;
 }
 
-// ---- sums of Tensor Cores, instruction by instruction (docs/tensor_cores.md)
-
-namespace {
-
-struct Cores { int block = 0, fraction = 0; };
-const Cores& cores() {
-  static const Cores found = [] {
-    Cores made;
+// The rule of RECORDING_GPU_TENSOR_CORE; a block of 0 without it.
+static const gluon_amp::TensorCore& cores() {
+  static const gluon_amp::TensorCore found = [] {
+    gluon_amp::TensorCore made{0, 0};
     const char* text = getenv("RECORDING_GPU_TENSOR_CORE");
     if (text) sscanf(text, "%d,%d", &made.block, &made.fraction);
     return made;
   }();
   return found;
 }
-
-int exponent(float x, int smallest) { return x == 0 ? -400 : std::max(std::ilogb(x), smallest); }
-
-float cut(double x) {  // to float32, toward zero; a zero is +0
-  const float near = (float)x;
-  return (std::fabs((double)near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near) + 0.0f;
-}
-
-float instruction(ll n, const float* a, const float* b, ll step, float c) {
-  int largest = exponent(c, -126);
-  double special = c;
-  for (ll i = 0; i < n; i++) {
-    largest = std::max(largest, exponent(a[i], -14) + exponent(b[i * step], -14));
-    special += (double)a[i] * b[i * step];
-  }
-  if (!std::isfinite(special)) return (float)special;
-  const double unit = std::ldexp(1.0, std::max(largest, -400) - cores().fraction);
-  double total = std::trunc(c / unit);
-  for (ll i = 0; i < n; i++) total += std::trunc((double)a[i] * b[i * step] / unit);
-  return cut(total * unit);
-}
-
-}  // namespace
 
 Sums sums_of(bool half_factors, bool half_sums, bool tensor_cores) {
   return half_sums ? Sums::kHalf : half_factors && tensor_cores && cores().block ? Sums::kTensorCore : Sums::kFloat;
@@ -119,9 +94,7 @@ void product(ll m, ll n, ll k, const float* a, const float* b, float* c, Sums su
         for (ll j = 0; j < n; j++) c[i * n + j] = as_half(c[i * n + j] + a[i * k + l] * b[l * n + j]);
   } else if (sums == Sums::kTensorCore) {
     for (ll i = 0; i < m; i++)
-      for (ll j = 0; j < n; j++)
-        for (ll l = 0; l < k; l += cores().block)
-          c[i * n + j] = instruction(std::min<ll>(cores().block, k - l), a + i * k + l, b + l * n + j, n, c[i * n + j]);
+      for (ll j = 0; j < n; j++) c[i * n + j] = gluon_amp::tensor_core::chain(cores(), k, a + i * k, 1, b + j, n, 0);
   } else {
     for (ll l = 0; l < k; l += some)
       for (ll i = 0; i < m; i++) add_rows(n, std::min(some, k - l), a + i * k + l, b + l * n, c + i * n);

@@ -3,14 +3,13 @@
 #include <memory>
 #include <random>
 
+#include "../../cpu/kernels/rnn_cell.h"
 #include "libraries.h"
 
 namespace {
 
+using namespace gluon_amp;
 using Floats = std::vector<float>;
-enum { kRelu, kTanh, kLstm, kGru };
-
-float sigmoid(float a) { return 1 / (1 + std::exp(-a)); }
 
 // One direction of one layer.
 struct Way {
@@ -25,7 +24,7 @@ struct Way {
 };
 
 struct Kept {
-  int mode;
+  RnnMode mode;
   ll steps, batch, width, hidden, out, ways;  // out: width of a state, projected or not
   bool projects;
   Clip clip;
@@ -55,14 +54,14 @@ void write(V data, int type, const Floats& from, bool add = false) {
 
 Kept plan(D r, ll width) {
   Kept all{};
-  all.mode = r->mode;
+  all.mode = (RnnMode)r->mode;
   all.width = width;
   all.hidden = r->hidden;
   all.out = r->projection;
   all.projects = r->projection != r->hidden;
   all.ways = r->direction ? 2 : 1;
   all.clip = r->clip;
-  const ll count = r->mode == kLstm ? 4 : r->mode == kGru ? 3 : 1;
+  const ll count = gates_of(all.mode);
   ll at = 0;
   for (int layer = 0; layer < r->layers; layer++) {
     all.layers.emplace_back();
@@ -111,28 +110,25 @@ void forward(const Kept& all, Way* one, const Floats& w, const Array& rounding) 
       }
       for (ll j = 0; j < hidden; j++) {
         const ll row = all.time(*one, step, b) * n + b, s = (step * n + b) * hidden + j;
-        const auto in = [&](ll k) { return x[row * gates + k * hidden + j] + w[one->bw + k * hidden + j]; };
-        const auto back = [&](ll k) { return r[b * gates + k * hidden + j] + w[one->br + k * hidden + j]; };
-        float* gate = &one->gate[(step * n + b) * gates + j];
-        float* next = &one->unprojected[s];
-        if (all.mode == kLstm) {
-          for (ll k = 0; k < 4; k++)
-            gate[k * hidden] = k == 2 ? std::tanh(in(k) + back(k)) : sigmoid(in(k) + back(k));
-          const float sum = gate[hidden] * one->c[s] + gate[0] * gate[2 * hidden];
-          const float c = all.clip.on ? clipped(all.clip, sum) : sum;
-          one->clipped[s] = c != sum && sum == sum;
-          one->c[s + n * hidden] = c;
-          *next = gate[3 * hidden] * std::tanh(c);
-        } else if (all.mode == kGru) {
-          gate[0] = sigmoid(in(0) + back(0));
-          gate[hidden] = sigmoid(in(1) + back(1));
-          one->inner[s] = back(2);
-          gate[2 * hidden] = std::tanh(in(2) + gate[0] * back(2));
-          *next = (1 - gate[hidden]) * gate[2 * hidden] + gate[hidden] * one->h[s];
-        } else {
-          const float sum = in(0) + back(0);
-          *next = gate[0] = all.mode == kTanh ? std::tanh(sum) : std::max(sum, 0.0f);
+        float in[4], back[4];
+        for (ll k = 0; k < gates / hidden; k++) {
+          in[k] = x[row * gates + k * hidden + j] + w[one->bw + k * hidden + j];
+          back[k] = r[b * gates + k * hidden + j] + w[one->br + k * hidden + j];
         }
+        float* gate = &one->gate[(step * n + b) * gates + j];
+        const auto limit = [&](float cell) {
+          const float c = all.clip.on ? clipped(all.clip, cell) : cell;
+          one->clipped[s] = c != cell && cell == cell;
+          return c;
+        };
+        with_mode(all.mode, [&](auto mode) {
+          const float before = all.mode == kLstm ? one->c[s] : all.mode == kGru ? one->h[s] : 0;
+          const auto made = rnn_forward<decltype(mode)::value, RnnFloats>(in, back, before, limit);
+          for (ll k = 0; k < gates / hidden; k++) gate[k * hidden] = made.gate[k];
+          if (all.mode == kLstm) one->c[s + n * hidden] = made.after;
+          one->inner[s] = made.inside;
+          one->unprojected[s] = made.state;
+        });
       }
     }
     const float* made = &one->unprojected[step * n * hidden];
@@ -176,26 +172,20 @@ Floats backward(const Kept& all, Way* one, const Floats& w, const Floats& dy, ll
         const ll s = (step * n + b) * hidden + j, g = (step * n + b) * gates + j;
         const float* gate = &one->gate[g];
         float *to = &one->dgate[g], *inner = &one->dinner[g];
-        const float d = made[b * hidden + j];
-        if (all.mode == kLstm) {
-          const float t = std::tanh(one->c[s + n * hidden]);
-          float& cell = dc[b * hidden + j];
-          cell = one->clipped[s] ? 0 : cell + d * gate[3 * hidden] * (1 - t * t);
-          to[0] = cell * gate[2 * hidden] * gate[0] * (1 - gate[0]);
-          to[hidden] = cell * one->c[s] * gate[hidden] * (1 - gate[hidden]);
-          to[2 * hidden] = cell * gate[0] * (1 - gate[2 * hidden] * gate[2 * hidden]);
-          to[3 * hidden] = d * t * gate[3 * hidden] * (1 - gate[3 * hidden]);
-          cell *= gate[hidden];
-        } else if (all.mode == kGru) {
-          const float z = gate[hidden], fresh = gate[2 * hidden];
-          to[hidden] = d * (one->h[s] - fresh) * z * (1 - z);
-          to[2 * hidden] = d * (1 - z) * (1 - fresh * fresh);
-          to[0] = to[2 * hidden] * one->inner[s] * gate[0] * (1 - gate[0]);
-          dh[b * out + j] = d * z;
-        } else {
-          to[0] = d * (all.mode == kTanh ? 1 - gate[0] * gate[0] : gate[0] > 0 ? 1.0f : 0.0f);
-        }
-        for (ll k = 0; k < gates; k += hidden) inner[k] = to[k] * (all.mode == kGru && k == 2 * hidden ? gate[0] : 1);
+        RnnResult<RnnFloats> of{{}, one->inner[s], one->c[s + n * hidden], 0};
+        for (ll k = 0; k < gates / hidden; k++) of.gate[k] = gate[k * hidden];
+        float& cell = dc[b * hidden + j];
+        with_mode(all.mode, [&](auto mode) {
+          const float before = all.mode == kLstm ? one->c[s] : all.mode == kGru ? one->h[s] : 0;
+          auto its = rnn_backward<decltype(mode)::value, RnnFloats>(of, before, made[b * hidden + j], cell);
+          if (one->clipped[s]) its.x[0] = its.x[1] = its.x[2] = its.h[0] = its.h[1] = its.h[2] = its.cell = 0;
+          for (ll k = 0; k < gates / hidden; k++) {
+            to[k * hidden] = its.x[k];
+            inner[k * hidden] = its.h[k];
+          }
+          cell = its.cell;
+          if (all.mode == kGru) dh[b * out + j] = its.state;
+        });
       }
     product(n, out, gates, &one->dinner[step * n * gates], &w[one->r], recurrent.data(), Sums::kFloat);
     for (ll i = 0; i < n * out; i++) dh[i] += recurrent[i];

@@ -1,16 +1,16 @@
 """Bit-exact products of a GPU's Tensor Cores on a CPU.
 
 One Tensor Core instruction adds a block of products to an accumulator, all truncated to a number of
-bits below the largest exponent. docs/tensor_cores.md states the rule; tensor_core_rule.py has its
-parameters for each GPU.
+bits below the largest exponent. docs/tensor_cores.md states the rule; gpus.py has its parameters
+for each GPU.
 """
 from typing import Any, Optional
 
-from ._mxnet import mx, np
-from .annotations import AnyArray, Shape
-from .cpu import library
-from .formats import FORMATS
-from .tensor_core_rule import GPUS, INPUTS, Sum, TensorCore, check_split, of_gpu, product
+from ..._mxnet import mx, np
+from ...annotations import AnyArray, Shape
+from ...formats import FORMATS
+from .. import library
+from .gpus import GPUS, INPUTS, Sum, TensorCore, check_split, of_gpu
 
 _NANS = {"float32": np.array(0x7fffffff, "uint32").view("float32"),  # an NVIDIA GPU's
          "float16": np.array(0x7fff, "uint16").view("float16")}
@@ -70,7 +70,7 @@ def tensor_core_dot(a: AnyArray, b: AnyArray, c: Optional[AnyArray] = None, gpu:
     full = (*stack, rows.shape[-2], columns.shape[-1])
     made = _product(np.broadcast_to(rows, stack + rows.shape[-2:]),
                     np.broadcast_to(columns, stack + columns.shape[-2:]),
-                    start.reshape(full), core, how, format, split).reshape(shape)
+                    start.reshape(full), how, format, split).reshape(shape)
     if not given:
         return made[()]
     if shape == () and not mx.util.is_np_shape():  # MXNet then has no 0-d arrays
@@ -133,15 +133,15 @@ def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> "np.ndarray[Any, A
 
 
 def _product(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]", c: "np.ndarray[Any, Any]",
-             core: TensorCore, how: Sum, format_: str, split: int) -> "np.ndarray[Any, Any]":
-    depth = a.shape[-1]
+             how: Sum, format_: str, split: int) -> "np.ndarray[Any, Any]":
+    depth, half_sums = a.shape[-1], c.dtype == np.float16
     if c.size == 0 or depth == 0:  # MXNet has no empty arrays
         made = c + c.dtype.type(0)
-    elif format_ != "float16" or c.dtype == np.float16:
-        made = product(a, b, c, how, FORMATS[format_], FORMATS[c.dtype.name], split)
     else:
-        stacks = [mx.nd.array(x.reshape(-1, *x.shape[-2:]), mx.cpu(), x.dtype) for x in (a, b, c)]
-        return library.call("_gluon_amp_tensor_core_dot", stacks, block=core.block,
-                            fraction=core.fraction,
-                            split=min(split, depth)).asnumpy().reshape(c.shape)
+        factors = "float16" if format_ == "float16" and not half_sums else "float32"
+        stacks = [mx.nd.array(x.reshape(-1, *x.shape[-2:]), mx.cpu(), dtype)
+                  for x, dtype in ((a, factors), (b, factors), (c, "float32"))]
+        made = library.call("_gluon_amp_tensor_core_dot", stacks, **how._asdict(),
+                            split=min(split, depth), smallest=1 - FORMATS[format_].bias,
+                            half_sums=half_sums).asnumpy().reshape(c.shape).astype(c.dtype)
     return np.where(np.isnan(made), _NANS[c.dtype.name], made)

@@ -1,0 +1,26 @@
+// Products of float16 matrices with float32 sums as on a GPU's Tensor Cores, for each instruction set (kernels.cc).
+#pragma once
+#include "kernels/kernels.h"
+#include "tensor_core/rule.h"
+
+namespace gluon_amp {
+
+// A strided matrix of halves: element (i, j) is data[i * row + j * column].
+struct HalfMatrix {
+  const Half* data;
+  int64_t row, column;
+  HalfMatrix transposed() const { return {data, column, row}; }
+};
+struct FloatMatrix {
+  float* data;
+  int64_t row, column;
+};
+
+// y = c + a * b: (rows, depth) times (depth, columns). c has y's layout; null: zeros; it may be y.
+using TensorCoreProduct = void(const TensorCore&, int64_t rows, int64_t columns, int64_t depth, HalfMatrix a,
+                               HalfMatrix b, const float* c, FloatMatrix y);
+namespace portable { TensorCoreProduct tensor_core_product; }
+namespace avx2 { TensorCoreProduct tensor_core_product; }
+namespace avx512 { TensorCoreProduct tensor_core_product; }
+
+}  // namespace gluon_amp
