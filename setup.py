@@ -30,6 +30,8 @@ AVX2 = ["-mavx2", "-mf16c", "-mfma"]
 VARIANTS = {  # as in gluon_amp/cpu/library.py
     "portable": [], "avx2": AVX2,
     "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+TYPES = {"": "FLOAT32", "_float16": "FLOAT16", "_bfloat16": "BFLOAT16"}  # of tensors
+OF_ONE_TYPE = {"kernels": "_float16", "rnn": "_bfloat16"}  # files of KERNELS
 # Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
 FORWARDED = {"libcublas.so.11": (), "libcusolver.so.11": (), "libcufft.so.10": (),
              "libcudnn.so.8": ("cudnn.cc", "cudnn_rnn.cc"), "libnvrtc.so.11.2": ("nvrtc.cc",),
@@ -163,11 +165,12 @@ class BuildLibraries(build_ext):
                 digest.update(path.name.encode() + path.read_bytes())
         jobs = [(source, source.parent.name, AS_MXNET, ["-O2", *headers])
                 for source in sorted(CPU.glob("**/*.cc")) if source not in KERNELS]
-        jobs += [(source, isa + of, [("ISA", isa + of), *macros], ["-O3", "-I", str(CPU), *flags])
+        jobs += [(source, isa + of, [("ISA", isa + of), (macro, "1")],
+                  ["-O3", "-I", str(CPU), *flags])
                  for source in KERNELS
                  for isa, flags in VARIANTS.items()
-                 for of, macros in (("", []), ("_bfloat16", [("BFLOAT16", "1")]))
-                 if source.stem != ("kernels" if macros else "rnn")]
+                 for of, macro in TYPES.items()
+                 if of == OF_ONE_TYPE.get(source.stem, of)]
 
         def compile_one(job):
             source, folder, macros, flags = job

@@ -21,8 +21,8 @@ using nnvm::NodeAttrs;
 
 constexpr char kPrefix[] = "_gluon_amp_";  // prefix of operators that MXNet does not have
 
-// The kernels for this processor: for float32 and float16, and for bfloat16. Set when the library is loaded.
-extern const Kernels *kernels, *bfloat16_kernels;
+// The kernels for this processor, by the type of tensors: `kernels` is for float32. Set when the library is loaded.
+extern const Kernels *kernels, *float16_kernels, *bfloat16_kernels;
 
 // ---- an operator of MXNet ------------------------------------------------------
 
@@ -217,13 +217,20 @@ inline int half_among(const std::vector<int>& types) {
   return found;
 }
 inline const Kernels* kernels_of(int type) {
-  return type == mshadow::kBfloat16 ? bfloat16_kernels : kernels;
+  return type == mshadow::kBfloat16 ? bfloat16_kernels : type == mshadow::kFloat16 ? float16_kernels : kernels;
 }
 inline const Kernels* kernels_of(const TBlob& array) { return kernels_of(array.type_flag_); }
 inline bool is_float(const TBlob& array) { return array.type_flag_ == mshadow::kFloat32; }
 inline Half* halves(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
 inline float* floats(const TBlob& array) { return static_cast<float*>(array.dptr_); }
 inline int64_t size(const TBlob& array) { return static_cast<int64_t>(array.Size()); }
+inline int64_t bytes_of(int type) { return static_cast<int64_t>(mshadow::mshadow_sizeof(type)); }
+// The address of an array's element.
+inline void* at(const TBlob& array, int64_t element) {
+  return static_cast<char*>(array.dptr_) + element * bytes_of(array.type_flag_);
+}
+// Copies an array of halves or floats to floats.
+inline void widen(const TBlob& from, float* to) { kernels_of(from)->widen(from.dptr_, to, size(from)); }
 
 // Attributes as MXNet's parsers read them, whatever the user's locale.
 float number(const NodeAttrs& attrs, const char* key, float otherwise);

@@ -89,6 +89,9 @@ int start(const char* isa, int count, const char** names, int constants, const c
   try {
     const bool avx512 = !std::strcmp(isa, "avx512"), avx2 = !std::strcmp(isa, "avx2");
     kernels = avx512 ? kernels_for_avx512() : avx2 ? kernels_for_avx2() : kernels_for_portable();
+    float16_kernels = avx512 ? kernels_for_avx512_float16()
+                      : avx2 ? kernels_for_avx2_float16()
+                             : kernels_for_portable_float16();
     bfloat16_kernels = avx512 ? kernels_for_avx512_bfloat16()
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
@@ -236,15 +239,15 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
     if (!fits(*from[i], *to[i])) return 0;
   for (int64_t i = 0; i < count; ++i) {
     const TBlob &x = from[i]->data(), &y = to[i]->data();
-    if (x.type_flag_ != y.type_flag_) kernels_of(x)->widen(halves(x), floats(y), size(x));
-    else kernels->copy(x.dptr_, y.dptr_, size(x) * int64_t(mshadow::mshadow_sizeof(x.type_flag_)));
+    if (x.type_flag_ != y.type_flag_) widen(x, floats(y));
+    else kernels->copy(x.dptr_, y.dptr_, size(x) * bytes_of(x.type_flag_));
   }
   return 1;
 }
 
 // Counts the values of an array of floats, for Python; `counts` must be zeros.
 void count(const float* numbers, int64_t n, int half, Counts* counts) {
-  kernels->count(numbers, n, nullptr, half, counts);
+  (half ? float16_kernels : kernels)->count(numbers, n, nullptr, counts);
 }
 
 // Counts the updates of each of `n` float arrays since its `before`, for Python.
@@ -252,7 +255,7 @@ void count_updates(const NDArray* const* weights, float* const* before, int64_t 
                    Updates* const* updates) {
   for (int64_t i = 0; i < n; ++i) {
     const NDArray plain = weights[i]->IsMKLDNNData() ? weights[i]->Reorder2Default() : *weights[i];
-    kernels->count_updates(floats(plain.data()), before[i], size(plain.data()), updates[i]);
+    float16_kernels->count_updates(floats(plain.data()), before[i], size(plain.data()), updates[i]);
   }
 }
 

@@ -25,8 +25,8 @@ void put(const TBlob& made, const TBlob& to, Write write) {
   Lease lease;
   const TBlob blocks = scratch_like(made, &lease);
   block(made, halves(blocks));
-  const Half* const added = halves(blocks);
-  kernels_of(to)->sum(&added, 1, halves(to), size(to), write);
+  const void* const added = blocks.dptr_;
+  kernels_of(to)->sum(&added, 1, to.dptr_, size(to), write);
 }
 
 }  // namespace

@@ -14,7 +14,7 @@
 
 namespace gluon_amp {
 
-const Kernels *kernels = nullptr, *bfloat16_kernels = nullptr;
+const Kernels *kernels = nullptr, *float16_kernels = nullptr, *bfloat16_kernels = nullptr;
 
 // ---- attributes ----------------------------------------------------------------
 
@@ -127,17 +127,6 @@ mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
   return made;
 }
 
-namespace {
-
-// Writes float32 results in scratch to their output.
-void put(const float* from, float* to, int64_t n, Write write) {
-  if (write == kStore) kernels->copy(from, to, n * sizeof(float));
-  if (write == kAdd)
-    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-}
-
-}  // namespace
-
 int block_of(const NDArray& made, const mxnet::TShape& shape) {
   if (!made.IsMKLDNNData()) return 0;
   const auto& d = description(made.GetMKLDNNData());
@@ -153,39 +142,28 @@ int block_of(const NDArray& made, const mxnet::TShape& shape) {
 
 void narrow(const NDArray& made, const TBlob& to, Write write) {
   if (write == kNothing || size(to) == 0) return;
-  const mxnet::TShape& shape = to.shape_;
-  const bool half = is_half(to);
-  if (made.IsMKLDNNData()) {
-    const auto& d = description(made.GetMKLDNNData());
-    const auto& b = d.format_desc.blocking;
-    const int block = block_of(made, shape);
-    if (block) {
-      const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
-      const auto* from = static_cast<const float*>(made.storage_handle().dptr);
-      if (!half) {
-        kernels->unblock_floats(from, floats(to), batch, channels, plane, block, write);
-        return;
-      }
-      // A watched node runs some images, or some channels of an image, at a time.
-      const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
-      const int64_t images = std::max<int64_t>(1, most / stored);
-      const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
-      for (int64_t n = 0; n < batch; n += images)
-        for (int64_t c = 0; c < channels; c += some) {
-          const int64_t many = std::min(images, batch - n), of_each = std::min(some, channels - c);
-          const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
-          const float* const exact = from + n * stored + c * plane;
-          Half* const rounded = halves(to) + (n * channels + c) * plane;
-          show(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
-          kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
-        }
-      return;
-    }
+  const int block = block_of(made, to.shape_);
+  if (!block) {
+    const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
+    return narrow(floats(plain.data()), to, write);
   }
-  const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
-  const float* from = floats(plain.data());
-  if (half) narrow(from, to, write);
-  else put(from, floats(to), size(to), write);
+  const auto& d = description(made.GetMKLDNNData());
+  const auto& b = d.format_desc.blocking;
+  const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
+  const auto* from = static_cast<const float*>(made.storage_handle().dptr);
+  // A watched node runs some images, or some channels of an image, at a time.
+  const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
+  const int64_t images = std::max<int64_t>(1, most / stored);
+  const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
+  for (int64_t n = 0; n < batch; n += images)
+    for (int64_t c = 0; c < channels; c += some) {
+      const int64_t many = std::min(images, batch - n), of_each = std::min(some, channels - c);
+      const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
+      const float* const exact = from + n * stored + c * plane;
+      void* const rounded = at(to, (n * channels + c) * plane);
+      if (is_half(to)) show(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
+      kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
+    }
 }
 
 // ---- one call ----------------------------------------------------------------------
@@ -277,7 +255,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const bool copied = state && onednn && i == kWeightsOfRnn;
     in.push_back((copied ? brief : lease).array(from.shape_));
     float* widened = floats(in[i].data());
-    if (is_half(from)) kernels_of(from)->widen(halves(from), widened, size(from));
+    if (is_half(from)) widen(from, widened);
     if (!grid) continue;
     const float* exact = is_half(from) ? widened : floats(from);
     kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
@@ -335,11 +313,11 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
       NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
       float* from = floats(made.data());
       show(from, size(to), 0, to.dptr_, grid, to.type_flag_);
-      if (is_half(to)) {
-        kernels->round(*grid, from, from, size(to), kStore);
-        kernels_of(to)->narrow(from, halves(to), size(to), write);
-      } else {
+      if (is_float(to)) {
         kernels->round(*grid, from, floats(to), size(to), write);
+      } else {
+        kernels->round(*grid, from, from, size(to), kStore);
+        kernels_of(to)->narrow(from, to.dptr_, size(to), write);
       }
     }
   }

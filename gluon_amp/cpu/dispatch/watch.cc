@@ -35,24 +35,13 @@ void add(const Counts& from, Counts* to) {
 // rows would sample one column. Arrays of the same size have the same indices.
 void take_sample(const TBlob& from, WatchedRow* row) {
   const int64_t n = size(from), step = (n + kSamples - 1) / kSamples;
-  Half found[kSamples];
   row->samples = 0;
   for (int64_t begin = 0; begin < n; begin += step) {
     const int64_t mixed = static_cast<uint32_t>(row->samples) * 2654435761u >> 8;  // 24 bits
     const int64_t i = begin + (mixed * std::min(step, n - begin) >> 24);
-    if (is_half(from)) found[row->samples++] = halves(from)[i];
-    else row->sample[row->samples++] = floats(from)[i];
+    kernels_of(from)->widen(at(from, i), &row->sample[row->samples++], 1);
   }
-  if (is_half(from)) kernels_of(from)->widen(found, row->sample, row->samples);
 }
-
-// Counts the values of an array after rounding.
-void count_written(const TBlob& from, Counts* counts) {
-  if (is_half(from)) kernels_of(from)->count_halves(halves(from), size(from), counts);
-  else kernels->count(floats(from), size(from), nullptr, false, counts);
-}
-
-int64_t bytes(const TBlob& array) { return size(array) * (is_half(array) ? 2 : 4); }
 
 // The i-th number of a list such as "0,2,-1"; -1 if there is none.
 int64_t number_at(const std::string& list, size_t i) {
@@ -81,7 +70,7 @@ Watch::~Watch() {
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
     if (!counted_[i] && !samples_) {
       counted_[i] = std::make_unique<Counts>();
-      count_written(out, counted_[i].get());
+      kernels_of(out)->count_rounded(out.dptr_, size(out), counted_[i].get());
     }
     const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
     std::lock_guard<std::mutex> guard(lock);
@@ -104,7 +93,7 @@ Counts* counts_of(const void* to) {
   const auto& out = current->call_.out;
   for (size_t i = 0; i < out.size(); ++i) {
     const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
-    if (at < begin || at >= begin + bytes(out[i])) continue;
+    if (at < begin || at >= begin + size(out[i]) * bytes_of(out[i].type_flag_)) continue;
     auto& counts = current->counted_[i];
     if (!counts) counts = std::make_unique<Counts>();
     return counts.get();
@@ -116,7 +105,7 @@ void show(const float* exact, int64_t n, int64_t padding, const void* to, const 
           int type) {
   Counts* const counts = counts_of(to);
   if (!counts) return;
-  kernels_of(type)->count(exact, n, grid, is_half(type), counts);
+  kernels_of(type)->count(exact, n, grid, counts);
   counts->bins[0] -= padding;
   counts->zero -= padding;
 }
@@ -143,7 +132,7 @@ bool show_own_code(const Call& call, const OwnCode& own) {
   std::vector<OpReqType> req = call.req;
   for (auto& from : call.in) {
     in.push_back(wide(from));
-    if (is_half(from)) kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
+    if (is_half(from)) widen(from, floats(in.back()));
   }
   for (size_t i = 0; i < call.out.size(); ++i) {
     out.push_back(wide(call.out[i]));

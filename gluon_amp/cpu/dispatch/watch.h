@@ -51,13 +51,14 @@ bool watching();
 // The number of values that all threads count and round at a time, so that they stay in the L1 caches.
 int64_t shown_at_a_time();
 
-// Counts floats, and rounds them to halves.
+// Counts floats, and rounds them to an array of halves or floats.
 inline void narrow(const float* exact, const TBlob& to, Write write) {
+  if (write == kNothing) return;
   const int64_t all = size(to), some = watching() ? shown_at_a_time() : all;
   for (int64_t first = 0; first < all; first += some) {
     const int64_t n = std::min(some, all - first);
-    show(exact + first, n, 0, halves(to) + first, nullptr, to.type_flag_);
-    kernels_of(to)->narrow(exact + first, halves(to) + first, n, write);
+    if (is_half(to)) show(exact + first, n, 0, at(to, first), nullptr, to.type_flag_);
+    kernels_of(to)->narrow(exact + first, at(to, first), n, write);
   }
 }
 

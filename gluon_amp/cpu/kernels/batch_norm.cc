@@ -32,24 +32,23 @@ struct Moments {
   }
 };
 
-template <typename G, typename S> struct Forward {
-  using T = typename G::T;
+template <typename S> struct Forward {
   using Shows = S;
   using Total = Moments;
   static constexpr bool kBegins = false;
 
   const BatchNorm& norm;
   const BatchNormForward& to;
-  const T* x;
-  T* y;
+  const Number* x;
+  Number* y;
   bool add;
   V below;
 
   // A relu before rounding equals a relu after it, except for the sign of a 0 rounded from a small negative
   // number, for which `below` is the threshold.
   Forward(const BatchNorm& p, const BatchNormForward& f)
-      : norm(p), to(f), x(static_cast<const T*>(f.x)), y(static_cast<T*>(f.y)),
-        add(f.write == kAdd), below(splat(-G::tiny)) {}
+      : norm(p), to(f), x(numbers(f.x)), y(numbers(f.y)),
+        add(f.write == kAdd), below(splat(-kTiny)) {}
 
   Counts* counts() const { return to.counts; }
   bool sums() const { return norm.batch_statistics; }
@@ -58,7 +57,7 @@ template <typename G, typename S> struct Forward {
   // The center of a piece is the mean of its first part, at least an eighth of the piece. So it is within a few
   // standard deviations of the piece's mean.
   template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
-    const T* const from = x;
+    const Number* const from = x;
     Sums<1, Walk::kTurns> first = {};
     const Walk some = walk.some();
     some([&](int64_t at, auto lanes, int turn) { first.add(turn, load(from + at, lanes)); });
@@ -96,7 +95,7 @@ template <typename G, typename S> struct Forward {
     V v = affine(load(x + at, lanes), of);
     if (norm.relu) v = if_less(v, below, splat(0), v);
     (*shown)(v, lanes);
-    put<G>(y + at, v, add, lanes);
+    put(y, at, v, add, lanes);
   }
 };
 
@@ -111,13 +110,13 @@ inline float float_at(int64_t place) {
 }
 constexpr int64_t kInfinityPlace = 0x7f800000;
 
-// The last float that the grid rounds to 0 or to a number below it.
-template <typename G> float last_to_zero() {
+// The last float that is rounded to 0 or to a number below it.
+float last_to_zero() {
   int64_t yes = -kInfinityPlace, no = kInfinityPlace;
   while (no - yes > 1) {
     const int64_t middle = (yes + no) >> 1;
     float lanes[W];
-    store(lanes, G::round(splat(float_at(middle))), Whole());
+    store(lanes, rounded(splat(float_at(middle))), Whole());
     (lanes[0] <= 0 ? yes : no) = middle;
   }
   return float_at(yes);
@@ -131,23 +130,22 @@ struct TwoSums {
   }
 };
 
-template <typename G, typename S, bool relu> struct Backward {
-  using T = typename G::T;
+template <typename S, bool relu> struct Backward {
   using Shows = S;
   using Total = TwoSums;
   static constexpr bool kBegins = true;
 
   const BatchNorm& norm;
   const BatchNormBackward& to;
-  const T *g, *x;
-  T* dx;
+  const Number *g, *x;
+  Number* dx;
   bool add;
   V low;  // the relu passes a gradient if the value before rounding is above
 
   Backward(const BatchNorm& p, const BatchNormBackward& b)
-      : norm(p), to(b), g(static_cast<const T*>(b.gradient)), x(static_cast<const T*>(b.x)),
-        dx(b.write_dx == kNothing ? nullptr : static_cast<T*>(b.dx)), add(b.write_dx == kAdd),
-        low(splat(relu ? last_to_zero<G>() : 0)) {}
+      : norm(p), to(b), g(numbers(b.gradient)), x(numbers(b.x)),
+        dx(b.write_dx == kNothing ? nullptr : numbers(b.dx)), add(b.write_dx == kAdd),
+        low(splat(relu ? last_to_zero() : 0)) {}
 
   Counts* counts() const { return to.counts; }
   bool sums() const {
@@ -196,7 +194,7 @@ template <typename G, typename S, bool relu> struct Backward {
     const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
     const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
     (*shown)(v, lanes);
-    put<G>(dx + at, v, add, lanes);
+    put(dx, at, v, add, lanes);
   }
 };
 
@@ -204,17 +202,15 @@ template <typename G, typename S, bool relu> struct Backward {
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;
-  if (f.counts) return over_channels(p, Forward<HalfGrid, Shown>(p, f));
-  with_grid(p.in_halves, [&](auto grid) {
-    over_channels(p, Forward<decltype(grid), NotShown>(p, f));
-  });
+  if constexpr (kHalves)
+    if (f.counts) return over_channels(p, Forward<Shown>(p, f));
+  over_channels(p, Forward<NotShown>(p, f));
 }
 
 template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  if (b.counts) return over_channels(p, Backward<HalfGrid, Shown, relu>(p, b));
-  with_grid(p.in_halves, [&](auto grid) {
-    over_channels(p, Backward<decltype(grid), NotShown, relu>(p, b));
-  });
+  if constexpr (kHalves)
+    if (b.counts) return over_channels(p, Backward<Shown, relu>(p, b));
+  over_channels(p, Backward<NotShown, relu>(p, b));
 }
 
 void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {

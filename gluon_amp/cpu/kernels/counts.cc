@@ -51,33 +51,24 @@ template <typename F> void in_parts(int64_t n, Counts* counts, F f) {
   }
 }
 
-void count(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts) {
+void count(const float* exact, int64_t n, const Grid* grid, Counts* counts) {
   in_parts(n, counts, [=](int64_t begin, int64_t end, Tables* made) {
-    if (grid) {
-      float rounded[kTile];
-      count_part(exact, [&](int64_t at, int64_t some) {
-        const float* from = exact + at;
-        if (half) {
-          each(0, some, [&](int64_t i, auto lanes) {
-            store(rounded + i, half_grid(load(from + i, lanes)), lanes);
-          });
-          from = rounded;
-        }
-        round_some(*grid, from, rounded, some, at);
-        std::memset(rounded + some, 0, (kTile - some) * sizeof(float));
-        return Rounded{rounded};
-      }, begin, end, made);
-    } else if (half) {
-      count_part(exact, [](int64_t, int64_t) { return ToHalf(); }, begin, end, made);
-    } else {
-      count_part(exact, [](int64_t, int64_t) { return Unchanged(); }, begin, end, made);
-    }
+    if (!grid) return count_part(exact, [](int64_t, int64_t) { return ToNumber(); }, begin, end, made);
+    float to[kTile];
+    count_part(exact, [&](int64_t at, int64_t some) {
+      each(0, some, [&](int64_t i, auto lanes) {
+        store(to + i, rounded(load(exact + at + i, lanes)), lanes);
+      });
+      round_some(*grid, to, to, some, at);
+      std::memset(to + some, 0, (kTile - some) * sizeof(float));
+      return Rounded{to};
+    }, begin, end, made);
   });
 }
 
-void count_halves(const Half* numbers, int64_t n, Counts* counts) {
+void count_rounded(const void* from, int64_t n, Counts* counts) {
   in_parts(n, counts, [=](int64_t begin, int64_t end, Tables* made) {
-    count_part(numbers, [](int64_t, int64_t) { return Unchanged(); }, begin, end, made);
+    count_part(numbers(from), [](int64_t, int64_t) { return Unchanged(); }, begin, end, made);
   });
 }
 
@@ -90,11 +81,11 @@ void count_updates(const float* weights, float* before, int64_t n, Updates* upda
       Sums<2, 2> sums = {};
       each(at, least(at + kTile, end), [&](int64_t i, auto lanes) {
         const V after = load(weights + i, lanes), was = load(before + i, lanes), v = after - was;
-        const V half = half_grid(was), changes = if_equal(v, none, none, one);
+        const V half = rounded(was), changes = if_equal(v, none, none, one);
         store(added.data + (i - begin), v, lanes);
         store(before + i, after, lanes);
         sums.part[0][0] = sums.part[0][0] + changes;
-        sums.part[0][1] = sums.part[0][1] + if_equal(half_grid(half + v), half, changes, none);
+        sums.part[0][1] = sums.part[0][1] + if_equal(rounded(half + v), half, changes, none);
       });
       changed += sums.pair(0, 0);
       lost += sums.pair(0, 1);
@@ -112,7 +103,7 @@ void count_updates(const float* weights, float* before, int64_t n, Updates* upda
 
 void add_counts(Kernels* table) noexcept {
   table->count = count;
-  table->count_halves = count_halves;
+  table->count_rounded = count_rounded;
   table->count_updates = count_updates;
 }
 

@@ -33,10 +33,10 @@ struct Unchanged {
   static constexpr float tiny = 0;
   template <typename L> V operator()(V v, int64_t, L) const { return v; }
 };
-struct ToHalf {
-  static constexpr bool kChanges = true;
-  static constexpr float tiny = HalfGrid::tiny;
-  template <typename L> V operator()(V v, int64_t, L) const { return half_grid(v); }
+struct ToNumber {
+  static constexpr bool kChanges = kHalves;
+  static constexpr float tiny = kTiny;
+  template <typename L> V operator()(V v, int64_t, L) const { return rounded(v); }
 };
 
 // ---- exponents, 32 of them at a time -----------------------------------------------------------
@@ -252,13 +252,13 @@ void add(const Tables& from, Counts* to) {
   to->error_squares += from.error_squares;
 }
 
-// Counts a thread's results before they are rounded to halves.
+// Counts a thread's results before they are rounded.
 class Shown {
  public:
   explicit Shown(Counts* to) : to_(to) {}
   Shown(const Shown&) = delete;
   ~Shown() {
-    count_carefully(tile_, ToHalf(), held_, &made_);
+    count_carefully(tile_, ToNumber(), held_, &made_);
     run_.finish();
 #pragma omp critical(gluon_amp_counts)
     add(made_, to_);
@@ -268,7 +268,7 @@ class Shown {
     store(tile_ + held_, v, Whole());
     held_ += count_of(lanes);
     if (held_ < kTile) return;
-    if (!count_tile(tile_, ToHalf(), &run_)) count_carefully(tile_, ToHalf(), kTile, &made_);
+    if (!count_tile(tile_, ToNumber(), &run_)) count_carefully(tile_, ToNumber(), kTile, &made_);
     held_ -= kTile;
     store(tile_, load(tile_ + kTile, Whole()), Whole());
   }

@@ -1,4 +1,4 @@
-// Elementwise functions of halves or floats, computed in float32 and rounded once.
+// Elementwise functions, computed in float32 and rounded once.
 #include "functions.h"
 #include "vector.h"
 
@@ -76,27 +76,24 @@ template <typename F> void with_function(Unary f, float a, float b, F run) {
   }
 }
 
-// G is the type of the arrays, to which results are rounded.
-template <typename G, typename T = typename G::T>
-void unary(Unary f, const T* x, T* y, int64_t n, float a, float b, Write write) {
+void unary(Unary f, const void* x, void* y, int64_t n, float a, float b, Write write) {
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
-        put<G>(y + i, function.of(load(x + i, lanes)), add, lanes);
+        put(y, i, function.of(load(x, i, lanes)), add, lanes);
       });
     });
   });
 }
 
-template <typename G, typename T = typename G::T>
-void unary_gradient(Unary f, const T* g, const T* read, T* d, int64_t n, float a, float b,
+void unary_gradient(Unary f, const void* g, const void* read, void* d, int64_t n, float a, float b,
                     Write write) {
   if (read == nullptr) read = g;  // the function's gradient reads nothing
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
-        const V v = function.gradient(load(g + i, lanes), load(read + i, lanes));
-        put<G>(d + i, v, add, lanes);
+        const V v = function.gradient(load(g, i, lanes), load(read, i, lanes));
+        put(d, i, v, add, lanes);
       });
     });
   });
@@ -104,50 +101,48 @@ void unary_gradient(Unary f, const T* g, const T* read, T* d, int64_t n, float a
 
 // ---- more inputs ---------------------------------------------------------------
 
-template <typename G, typename F, typename T = typename G::T>
-void map_two(const T* x, const T* y, T* out, int64_t n, Write write, F f) {
+template <typename F>
+void map_two(const void* x, const void* y, void* out, int64_t n, Write write, F f) {
   with_add(write, [=](auto add) {
     vectors(n, [=](int64_t i, auto lanes) {
-      put<G>(out + i, f(load(x + i, lanes), load(y + i, lanes)), add, lanes);
+      put(out, i, f(load(x, i, lanes), load(y, i, lanes)), add, lanes);
     });
   });
 }
 
-template <typename G, typename T = typename G::T>
-void binary(Binary f, const T* x, const T* y, T* out, int64_t n, Write write) {
+void binary(Binary f, const void* x, const void* y, void* out, int64_t n, Write write) {
   switch (f) {
-    case kSum: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a + b; });
-    case kDifference: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a - b; });
-    case kProduct: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a * b; });
-    case kQuotient: return map_two<G>(x, y, out, n, write, [](V a, V b) { return a / b; });
+    case kSum: return map_two(x, y, out, n, write, [](V a, V b) { return a + b; });
+    case kDifference: return map_two(x, y, out, n, write, [](V a, V b) { return a - b; });
+    case kProduct: return map_two(x, y, out, n, write, [](V a, V b) { return a * b; });
+    case kQuotient: return map_two(x, y, out, n, write, [](V a, V b) { return a / b; });
   }
 }
 
-template <typename G, typename T = typename G::T>
-void product_gradient(const T* g, const T* x, const T* y, T* dx, Write write_dx, T* dy,
+void product_gradient(const void* g, const void* x, const void* y, void* dx, Write write_dx, void* dy,
                       Write write_dy, int64_t n) {
   vectors(n, [=](int64_t i, auto lanes) {
-    const V d = load(g + i, lanes), a = load(x + i, lanes), b = load(y + i, lanes);
-    if (write_dx != kNothing) put<G>(dx + i, d * b, write_dx == kAdd, lanes);
-    if (write_dy != kNothing) put<G>(dy + i, d * a, write_dy == kAdd, lanes);
+    const V d = load(g, i, lanes), a = load(x, i, lanes), b = load(y, i, lanes);
+    if (write_dx != kNothing) put(dx, i, d * b, write_dx == kAdd, lanes);
+    if (write_dy != kNothing) put(dy, i, d * a, write_dy == kAdd, lanes);
   });
 }
 
-void sum(const Half* const* in, int count, Half* out, int64_t n, Write write) {
+void sum(const void* const* in, int count, void* out, int64_t n, Write write) {
   if (write == kNothing) return;
-  if (count == 2) return binary<HalfGrid>(kSum, in[0], in[1], out, n, write);
+  if (count == 2) return binary(kSum, in[0], in[1], out, n, write);
   const bool add = write == kAdd;
   vectors(n, [=](int64_t i, auto lanes) {
-    V v = count > 0 ? load(in[0] + i, lanes) : splat(0);
-    for (int k = 1; k < count; ++k) v = v + load(in[k] + i, lanes);
-    put<HalfGrid>(out + i, v, add, lanes);
+    V v = count > 0 ? load(in[0], i, lanes) : splat(0);
+    for (int k = 1; k < count; ++k) v = v + load(in[k], i, lanes);
+    put(out, i, v, add, lanes);
   });
 }
 
-void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
+void dropout_gradient(const void* g, const void* mask, void* d, int64_t n, float scale,
                       Write write) {
   const V factor = splat(scale);
-  map_two<HalfGrid>(g, mask, d, n, write, [=](V v, V m) {
+  map_two(g, mask, d, n, write, [=](V v, V m) {
     return if_equal(m, splat(0), splat(0), if_equal(m, splat(1), v, v * factor));
   });
 }
@@ -155,16 +150,10 @@ void dropout_gradient(const Half* g, const Half* mask, Half* d, int64_t n, float
 }  // namespace
 
 void add_elementwise(Kernels* table) noexcept {
-  table->unary = unary<HalfGrid>;
-  table->unary_gradient = unary_gradient<HalfGrid>;
-  table->binary = binary<HalfGrid>;
-  table->product_gradient = product_gradient<HalfGrid>;
-#ifndef BFLOAT16
-  table->unary_floats = unary<NoGrid>;
-  table->unary_gradient_floats = unary_gradient<NoGrid>;
-  table->binary_floats = binary<NoGrid>;
-  table->product_gradient_floats = product_gradient<NoGrid>;
-#endif
+  table->unary = unary;
+  table->unary_gradient = unary_gradient;
+  table->binary = binary;
+  table->product_gradient = product_gradient;
   table->sum = sum;
   table->dropout_gradient = dropout_gradient;
 }

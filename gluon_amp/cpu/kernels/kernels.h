@@ -1,7 +1,7 @@
 // The interface of the kernels: loops over plain memory for each instruction set.
 //
-// Every file of this folder is compiled for each instruction set, once for float16 and once for bfloat16, in its
-// own namespace; `kernels_for` returns its functions. Nothing here depends on MXNet. All kernels run in OpenMP
+// Every file of this folder is compiled for each instruction set and each type of tensors, float16, bfloat16 and
+// float32, in its own namespace; `kernels_for` returns its functions. Nothing here depends on MXNet. All kernels run in OpenMP
 // threads, accept any size (0 too) and unaligned pointers, and round ties to even.
 #pragma once
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace gluon_amp {
 
-using Half = uint16_t;  // float16 or bfloat16; a table of functions is for one of them
+using Half = uint16_t;  // float16 or bfloat16
 
 // Below this count, threads that sleep between loops cost more than they save. With threads that spin, half as
 // many numbers would be a few percent faster.
@@ -69,7 +69,6 @@ struct BatchNorm {
   int64_t batch, channels, plane;
   float eps, momentum;
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma is 1, and its gradient is 0
-  bool in_halves;                    // whether x, y and their gradients are halves or floats
   bool relu;
   bool blocked;                      // halves in blocks of 16 channels: with AVX-512, from 16 places on
 };
@@ -80,7 +79,7 @@ struct BatchNormForward {
   float *moving_mean, *moving_var;        // updated if `batch_statistics`
   void* y;  Write write;
   float *mean, *inverse_deviation;        // written: the statistics used; or null
-  Counts* counts;                         // with halves: counts of y before rounding; or null
+  Counts* counts;                         // of halves: counts of y before rounding; or null
 };
 
 struct BatchNormBackward {
@@ -89,7 +88,7 @@ struct BatchNormBackward {
   void* dx;       Write write_dx;
   float* dgamma;  Write write_dgamma;
   float* dbeta;   Write write_dbeta;
-  Counts* counts;                         // with halves: counts of dx before rounding; or null
+  Counts* counts;                         // of halves: counts of dx before rounding; or null
 };
 
 // Rows of `width` halves, normalized in float32 and rounded once.
@@ -113,28 +112,27 @@ struct RnnStep {
   const float* before;              // (rows, units): an LSTM's cells or a GRU's states before the step
   float* after;                     // the same after the step; may be the same array
   float* inside;                    // (rows, units) for a GRU, written: its last gate's h * Wh with its bias
-  Half* h;                          // (rows, units) written: the states
-  Half* y;                          // the same, in rows of y_row numbers
+  void* h;                          // (rows, units) written: the states
+  void* y;                          // the same, in rows of y_row numbers
   int64_t y_row;
 };
 
 struct RnnStepBack {
   int64_t rows, units;
   const float *gates, *before, *after, *inside;  // inputs and outputs of the step
-  const Half* dy;                   // the gradient of y
+  const void* dy;                   // the gradient of y
   int64_t dy_row;
   const float* back;                // (rows, units): the gradient through the next step's product; or null
   float *dh, *dc;                   // (rows, units): other gradients from the next step; replaced by this step's
-  Half *dx, *ds;                    // (rows, gates, units) written: gradients of x * Wx, and of a GRU's h * Wh
+  void *dx, *ds;                    // (rows, gates, units) written: gradients of x * Wx, and of a GRU's h * Wh
 };
 
 // The optimizers that update weights in one pass (LAMB in two).
 enum Rule { kSgd, kDescent, kNag, kAdam, kAdamW, kRmsProp, kCenteredRmsProp, kLamb };
 
-// One weight with its gradient, master weight and optimizer states. A float32 weight has a float32 gradient and
-// is its own master weight: `weight` is null.
+// One weight with its gradient, master weight and optimizer states. A float32 weight is its own master weight.
 struct Update {
-  Half* weight;
+  void* weight;
   const void* gradient;
   float* master;
   float* states[3];  // the states of the rule in MXNet's order; SGD may have no momentum
@@ -156,11 +154,9 @@ struct UpdateSettings {
   bool has_momentum;      // whether SGD has a state
 };
 
-// An array of halves, or of floats.
 struct Numbers {
   const void* data;
   int64_t n;
-  bool half;
 };
 
 // Counts of updates of weights: the numbers of weights that changed, and of those that would not have changed as
@@ -170,110 +166,90 @@ struct Updates {
   int64_t changed, lost;
 };
 
+// The functions for one type of tensors, whose numbers are `void` here. They compute in float32.
 struct Kernels {
   const char* name;
 
   // ---- between types (passes.cc)
-  void (*widen)(const Half* from, float* to, int64_t n);
-  void (*narrow)(const float* from, Half* to, int64_t n, Write write);
+  void (*widen)(const void* from, float* to, int64_t n);
+  void (*narrow)(const float* from, void* to, int64_t n, Write write);
   // rounds float32 arrays to a grid; `to` may be `from`. The random bits of stochastic rounding depend on the key
   // and the index of a number only (formats.py: random_bits)
   void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
   float (*largest)(const float* numbers, int64_t n);  // the largest finite magnitude, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
-  // `count` matrices of halves, one after the other, each transposed
+  // `count` matrices of 16-bit numbers, one after the other, each transposed
   void (*transpose)(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns);
-  // converts plain halves (batch, channels, plane) to and from oneDNN's blocked floats with `block` (8 or 16)
+  // converts plain numbers (batch, channels, plane) to and from oneDNN's blocked floats with `block` (8 or 16)
   // channels: (batch, ceil(channels / block), plane, block), padded with 0
-  void (*widen_blocked)(const Half* from, float* to, int64_t batch, int64_t channels,
+  void (*widen_blocked)(const void* from, float* to, int64_t batch, int64_t channels,
                         int64_t plane, int block);
-  void (*narrow_blocked)(const float* from, Half* to, int64_t batch, int64_t channels,
+  void (*narrow_blocked)(const float* from, void* to, int64_t batch, int64_t channels,
                          int64_t plane, int block, Write write);
 
-  // ---- elementwise (elementwise.cc), on halves, computed in float32; y may be x
-  void (*unary)(Unary f, const Half* x, Half* y, int64_t n, float a, float b, Write write);
+  // ---- elementwise (elementwise.cc); y may be x
+  void (*unary)(Unary f, const void* x, void* y, int64_t n, float a, float b, Write write);
   // d = g * f'(...); `read` is x or y as listed above; d may be g or `read`
-  void (*unary_gradient)(Unary f, const Half* g, const Half* read, Half* d, int64_t n, float a,
+  void (*unary_gradient)(Unary f, const void* g, const void* read, void* d, int64_t n, float a,
                          float b, Write write);
-  void (*binary)(Binary f, const Half* x, const Half* y, Half* out, int64_t n, Write write);
+  void (*binary)(Binary f, const void* x, const void* y, void* out, int64_t n, Write write);
   // dx = g * y, dy = g * x; both may be any of the inputs
-  void (*product_gradient)(const Half* g, const Half* x, const Half* y, Half* dx, Write write_dx,
-                           Half* dy, Write write_dy, int64_t n);
+  void (*product_gradient)(const void* g, const void* x, const void* y, void* dx, Write write_dx,
+                           void* dy, Write write_dy, int64_t n);
   // the float32 sum of `count` arrays, rounded once; out may be any of them
-  void (*sum)(const Half* const* in, int count, Half* out, int64_t n, Write write);
+  void (*sum)(const void* const* in, int count, void* out, int64_t n, Write write);
   // d = mask is 0: 0; mask is 1: g; else g * scale. d may be g
-  void (*dropout_gradient)(const Half* g, const Half* mask, Half* d, int64_t n, float scale,
+  void (*dropout_gradient)(const void* g, const void* mask, void* d, int64_t n, float scale,
                            Write write);
 
   // ---- norms (batch_norm.cc, rows.cc)
   void (*batch_norm)(const BatchNorm&, const BatchNormForward&);
   void (*batch_norm_gradient)(const BatchNorm&, const BatchNormBackward&);
   // mean, deviation (sqrt(var + eps), as MXNet's LayerNorm keeps it): one for each row
-  void (*layer_norm)(const LayerNorm&, const Half* x, const float* gamma, const float* beta,
-                     Half* y, Write write, float* mean, float* deviation);
-  void (*layer_norm_gradient)(const LayerNorm&, const Half* g, const Half* x, const float* gamma,
-                              const float* mean, const float* deviation, Half* dx, Write write_dx,
+  void (*layer_norm)(const LayerNorm&, const void* x, const float* gamma, const float* beta,
+                     void* y, Write write, float* mean, float* deviation);
+  void (*layer_norm_gradient)(const LayerNorm&, const void* g, const void* x, const float* gamma,
+                              const float* mean, const float* deviation, void* dx, Write write_dx,
                               float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta);
   // y = softmax(x / temperature) of each row; y may be x
-  void (*softmax)(const Half* x, Half* y, int64_t rows, int64_t width, float temperature,
+  void (*softmax)(const void* x, void* y, int64_t rows, int64_t width, float temperature,
                   Write write);
   // dx = (g - sum(g * y)) * y / temperature
-  void (*softmax_gradient)(const Half* g, const Half* y, Half* dx, int64_t rows, int64_t width,
+  void (*softmax_gradient)(const void* g, const void* y, void* dx, int64_t rows, int64_t width,
                            float temperature, Write write);
 
   // ---- windows (pooling.cc)
-  void (*max_pool)(const MaxPool&, const Half* x, Half* y, Write write);
+  void (*max_pool)(const MaxPool&, const void* x, void* y, Write write);
 
   // ---- sums of products g * x, or of g where x is null (rows.cc)
-  double (*dot)(const Half* g, const Half* x, int64_t n);
-  void (*add_products)(const Half* g, const Half* x, float* sums, int64_t n);  // to each sum its own
+  double (*dot)(const void* g, const void* x, int64_t n);
+  void (*add_products)(const void* g, const void* x, float* sums, int64_t n);  // to each sum its own
 
   // ---- steps of recurrent layers (rnn.cc), for bfloat16 only
   void (*rnn_step)(RnnMode mode, const RnnStep& step);
   void (*rnn_step_back)(RnnMode mode, const RnnStepBack& step);
 
   // ---- training (training.cc): master weights, sums of squares
-  void (*follow)(float* master, const Half* weight, int64_t n);
+  void (*follow)(float* master, const void* weight, int64_t n);
   void (*squares)(const Numbers* arrays, int count, double* sums);
 
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
-  // ---- counts (counts.cc): adds the counts of n numbers before rounding to a grid, to halves, or without it
-  void (*count)(const float* exact, int64_t n, const Grid* grid, bool half, Counts* counts);
-  void (*count_halves)(const Half* numbers, int64_t n, Counts* counts);  // after rounding
-  // counts the updates of n weights since `before`, which becomes a copy of them
+  // ---- counts (counts.cc): adds the counts of n numbers before rounding to the type, and to a grid if there is one
+  void (*count)(const float* exact, int64_t n, const Grid* grid, Counts* counts);
+  void (*count_rounded)(const void* numbers, int64_t n, Counts* counts);
+  // for halves: counts the updates of n weights since `before`, which becomes a copy of them
   void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
-
-  // ---- the same on floats instead of halves: for an X-ray, which counts values before rounding, and runs a step
-  // in float32
-  void (*unary_floats)(Unary f, const float* x, float* y, int64_t n, float a, float b, Write write);
-  void (*unary_gradient_floats)(Unary f, const float* g, const float* read, float* d, int64_t n,
-                                float a, float b, Write write);
-  void (*binary_floats)(Binary f, const float* x, const float* y, float* out, int64_t n,
-                        Write write);
-  void (*block_floats)(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
-                       int block);
-  void (*unblock_floats)(const float* from, float* to, int64_t batch, int64_t channels,
-                         int64_t plane, int block, Write write);
-  void (*product_gradient_floats)(const float* g, const float* x, const float* y, float* dx,
-                                  Write write_dx, float* dy, Write write_dy, int64_t n);
-  void (*layer_norm_floats)(const LayerNorm&, const float* x, const float* gamma, const float* beta,
-                            float* y, Write write, float* mean, float* deviation);
-  void (*layer_norm_gradient_floats)(const LayerNorm&, const float* g, const float* x,
-                                     const float* gamma, const float* mean, const float* deviation,
-                                     float* dx, Write write_dx, float* dgamma, Write write_dgamma,
-                                     float* dbeta, Write write_dbeta);
-  void (*softmax_floats)(const float* x, float* y, int64_t rows, int64_t width, float temperature,
-                         Write write);
-  void (*softmax_gradient_floats)(const float* g, const float* y, float* dx, int64_t rows,
-                                  int64_t width, float temperature, Write write);
 };
 
+// Of float32; their names are those of the instruction sets.
 const Kernels* kernels_for_portable();
 const Kernels* kernels_for_avx2();
 const Kernels* kernels_for_avx512();
-// The tables of bfloat16 have no functions on floats.
+const Kernels* kernels_for_portable_float16();
+const Kernels* kernels_for_avx2_float16();
+const Kernels* kernels_for_avx512_float16();
 const Kernels* kernels_for_portable_bfloat16();
 const Kernels* kernels_for_avx2_bfloat16();
 const Kernels* kernels_for_avx512_bfloat16();

@@ -9,7 +9,7 @@ namespace {
 // A weight is its rounded master weight. If it differs, the weight was written since, and the master weight
 // becomes the weight.
 inline V followed(V master, V weight) {
-  return if_equal(half_grid(master), weight, master, weight);
+  return if_equal(rounded(master), weight, master, weight);
 }
 
 }  // namespace

@@ -8,15 +8,13 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-void widen(const Half* from, float* to, int64_t n) {
-  vectors(n, [=](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); });
+void widen(const void* from, float* to, int64_t n) {
+  vectors(n, [=](int64_t i, auto lanes) { store(to + i, load(from, i, lanes), lanes); });
 }
 
-void narrow(const float* from, Half* to, int64_t n, Write write) {
+void narrow(const float* from, void* to, int64_t n, Write write) {
   with_add(write, [=](auto add) {
-    vectors(n, [=](int64_t i, auto lanes) {
-      put<HalfGrid>(to + i, load(from + i, lanes), add, lanes);
-    });
+    vectors(n, [=](int64_t i, auto lanes) { put(to, i, load(from + i, lanes), add, lanes); });
   });
 }
 
@@ -224,8 +222,8 @@ struct Blocks {
 };
 
 // `count` channels of x with a stride of `plane` to `places` rows of y with a stride of `block`
-template <typename T, typename L, typename K>
-inline void widen_tile(const T* x, float* y, const Blocks& b, int64_t count, L lanes,
+template <typename L, typename K>
+inline void widen_tile(const Number* x, float* y, const Blocks& b, int64_t count, L lanes,
                        int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t c = 0; c < W; ++c) rows[c] = c < count ? load(x + c * b.plane, lanes) : splat(0);
@@ -234,15 +232,15 @@ inline void widen_tile(const T* x, float* y, const Blocks& b, int64_t count, L l
     if (s < places) store(y + s * b.block, rows[s], channel_lanes);
 }
 
-template <typename G, typename L, typename K>
-inline void narrow_tile(const float* y, typename G::T* x, bool add, const Blocks& b, int64_t count,
+template <typename L, typename K>
+inline void narrow_tile(const float* y, Number* x, bool add, const Blocks& b, int64_t count,
                         L lanes, int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t s = 0; s < W; ++s)
     rows[s] = s < places ? load(y + s * b.block, channel_lanes) : splat(0);
   transpose(rows);
   for (int64_t c = 0; c < W; ++c)
-    if (c < count) put<G>(x + c * b.plane, rows[c], add, lanes);
+    if (c < count) put(x, c * b.plane, rows[c], add, lanes);
 }
 
 // Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of positions, positions,
@@ -278,44 +276,26 @@ template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
   for (int64_t task = 0; task < tasks; ++task) run(work, task);
 }
 
-template <typename T>
-void to_blocks(const T* from, float* to, const Blocks& b) {
-  tiles(b, true, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
-                     auto channel_lanes) {
-    widen_tile(from + x, to + y, b, count, lanes, places, channel_lanes);
-  });
-}
-
-template <typename G>
-void from_blocks(const float* from, typename G::T* to, const Blocks& b, bool add) {
-  tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
-                     auto channel_lanes) {
-    narrow_tile<G>(from + y, to + x, add, b, count, lanes, places, channel_lanes);
-  });
-}
-
-void widen_blocked(const Half* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+void widen_blocked(const void* from, float* to, int64_t batch, int64_t channels, int64_t plane,
                    int block) {
   if (plane == 1 && channels % block == 0) return widen(from, to, batch * channels);
-  to_blocks(from, to, {batch, channels, plane, block});
+  const Blocks b{batch, channels, plane, block};
+  tiles(b, true, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
+                     auto channel_lanes) {
+    widen_tile(numbers(from) + x, to + y, b, count, lanes, places, channel_lanes);
+  });
 }
 
-void narrow_blocked(const float* from, Half* to, int64_t batch, int64_t channels, int64_t plane,
+void narrow_blocked(const float* from, void* to, int64_t batch, int64_t channels, int64_t plane,
                     int block, Write write) {
   if (write == kNothing) return;
   if (plane == 1 && channels % block == 0) return narrow(from, to, batch * channels, write);
-  from_blocks<HalfGrid>(from, to, {batch, channels, plane, block}, write == kAdd);
-}
-
-void block_floats(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
-                  int block) {
-  to_blocks(from, to, {batch, channels, plane, block});
-}
-
-void unblock_floats(const float* from, float* to, int64_t batch, int64_t channels, int64_t plane,
-                    int block, Write write) {
-  if (write == kNothing) return;
-  from_blocks<NoGrid>(from, to, {batch, channels, plane, block}, write == kAdd);
+  const Blocks b{batch, channels, plane, block};
+  const bool add = write == kAdd;
+  tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
+                     auto channel_lanes) {
+    narrow_tile(from + y, numbers(to) + x, add, b, count, lanes, places, channel_lanes);
+  });
 }
 
 }  // namespace
@@ -336,8 +316,6 @@ void add_passes(Kernels* table) noexcept {
   table->transpose = transpose_all;
   table->widen_blocked = widen_blocked;
   table->narrow_blocked = narrow_blocked;
-  table->block_floats = block_floats;
-  table->unblock_floats = unblock_floats;
 }
 
 }  // namespace ISA

@@ -52,7 +52,7 @@ struct Image {
     for (int64_t i = 0; i < 2 * kRows * length; ++i) rows[i] = kLowest;
   }
 
-  void widen(const Half* from, float* to) const {
+  void widen(const Number* from, float* to) const {
     const V lowest = splat(kLowest);
     auto numbers = [=](int64_t i) {
       const int64_t n = p.width - i;
@@ -84,7 +84,7 @@ struct Image {
     }
   }
 
-  template <typename A> void pool(const Half* x, Half* y, A add) const {
+  template <typename A> void pool(const Number* x, Number* y, A add) const {
     int64_t row = 0;  // of y
     for (int64_t first = 0; first < p.height; first += kRows) {
       const int64_t done = least(first + kRows, p.height);
@@ -101,26 +101,26 @@ struct Image {
     }
   }
 
-  template <typename A> void put_row(int64_t begin, int64_t end, Half* to, A add) const {
+  template <typename A> void put_row(int64_t begin, int64_t end, Number* to, A add) const {
     each(0, p.out_width, [&](int64_t i, auto lanes) {
       V found = splat(kLowest);
       for (int64_t k = begin, at = begin % kept; k < end; ++k) {
         found = larger_one(found, load(results + at * wide + i, lanes));
         if (++at == kept) at = 0;
       }
-      put<HalfGrid>(to + i, found, add, lanes);
+      put(to, i, found, add, lanes);
     });
   }
 };
 
-void max_pool(const MaxPool& p, const Half* x, Half* y, Write write) {
+void max_pool(const MaxPool& p, const void* x, void* y, Write write) {
   constexpr int64_t kSome = 16;  // images that share scratch
   const int64_t size = p.height * p.width, out_size = p.out_height * p.out_width;
   with_add(write, [=, &p](auto add) {
     auto work = [=, &p](int64_t first) {
       const Image image(p);
       for (int64_t k = first; k < least(first + kSome, p.images); ++k)
-        image.pool(x + k * size, y + k * out_size, add);
+        image.pool(numbers(x) + k * size, numbers(y) + k * out_size, add);
     };
 #pragma omp parallel for schedule(static) if (p.images * size >= kWorthThreads)
     for (int64_t first = 0; first < p.images; first += kSome) run(work, first);

@@ -48,8 +48,8 @@ void rnn_step(RnnMode mode, const RnnStep& s) {
       for (int k = 0; k < kGates; ++k) store(gates + k * n, made.gate[k], lanes);
       if constexpr (kMode == kGru) store(s.inside + at, made.inside, lanes);
       if constexpr (kGates > 1) store(s.after + at, made.after, lanes);
-      store(s.h + at, made.state, lanes);
-      store(s.y + row * s.y_row + j, made.state, lanes);
+      store(numbers(s.h) + at, made.state, lanes);
+      store(numbers(s.y) + row * s.y_row + j, made.state, lanes);
     });
   });
 }
@@ -69,11 +69,11 @@ void rnn_step_back(RnnMode mode, const RnnStepBack& s) {
         of.after = load(s.after + at, lanes);
         cell = load(s.dc + at, lanes);
       }
-      V state = load(s.dy + row * s.dy_row + j, lanes) + load(s.dh + at, lanes);
+      V state = load(s.dy, row * s.dy_row + j, lanes) + load(s.dh + at, lanes);
       if (s.back) state = state + load(s.back + at, lanes);
       const auto made = rnn_backward<kMode, Vectors>(of, before, state, cell);
-      for (int k = 0; k < kGates; ++k) store(s.dx + first + k * n, made.x[k], lanes);
-      for (int k = 0; k < kGates && kMode == kGru; ++k) store(s.ds + first + k * n, made.h[k], lanes);
+      for (int k = 0; k < kGates; ++k) store(numbers(s.dx) + first + k * n, made.x[k], lanes);
+      for (int k = 0; k < kGates && kMode == kGru; ++k) store(numbers(s.ds) + first + k * n, made.h[k], lanes);
       if constexpr (kMode == kLstm) store(s.dc + at, made.cell, lanes);
       store(s.dh + at, made.state, lanes);
     });

@@ -1,4 +1,4 @@
-// Layer norm, softmax and sums: rows of halves or floats, computed in float32, each row by one thread.
+// Layer norm, softmax and sums, computed in float32, each row by one thread.
 #include "functions.h"
 #include "vector.h"
 
@@ -40,14 +40,13 @@ template <typename F> inline double row_sum(int64_t width, F f) {
 
 // ---- layer norm ----------------------------------------------------------------
 
-template <typename G, typename T = typename G::T>
-void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float* beta, T* y,
+void layer_norm(const LayerNorm& p, const void* x, const float* gamma, const float* beta, void* y,
                 Write write, float* mean, float* deviation) {
   if (p.width == 0) return;
   const double count = static_cast<double>(p.width);
   each_row(p.rows, p.width, [=](int64_t row) {
-    const T* from = x + row * p.width;
-    T* to = y + row * p.width;
+    const Number* from = numbers(x) + row * p.width;
+    Number* to = numbers(y) + row * p.width;
     const bool add = write == kAdd;
     // Sums are around the mean of the row's first part, which is near the row's mean, so that float32 suffices
     // for any mean.
@@ -70,7 +69,7 @@ void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float*
     const V shift = splat(middle), inverse = splat(1 / wide);
     each(0, p.width, [=](int64_t i, auto lanes) {
       const V v = (load(from + i, lanes) - shift) * inverse;
-      put<G>(to + i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
+      put(to, i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
     });
   });
 }
@@ -81,9 +80,8 @@ void layer_norm(const LayerNorm& p, const T* x, const float* gamma, const float*
 //   dgamma = the sum of g * n over rows, dbeta = that of g
 //
 // Each piece of rows has its own sums, which are added in the order of pieces.
-template <typename G, typename T = typename G::T>
-void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float* gamma,
-                         const float* mean, const float* deviation, T* dx, Write write_dx,
+void layer_norm_gradient(const LayerNorm& p, const void* g, const void* x, const float* gamma,
+                         const float* mean, const float* deviation, void* dx, Write write_dx,
                          float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta) {
   const int64_t width = p.width;
   const bool sums = write_dgamma != kNothing || write_dbeta != kNothing;
@@ -97,8 +95,8 @@ void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float
     if (sums) std::memset(of_gamma, 0, 2 * width * sizeof(float));
     const bool add = write_dx == kAdd;
     for (int64_t row = piece * rows; row < least((piece + 1) * rows, p.rows); ++row) {
-      const T *grow = g + row * width, *xrow = x + row * width;
-      T* to = dx + row * width;
+      const Number *grow = numbers(g) + row * width, *xrow = numbers(x) + row * width;
+      Number* to = numbers(dx) + row * width;
       const V shift = splat(mean[row]), inverse = splat(1 / deviation[row]);
       const auto totals = row_sums<2>(width, [=](int64_t i, auto lanes, int turn, Sums<2>* of) {
         const V d = load(grow + i, lanes), n = (load(xrow + i, lanes) - shift) * inverse;
@@ -115,7 +113,7 @@ void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float
       each(0, width, [=](int64_t i, auto lanes) {
         const V n = (load(xrow + i, lanes) - shift) * inverse;
         const V h = load(grow + i, lanes) * load(gamma + i, lanes);
-        put<G>(to + i, (h - h_mean - n * hn_mean) * inverse, add, lanes);
+        put(to, i, (h - h_mean - n * hn_mean) * inverse, add, lanes);
       });
     }
   };
@@ -138,8 +136,7 @@ void layer_norm_gradient(const LayerNorm& p, const T* g, const T* x, const float
 
 // ---- softmax -------------------------------------------------------------------
 
-template <typename G, typename T = typename G::T>
-void softmax(const T* x, T* y, int64_t rows, int64_t width, float temperature,
+void softmax(const void* x, void* y, int64_t rows, int64_t width, float temperature,
              Write write) {
   if (write == kNothing || width == 0) return;
   const bool add = write == kAdd;
@@ -148,8 +145,8 @@ void softmax(const T* x, T* y, int64_t rows, int64_t width, float temperature,
   each_row(rows, width, [=](int64_t row) {
     constexpr int64_t kKept = 4096;  // stored exponentials; a wider row recomputes them
     float kept[kKept + W];
-    const T* from = x + row * width;
-    T* to = y + row * width;
+    const Number* from = numbers(x) + row * width;
+    Number* to = numbers(y) + row * width;
     V high = splat(-INFINITY);
     each(0, width, [&](int64_t i, auto lanes) {
       high = larger(high, only(sign * load(from + i, lanes), lanes, splat(-INFINITY)));
@@ -167,61 +164,54 @@ void softmax(const T* x, T* y, int64_t rows, int64_t width, float temperature,
     const V factor = splat(static_cast<float>(1 / sum));
     each(0, width, [&](int64_t i, auto lanes) {
       const V e = width <= kKept ? load(kept + i, Whole()) : exponential(i, lanes);
-      put<G>(to + i, e * factor, add, lanes);
+      put(to, i, e * factor, add, lanes);
     });
   });
 }
 
-template <typename G, typename T = typename G::T>
-void softmax_gradient(const T* g, const T* y, T* dx, int64_t rows, int64_t width,
+void softmax_gradient(const void* g, const void* y, void* dx, int64_t rows, int64_t width,
                       float temperature, Write write) {
   if (write == kNothing) return;
   const bool add = write == kAdd;
   const V scale = splat(temperature);
   each_row(rows, width, [=](int64_t row) {
-    const T *grow = g + row * width, *yrow = y + row * width;
-    T* to = dx + row * width;
+    const Number *grow = numbers(g) + row * width, *yrow = numbers(y) + row * width;
+    Number* to = numbers(dx) + row * width;
     const V average = splat(static_cast<float>(row_sum(width, [=](int64_t i, auto lanes) {
       return load(grow + i, lanes) * load(yrow + i, lanes);
     })));
     each(0, width, [=](int64_t i, auto lanes) {
       const V v = (load(grow + i, lanes) - average) * load(yrow + i, lanes) / scale;
-      put<G>(to + i, v, add, lanes);
+      put(to, i, v, add, lanes);
     });
   });
 }
 
 // ---- sums of products ------------------------------------------------------------
 
-double dot(const Half* g, const Half* x, int64_t n) {
+double dot(const void* g, const void* x, int64_t n) {
   return row_sum(n, [=](int64_t i, auto lanes) {
-    const V v = load(g + i, lanes);
-    return x == nullptr ? v : v * load(x + i, lanes);
+    const V v = load(g, i, lanes);
+    return x == nullptr ? v : v * load(x, i, lanes);
   });
 }
 
-void add_products(const Half* g, const Half* x, float* sums, int64_t n) {
+void add_products(const void* g, const void* x, float* sums, int64_t n) {
   each(0, n, [=](int64_t i, auto lanes) {
-    const V v = load(g + i, lanes);
-    store(sums + i, load(sums + i, lanes) + (x == nullptr ? v : v * load(x + i, lanes)), lanes);
+    const V v = load(g, i, lanes);
+    store(sums + i, load(sums + i, lanes) + (x == nullptr ? v : v * load(x, i, lanes)), lanes);
   });
 }
 
 }  // namespace
 
 void add_rows(Kernels* table) noexcept {
-  table->layer_norm = layer_norm<HalfGrid>;
-  table->layer_norm_gradient = layer_norm_gradient<HalfGrid>;
-  table->softmax = softmax<HalfGrid>;
-  table->softmax_gradient = softmax_gradient<HalfGrid>;
+  table->layer_norm = layer_norm;
+  table->layer_norm_gradient = layer_norm_gradient;
+  table->softmax = softmax;
+  table->softmax_gradient = softmax_gradient;
   table->dot = dot;
   table->add_products = add_products;
-#ifndef BFLOAT16
-  table->layer_norm_floats = layer_norm<NoGrid>;
-  table->layer_norm_gradient_floats = layer_norm_gradient<NoGrid>;
-  table->softmax_floats = softmax<NoGrid>;
-  table->softmax_gradient_floats = softmax_gradient<NoGrid>;
-#endif
 }
 
 }  // namespace ISA

@@ -5,9 +5,9 @@ namespace gluon_amp {
 namespace ISA {
 namespace {
 
-void follow(float* master, const Half* weight, int64_t n) {
+void follow(float* master, const void* weight, int64_t n) {
   vectors(n, [=](int64_t i, auto lanes) {
-    store(master + i, followed(load(master + i, lanes), load(weight + i, lanes)), lanes);
+    store(master + i, followed(load(master + i, lanes), load(weight, i, lanes)), lanes);
   });
 }
 
@@ -19,7 +19,7 @@ void follow(float* master, const Half* weight, int64_t n) {
 #if defined(__AVX512F__)
 struct Squares {
   __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
-  template <typename T> void add(const T* p) {
+  void add(const Number* p) {
     const V v = load(p, Whole());
     const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
     const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
@@ -35,7 +35,7 @@ struct Squares {
 struct Squares {
   __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
                      _mm256_setzero_pd()};
-  template <typename T> void add(const T* p) {
+  void add(const Number* p) {
     for (int k = 0; k < 2; ++k) {
       const V v = load(p + k * W, Whole());
       const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
@@ -51,7 +51,7 @@ struct Squares {
 #else
 struct Squares {
   double sums[16] = {};
-  template <typename T> void add(const T* p) {
+  void add(const Number* p) {
     for (int k = 0; k < 16; ++k) {
       const double v = load(p + k, Whole());
       sums[k] += v * v;
@@ -61,14 +61,14 @@ struct Squares {
 };
 #endif
 
-template <typename T> double squares_of(const T* p, int64_t n) {
+double squares_of(const Number* p, int64_t n) {
   Squares squares;
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) squares.add(p + i);
   double sums[16];
   squares.put(sums);
   for (; i < n; ++i) {
-    T one[W] = {p[i]};
+    Number one[W] = {p[i]};
     float lanes[W];
     store(lanes, load(one, Whole()), Whole());
     sums[0] += double(lanes[0]) * lanes[0];
@@ -80,7 +80,7 @@ template <typename T> double squares_of(const T* p, int64_t n) {
 
 // Threads sum chunks, and the chunks' sums are added in order, so that the result does not depend on the number
 // of threads.
-template <typename T> double sum_squares(const T* p, int64_t n) {
+double sum_squares(const Number* p, int64_t n) {
   if (n <= kChunk) return squares_of(p, n);
   constexpr int64_t kAtATime = 1024;  // chunks
   double sum = 0;
@@ -98,8 +98,7 @@ template <typename T> double sum_squares(const T* p, int64_t n) {
 }
 
 double squares_of_array(const Numbers& array) {
-  return array.half ? sum_squares(static_cast<const Half*>(array.data), array.n)
-                    : sum_squares(static_cast<const float*>(array.data), array.n);
+  return sum_squares(numbers(array.data), array.n);
 }
 
 // Large arrays one after the other, each with all threads; then small arrays, each in one thread.

@@ -1,4 +1,4 @@
-// Fused updates of optimizers: 16-bit weights and gradients with float32 master weights and states, or all
+// Fused updates of optimizers: weights and gradients of 16-bit types with float32 master weights and states, or all
 // float32.
 //
 // Each rule has the operations of MXNet's float32 update on the (widened) gradient, in the same order, so that
@@ -168,35 +168,25 @@ struct CenteredRmsProp : RmsProp {
 
 // ---- one pass ----------------------------------------------------------------------
 
-// Some elements of a weight before and after an update, and of its gradient. T: their type.
-template <typename T, typename L> inline V before(const Update& u, int64_t i, L lanes) {
+// Some elements of a weight before and after an update, and of its gradient.
+template <typename L> inline V before(const Update& u, int64_t i, L lanes) {
   const V master = load(u.master + i, lanes);
-  if constexpr (sizeof(T) == sizeof(Half))
-    if (u.follows) return followed(master, load(u.weight + i, lanes));
-  return master;
+  return kHalves && u.follows ? followed(master, load(u.weight, i, lanes)) : master;
 }
-template <typename T, typename L> inline void after(const Update& u, int64_t i, V v, L lanes) {
+template <typename L> inline void after(const Update& u, int64_t i, V v, L lanes) {
   store(u.master + i, v, lanes);
-  if constexpr (sizeof(T) == sizeof(Half)) store(u.weight + i, v, lanes);
-}
-template <typename T, typename L> inline V gradient(const Update& u, int64_t i, L lanes) {
-  return load(static_cast<const T*>(u.gradient) + i, lanes);
-}
-
-template <typename T, typename Made> void move(const Update& u, const Made& rule) {
-  vectors(u.n, [=](int64_t i, auto lanes) {
-    V states[Made::states + 1];
-    for (int k = 0; k < Made::states; ++k) states[k] = load(u.states[k] + i, lanes);
-    const V updated = rule(before<T>(u, i, lanes), gradient<T>(u, i, lanes), states);
-    for (int k = 0; k < Made::states; ++k) store(u.states[k] + i, states[k], lanes);
-    after<T>(u, i, updated, lanes);
-  });
+  if (kHalves) store(numbers(u.weight) + i, v, lanes);
 }
 
 template <typename Made> void update_one(const Update& u, const UpdateSettings& settings) {
   const Made rule(u, settings);
-  if (u.weight) move<Half>(u, rule);
-  else move<float>(u, rule);
+  vectors(u.n, [=](int64_t i, auto lanes) {
+    V states[Made::states + 1];
+    for (int k = 0; k < Made::states; ++k) states[k] = load(u.states[k] + i, lanes);
+    const V updated = rule(before(u, i, lanes), load(u.gradient, i, lanes), states);
+    for (int k = 0; k < Made::states; ++k) store(u.states[k] + i, states[k], lanes);
+    after(u, i, updated, lanes);
+  });
 }
 
 // ---- LAMB: two passes ---------------------------------------------------------------
@@ -228,7 +218,7 @@ struct Lamb {
 };
 
 // MXNet sums squares sequentially in float32, which is limited by latency: two sums take the time of one.
-template <typename T> void lamb_norms(const Update& u, const UpdateSettings& settings, float* norms) {
+void lamb_norms(const Update& u, const UpdateSettings& settings, float* norms) {
   const Lamb rule(u, settings);
   float weights = 0, directions = 0;
   for (int64_t start = 0; start < u.n; start += kChunk) {
@@ -237,8 +227,8 @@ template <typename T> void lamb_norms(const Update& u, const UpdateSettings& set
     each(0, here, [&](int64_t i, auto lanes) {
       const int64_t at = start + i;
       V mean = load(u.states[0] + at, lanes), var = load(u.states[1] + at, lanes);
-      const V w = before<T>(u, at, lanes);
-      rule.move(gradient<T>(u, at, lanes), &mean, &var);
+      const V w = before(u, at, lanes);
+      rule.move(load(u.gradient, at, lanes), &mean, &var);
       store(u.states[0] + at, mean, lanes);
       store(u.states[1] + at, var, lanes);
       const V to = rule.where(w, mean, var);
@@ -254,16 +244,16 @@ template <typename T> void lamb_norms(const Update& u, const UpdateSettings& set
   norms[1] = sqrtf(directions);
 }
 
-template <typename T> void lamb_go(const Update& u, const UpdateSettings& settings, const float* norms) {
+void lamb_go(const Update& u, const UpdateSettings& settings, const float* norms) {
   const Lamb rule(u, settings);
   float norm = norms[0];
   if (settings.lower >= 0 && norm < settings.lower) norm = settings.lower;
   if (settings.upper >= 0 && norm > settings.upper) norm = settings.upper;
   const V rate = splat(u.lr * (norm == 0 || norms[1] == 0 ? 1 : norm / norms[1]));
   vectors(u.n, [=](int64_t i, auto lanes) {
-    const V w = before<T>(u, i, lanes);
+    const V w = before(u, i, lanes);
     const V to = rule.where(w, load(u.states[0] + i, lanes), load(u.states[1] + i, lanes));
-    after<T>(u, i, w - rate * to, lanes);
+    after(u, i, w - rate * to, lanes);
   });
 }
 
@@ -272,16 +262,10 @@ void lamb(const Update* updates, int count, const UpdateSettings& settings) {
   float* found = norms.data;
   int64_t all = 0;
   for (int i = 0; i < count; ++i) all += updates[i].n;
-  auto work = [=, &settings](int i) {
-    const auto norms_of = updates[i].weight ? lamb_norms<Half> : lamb_norms<float>;
-    norms_of(updates[i], settings, found + 2 * i);
-  };
+  auto work = [=, &settings](int i) { lamb_norms(updates[i], settings, found + 2 * i); };
 #pragma omp parallel for schedule(dynamic) if (all >= kWorthThreads)
   for (int i = 0; i < count; ++i) run(work, i);
-  for (int i = 0; i < count; ++i) {
-    const auto go = updates[i].weight ? lamb_go<Half> : lamb_go<float>;
-    go(updates[i], settings, found + 2 * i);
-  }
+  for (int i = 0; i < count; ++i) lamb_go(updates[i], settings, found + 2 * i);
 }
 
 void update(Rule rule, const Update* updates, int count, const UpdateSettings& settings) {

@@ -1,6 +1,7 @@
 // A vector of floats, V, for each instruction set, and vectorized loops over memory.
 //
-// A Half is a float16 or, if BFLOAT16 is defined, a bfloat16: the upper half of a float.
+// Tensors have numbers of one type: float16; bfloat16, the upper half of a float, if BFLOAT16 is defined; or
+// float32, if FLOAT32 is.
 //
 // Everything here is in an unnamed namespace, so that each object file has its own copy. The linker would merge
 // an inline function of all instruction sets into one copy, which may have AVX-512 instructions.
@@ -329,33 +330,26 @@ template <int n, int turns = 2> struct Sums {
   double pair(int k, int i) const { return total(part[2 * k][i] + part[2 * k + 1][i]); }
 };
 
-// ---- grids -------------------------------------------------------------------
+// ---- numbers of the table's type ---------------------------------------------
 
-// T is the type of the tensors; `stored` is the rounding that a store of V as T does not do; `tiny` is the largest
-// number that is rounded to 0.
-struct HalfGrid {
-  using T = Half;
-#ifdef BFLOAT16
-  static constexpr float tiny = 0x1p-134f;
+#if defined(FLOAT32)
+using Number = float;
+constexpr float kTiny = 0;  // the largest that is rounded to 0
+inline V rounded(V v) { return v; }
 #else
-  static constexpr float tiny = 0x1p-25f;
+using Number = Half;
+#ifdef BFLOAT16
+constexpr float kTiny = 0x1p-134f;
+#else
+constexpr float kTiny = 0x1p-25f;
 #endif
-  static V round(V v) { return half_grid(v); }
-  static V stored(V v) { return v; }
-};
-struct NoGrid {
-  using T = float;
-  static constexpr float tiny = 0;
-  static V round(V v) { return v; }
-  static V stored(V v) { return v; }
-};
+inline V rounded(V v) { return half_grid(v); }
+#endif
+constexpr bool kHalves = sizeof(Number) == sizeof(Half);
 
-template <typename F> inline void with_grid(bool in_halves, F f) {
-#ifndef BFLOAT16  // functions on floats are in float16's table
-  if (!in_halves) return f(NoGrid());
-#endif
-  if (in_halves) f(HalfGrid());
-}
+inline const Number* numbers(const void* p) { return static_cast<const Number*>(p); }
+inline Number* numbers(void* p) { return static_cast<Number*>(p); }
+template <typename L> inline V load(const void* p, int64_t i, L lanes) { return load(numbers(p) + i, lanes); }
 
 // Yes or No for `add` below, if a separate loop for each is worth its code size.
 struct Yes { constexpr operator bool() const { return true; } };
@@ -365,11 +359,11 @@ template <typename F> inline void with_add(Write write, F f) {
   else if (write == kStore) f(No());
 }
 
-// Rounds v and writes or adds it.
-template <typename G, typename A, typename L>
-inline void put(typename G::T* to, V v, A add, L lanes) {
-  if (add) v = load(to, lanes) + G::round(v);
-  store(to, G::stored(v), lanes);
+// Rounds v and writes or adds it to number i.
+template <typename A, typename L> inline void put(void* p, int64_t i, V v, A add, L lanes) {
+  Number* const to = numbers(p) + i;
+  if (add) v = load(to, lanes) + rounded(v);
+  store(to, v, lanes);
 }
 
 inline void put(float* to, double v, Write write) {

@@ -32,7 +32,7 @@ bool onednn_deconvolution(const Call& call, bool backward) {
                   operand(DNNL_ARG_DIFF_SRC, to, layer.x, blocked, has_bias ? kStore : call.write(0))});
     if (!has_bias) return true;
     std::vector<float> bias(channels);
-    kernels_of(w)->widen(halves(call.in[2]), bias.data(), channels);
+    widen(call.in[2], bias.data());
     const int64_t together = blocked ? kBlock : 1;  // adjacent channels
     for_all(images * channels / together, size(y), [&](int64_t i) {
       float* const row = floats(to) + i * places * together;

@@ -227,10 +227,7 @@ Product::Way& Product::way(const Operand& operand) {
 namespace {
 
 void add(const void* made, const TBlob& to) {
-  if (is_float(to)) return kernels->binary_floats(kSum, floats(to), static_cast<const float*>(made),
-                                                  floats(to), size(to), kStore);
-  const auto* const from = static_cast<const Half*>(made);
-  bfloat16_kernels->sum(&from, 1, halves(to), size(to), kAdd);
+  kernels_of(to)->sum(&made, 1, to.dptr_, size(to), kAdd);
 }
 
 }  // namespace

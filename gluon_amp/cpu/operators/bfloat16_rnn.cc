@@ -84,7 +84,8 @@ struct Bfloat16Rnn::Layers : RnnShape {
  private:
   static void give(const Half* made, const TBlob& to, int64_t first, int64_t n, Write write) {
     if (write == kStore) bfloat16_kernels->copy(made, halves(to) + first, n * sizeof(Half));
-    if (write == kAdd) bfloat16_kernels->sum(&made, 1, halves(to) + first, n, kAdd);
+    const void* const added = made;
+    if (write == kAdd) bfloat16_kernels->sum(&added, 1, halves(to) + first, n, kAdd);
   }
   static void give(const float* made, const TBlob& to, int64_t first, int64_t n, Write write) {
     if (write != kNothing) bfloat16_kernels->narrow(made, halves(to) + first, n, write);
@@ -198,7 +199,7 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
       if (wants_x) {
         float* const made = d ? own.memory(steps * width) : dx;
         wx.backward(steps, sums, made);
-        if (d) kernels->binary_floats(kSum, dx, made, dx, steps * width, kStore);
+        if (d) kernels->binary(kSum, dx, made, dx, steps * width, kStore);
       }
       if (!wants_params) continue;
       Lease of_weights;

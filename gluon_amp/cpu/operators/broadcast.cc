@@ -48,32 +48,19 @@ int64_t place(const std::vector<Run>& runs, int64_t i, int k) {
 // Whether rows are long enough for one kernel call each.
 bool pays(const std::vector<Run>& runs) { return runs.size() == 1 || runs.front().size >= 8; }
 
-const auto& unary_of(const Kernels* of, const Half*) { return of->unary; }
-const auto& unary_of(const Kernels* of, const float*) { return of->unary_floats; }
-const auto& binary_of(const Kernels* of, const Half*) { return of->binary; }
-const auto& binary_of(const Kernels* of, const float*) { return of->binary_floats; }
-
-float wide(const Kernels* of, Half number) {
-  float made;
-  of->widen(&number, &made, 1);
-  return made;
-}
-float wide(const Kernels*, float number) { return number; }
-
 // One row; x or y may be a single number.
-template <class T>
-void map_row(const Kernels* of, Binary f, bool one_x, const T* x, const T* y, T* to, int64_t n,
+void map_row(const Kernels* of, Binary f, bool one_x, const void* x, const void* y, void* to, int64_t n,
              Write write) {
-  float a = wide(of, one_x ? *x : *y);
+  float a;
+  of->widen(one_x ? x : y, &a, 1);
   const Unary with_number = f == kProduct             ? kTimes
                             : f == kQuotient          ? kOverOf
                             : f == kDifference && one_x ? kFromOf
                                                         : kPlus;
   if (f == kDifference && !one_x) a = -a;
-  unary_of(of, x)(with_number, one_x ? y : x, to, n, a, 0, write);
+  of->unary(with_number, one_x ? y : x, to, n, a, 0, write);
 }
 
-template <class T>
 bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write write) {
   if (size(to) == 0 || write == kNothing) return true;
   std::vector<Run> runs = runs_of(x, y, to);
@@ -84,11 +71,10 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
   const bool one_x = row.steps[0] == 0, one_y = row.steps[1] == 0;
   if (f == kQuotient && one_x) return false;
   for_all(rows, size(to), [&](int64_t i) {
-    const T* from_x = static_cast<T*>(x.dptr_) + place(runs, i, 0);
-    const T* from_y = static_cast<T*>(y.dptr_) + place(runs, i, 1);
-    T* made = static_cast<T*>(to.dptr_) + i * row.size;
+    const void *from_x = at(x, place(runs, i, 0)), *from_y = at(y, place(runs, i, 1));
+    void* const made = at(to, i * row.size);
     if (one_x || one_y) map_row(kernels_of(to), f, one_x, from_x, from_y, made, row.size, write);
-    else binary_of(kernels_of(to), from_x)(f, from_x, from_y, made, row.size, write);
+    else kernels_of(to)->binary(f, from_x, from_y, made, row.size, write);
   });
   return true;
 }
@@ -96,10 +82,9 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
 template <Binary f>
 bool broadcast(const Call& call) {
   const TBlob &x = call.in[0], &y = call.in[1], &to = call.out[0];
-  if (all_half(call)) return map_rows<Half>(f, x, y, to, call.write(0));
   // products with one number, a loss scale, must have the bits of MXNet's code
   const bool scales = f == kProduct && size(y) == 1 && is_float(x) && is_float(y) && is_float(to);
-  return scales || all_float(call) ? map_rows<float>(f, x, y, to, call.write(0)) : false;
+  return (scales || has_kernels(call)) && map_rows(f, x, y, to, call.write(0));
 }
 
 // The sums of g, or of g * x if there is an x of the same size, over the axes that `to` lacks.
@@ -184,8 +169,8 @@ bool gradient(const Call& call) {  // gradient; of a product x and y, too
   for (int i : {1, 0}) {
     if (!whole(i)) continue;
     const TBlob& to = call.out[i];
-    if (factor(i)) map_rows<Half>(kProduct, g, *factor(i), to, call.write(i));
-    else kernels_of(g)->unary(kTimes, halves(g), halves(to), size(g), sign(i), 0, call.write(i));
+    if (factor(i)) map_rows(kProduct, g, *factor(i), to, call.write(i));
+    else kernels_of(g)->unary(kTimes, g.dptr_, to.dptr_, size(g), sign(i), 0, call.write(i));
   }
   return true;
 }

@@ -11,11 +11,11 @@ namespace {
 // Copies the input to each output: the gradient of an addition.
 bool copies(const Call& call) {
   if (!all_half(call)) return false;
-  const Half* from = halves(call.in[0]);
+  const void* from = call.in[0].dptr_;
   // an output that shares memory with the input is written last
   for (bool in_place : {false, true})
     for (size_t i = 0; i < call.out.size(); ++i) {
-      Half* to = halves(call.out[i]);
+      void* to = call.out[i].dptr_;
       if ((to == from) != in_place) continue;
       if (call.write(i) == kStore && !in_place)
         kernels->copy(from, to, size(call.out[i]) * sizeof(Half));
@@ -39,7 +39,7 @@ bool cast(const Call& call) {
   if (call.rounding.any) return rounding_cast(call);
   const TBlob &from = call.in[0], &to = call.out[0];
   if (is_half(from) && is_float(to) && call.write(0) == kStore)
-    kernels_of(from)->widen(halves(from), floats(to), size(to));
+    widen(from, floats(to));
   else if (is_float(from) && is_half(to) && call.write(0) != kNothing)
     narrow(floats(from), to, call.write(0));
   else
@@ -73,7 +73,7 @@ bool as_it_is(const Call& call) {
     in.push_back(moved(from));
     if (in.size() - 1 != place_of_indices(call.of) || from.type_flag_ != mshadow::kBfloat16) continue;
     in.back() = lease.array(from.shape_).data();
-    kernels_of(from)->widen(halves(from), floats(in.back()), size(from));
+    widen(from, floats(in.back()));
   }
   for (const TBlob& to : call.out) out.push_back(moved(to));
   call.of.compute(call.attrs, call.context, in, req, out);
@@ -163,17 +163,13 @@ bool transpose(const Call& call) {
   return true;
 }
 
-void copy_row(const Kernels* of, const Half* from, Half* to, int64_t width, Write write) {
-  if (write == kNothing || from == to || width == 0) return;
-  if (write == kStore) std::memcpy(to, from, width * sizeof(Half));
-  else of->sum(&from, 1, to, width, kAdd);
-}
-
-// Copies rows; steps: the strides of rows.
-void copy_rows(const Kernels* of, const Half* from, int64_t from_step, Half* to, int64_t to_step,
-               int64_t rows, int64_t width, Write write) {
-  for_all(rows, rows * width,
-          [=](int64_t i) { copy_row(of, from + i * from_step, to + i * to_step, width, write); });
+// Copies elements of an array, or adds them to those of another.
+void copy_row(const TBlob& from, int64_t source, const TBlob& to, int64_t target, int64_t width, Write write) {
+  const void* const its = at(from, source);
+  void* const made = at(to, target);
+  if (write == kNothing || its == made || width == 0) return;
+  if (write == kStore) std::memcpy(made, its, width * bytes_of(to.type_flag_));
+  else kernels_of(to)->sum(&its, 1, made, width, kAdd);
 }
 
 // The number of rows of a concatenation: the product of the sizes before its axis.
@@ -185,18 +181,6 @@ int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
   return rows;
 }
 
-// Concatenates all inputs: a concatenation, or the gradient of a split.
-void join(const Call& call, int64_t rows) {
-  for_all(rows, size(call.out[0]), [&](int64_t row) {
-    Half* to = halves(call.out[0]) + row * (size(call.out[0]) / rows);
-    for (auto& part : call.in) {
-      const int64_t width = size(part) / rows;
-      copy_row(kernels_of(part), halves(part) + row * width, to, width, call.write(0));
-      to += width;
-    }
-  });
-}
-
 // A slice of an axis, and its gradient, which is padded with zeros.
 bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
   if (!all_half(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
@@ -205,17 +189,16 @@ bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool ba
   const int64_t long_axis = whole.shape_[axis < 0 ? axis + whole.ndim() : axis];
   const auto begin = static_cast<int64_t>(number(call.attrs, "begin", 0));
   const int64_t first = (begin < 0 ? begin + long_axis : begin) * (step / long_axis);
-  Half* const to = halves(call.out[0]);
-  if (!backward) {
-    copy_rows(kernels_of(whole), halves(whole) + first, step, to, width, rows, width, call.write(0));
-    return true;
-  }
-  if (call.write(0) == kStore)
+  const TBlob& to = call.out[0];
+  if (backward && call.write(0) == kStore)
     for (int64_t i = 0; i < rows; ++i) {
-      std::fill_n(to + i * step, first, Half(0));
-      std::fill_n(to + i * step + first + width, step - first - width, Half(0));
+      std::fill_n(halves(to) + i * step, first, Half(0));
+      std::fill_n(halves(to) + i * step + first + width, step - first - width, Half(0));
     }
-  copy_rows(kernels_of(some), halves(some), width, to + first, step, rows, width, call.write(0));
+  for_all(rows, rows * width, [&](int64_t i) {
+    const int64_t at_some = i * width, at_whole = i * step + first;
+    copy_row(call.in[0], backward ? at_some : at_whole, to, backward ? at_whole : at_some, width, call.write(0));
+  });
   return true;
 }
 bool slice_axis(const Call& call) {
@@ -225,84 +208,37 @@ bool slice_axis_gradient(const Call& call) {
   return slice_axis(call, call.out[0], call.in[0], true) || as_it_is(call);
 }
 
-// Splits the first input into the outputs: a split, or the gradient of a concatenation.
-void part(const Call& call, int64_t rows) {
-  for_all(rows, size(call.in[0]), [&](int64_t row) {
-    const Half* from = halves(call.in[0]) + row * (size(call.in[0]) / rows);
-    for (size_t i = 0; i < call.out.size(); ++i) {
-      const int64_t width = size(call.out[i]) / rows;
-      copy_row(kernels_of(call.in[0]), from, halves(call.out[i]) + row * width, width, call.write(i));
-      from += width;
+// Concatenates all inputs, or splits the input into the outputs. Results of floats are rounded if the node has a
+// setting for it.
+bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& parts, const char* axis, bool split) {
+  if (!is_half(whole) && !is_float(whole)) return false;
+  Lease lease;
+  std::vector<TBlob> made(call.out);
+  if (is_float(whole))
+    for (TBlob& to : made) to.dptr_ = lease.memory(size(to));
+  const int64_t rows = size(whole) > 0 ? rows_of(call, axis, whole.shape_) : 0;
+  for_all(rows, size(whole), [&](int64_t row) {
+    int64_t column = row * (size(whole) / rows);
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const int64_t width = size(parts[i]) / rows;
+      const Write write = is_float(whole) ? kStore : call.write(split ? i : 0);
+      if (split) copy_row(whole, column, made[i], row * width, width, write);
+      else copy_row(parts[i], row * width, made[0], column, width, write);
+      column += width;
     }
   });
-}
-
-bool joins(const Call& call, const char* axis) {
-  if (!is_half(call.out[0])) return false;
-  if (size(call.out[0]) > 0) join(call, rows_of(call, axis, call.out[0].shape_));
-  return true;
-}
-bool parts(const Call& call, const char* axis) {
-  if (!is_half(call.in[0])) return false;
-  if (size(call.in[0]) > 0) part(call, rows_of(call, axis, call.in[0].shape_));
+  if (is_float(whole))
+    for (size_t i = 0; i < made.size(); ++i) round_to(call, i, floats(made[i]));
   return true;
 }
 
-bool concat(const Call& call) { return all_half(call) && joins(call, "dim"); }
-bool concat_gradient(const Call& call) { return parts(call, "dim"); }  // of the first input
+bool concat(const Call& call) { return all_half(call) && regroup(call, call.out[0], call.in, "dim", false); }
+bool concat_gradient(const Call& call) {  // of the first input
+  return is_half(call.in[0]) && regroup(call, call.in[0], call.out, "dim", true);
+}
 // MXNet's code for these is stateful, so the generic operator cannot replace it.
-bool split(const Call& call) {
-  if (is_half(call.in[0])) return parts(call, "axis");
-  const int64_t rows = rows_of(call, "axis", call.in[0].shape_);
-  const float* from = floats(call.in[0]);
-  for (size_t i = 0; i < call.out.size(); ++i) {
-    const int64_t width = size(call.out[i]) / std::max<int64_t>(rows, 1);
-    Lease lease;
-    float* part = lease.memory(size(call.out[i]));
-    for (int64_t row = 0; row < rows; ++row)
-      std::memcpy(part + row * width, from + row * (size(call.in[0]) / rows), width * sizeof(float));
-    from += width;
-    round_to(call, i, part);
-  }
-  return true;
-}
-bool split_gradient(const Call& call) {
-  if (is_half(call.out[0])) return joins(call, "axis");
-  const int64_t rows = rows_of(call, "axis", call.out[0].shape_), n = size(call.out[0]);
-  Lease lease;
-  float *whole = lease.memory(n), *to = whole;
-  for (auto& part : call.in) {
-    const int64_t width = size(part) / std::max<int64_t>(rows, 1);
-    for (int64_t row = 0; row < rows; ++row)
-      std::memcpy(to + row * (n / rows), floats(part) + row * width, width * sizeof(float));
-    to += width;
-  }
-  round_to(call, 0, whole);
-  return true;
-}
-
-template <class T>
-void swap_axes(const TBlob& x, T* to, const std::vector<int64_t>& order) {
-  copy_transposed(static_cast<const T*>(x.dptr_), to, x.shape_, order);
-}
-
-// For integers or float64, in an X-ray.
-void swap_other_axes(const Call& call, const std::vector<int64_t>& order) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  const size_t bytes = mshadow::mshadow_sizeof(x.type_flag_);
-  if (call.write(0) == kAdd) {
-    std::vector<double> made(size(y));
-    swap_axes(x, made.data(), order);
-    auto* const to = static_cast<double*>(y.dptr_);
-    for (size_t i = 0; i < made.size(); ++i) to[i] += made[i];
-  } else if (bytes == 1) {
-    swap_axes(x, static_cast<uint8_t*>(y.dptr_), order);
-  } else if (bytes == 4) {
-    swap_axes(x, static_cast<uint32_t*>(y.dptr_), order);
-  } else {
-    swap_axes(x, static_cast<uint64_t*>(y.dptr_), order);
-  }
-}
+bool split(const Call& call) { return regroup(call, call.in[0], call.out, "axis", true); }
+bool split_gradient(const Call& call) { return regroup(call, call.out[0], call.in, "axis", false); }
 
 // MXNet's code is stateful here too.
 bool swap_axes(const Call& call) {
@@ -315,15 +251,30 @@ bool swap_axes(const Call& call) {
     return said < 0 ? said + x.ndim() : said;
   };
   std::swap(order[axis("dim1")], order[axis("dim2")]);
+  const auto move = [&](void* to) {
+    const auto copy = [&](auto* numbers) {
+      copy_transposed(static_cast<decltype(numbers)>(x.dptr_), numbers, x.shape_, order);
+    };
+    switch (bytes_of(x.type_flag_)) {
+      case 1: return copy(static_cast<uint8_t*>(to));
+      case 2: return copy(static_cast<uint16_t*>(to));
+      case 4: return copy(static_cast<uint32_t*>(to));
+      default: return copy(static_cast<uint64_t*>(to));
+    }
+  };
   if (is_half(x)) {
-    made_in_halves(call, [&](Half* to) { swap_axes(x, to, order); });
+    made_in_halves(call, move);
   } else if (is_float(x)) {
     Lease lease;
     float* const made = lease.memory(size(y));
-    swap_axes(x, made, order);
+    move(made);
     round_to(call, 0, made);
+  } else if (call.write(0) == kAdd) {  // float64, in an X-ray
+    std::vector<double> made(size(y));
+    move(made.data());
+    for (size_t i = 0; i < made.size(); ++i) static_cast<double*>(y.dptr_)[i] += made[i];
   } else {
-    swap_other_axes(call, order);
+    move(y.dptr_);
   }
   return true;
 }

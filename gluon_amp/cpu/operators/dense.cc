@@ -13,7 +13,7 @@ constexpr int64_t kHalf = int64_t(1) << 16;  // the least floats of a piece that
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
   if (is_float(piece)) return NDArray(piece, 0);
   NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
-  kernels_of(piece)->widen(halves(piece), floats(made.data()), size(piece));
+  widen(piece, floats(made.data()));
   return made;
 }
 

@@ -20,8 +20,8 @@ bool dropout(const Call& call) {
   const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
   if (!drops && !call.rounding.any && is_half(call.in[0]) &&
       call.in[0].type_flag_ == call.out[0].type_flag_) {
-    const Half* from = halves(call.in[0]);
-    Half* to = halves(call.out[0]);
+    const void* from = call.in[0].dptr_;
+    void* to = call.out[0].dptr_;
     if (call.write(0) == kStore && from != to)
       kernels->copy(from, to, size(call.in[0]) * sizeof(Half));
     if (call.write(0) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.in[0]), kAdd);
@@ -41,8 +41,8 @@ void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scal
   Lease lease;
   const int64_t n = size(d);
   float *exact = lease.memory(n), *kept = lease.memory(n);
-  kernels_of(g)->widen(halves(g), exact, n);
-  kernels_of(mask)->widen(halves(mask), kept, n);
+  widen(g, exact);
+  widen(mask, kept);
   for (int64_t i = 0; i < n; ++i)
     exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
   show(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
@@ -55,12 +55,12 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   if (call.write(0) == kNothing) return true;
   if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
     if (watching()) show_gradient(g, mask, d, scale);
-    kernels_of(g)->dropout_gradient(halves(g), halves(mask), halves(d), size(d), scale, call.write(0));
+    kernels_of(g)->dropout_gradient(g.dptr_, mask.dptr_, d.dptr_, size(d), scale, call.write(0));
     return true;
   }
   if (!call.rounding.any && is_float(g) && is_float(mask) && is_float(d) &&
       g.shape_ == mask.shape_) {
-    kernels->binary_floats(kProduct, floats(g), floats(mask), floats(d), size(d), call.write(0));
+    kernels->binary(kProduct, g.dptr_, mask.dptr_, d.dptr_, size(d), call.write(0));
     return true;
   }
   // any shape and type, one value at a time
@@ -74,11 +74,9 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   const int64_t n = size(d);
   float* out = lease.memory(n);
   float* m = lease.memory(size(mask));
-  if (is_half(g)) kernels_of(g)->widen(halves(g), out, n);
-  else kernels->copy(floats(g), out, n * sizeof(float));
+  widen(g, out);
   if (const Grid* grid = call.rounding.read(0)) kernels->round(*grid, out, out, n, kStore);
-  if (is_half(mask)) kernels_of(mask)->widen(halves(mask), m, size(mask));
-  else kernels->copy(mask.dptr_, m, size(mask) * sizeof(float));
+  widen(mask, m);
   for (int64_t i = 0; i < n; ++i) {
     int64_t rest = i, at = 0;
     for (int k = g.ndim(); k-- > 0;) {
@@ -89,9 +87,12 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   }
   const Grid* grid = call.rounding.written(0);
   show(out, n, 0, d.dptr_, grid, d.type_flag_);
+  if (is_float(d)) {
+    kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));
+    return true;
+  }
   if (grid) kernels->round(*grid, out, out, n, kStore);
-  if (is_half(d)) kernels_of(d)->narrow(out, halves(d), n, call.write(0));
-  else kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));
+  kernels_of(d)->narrow(out, d.dptr_, n, call.write(0));
   return true;
 }
 

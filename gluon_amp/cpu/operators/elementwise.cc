@@ -6,27 +6,17 @@ namespace gluon_amp {
 namespace {
 
 bool unary(const Call& call, Unary f, float a = 0, float b = 0) {
-  if (all_float(call)) {
-    kernels->unary_floats(f, floats(call.in[0]), floats(call.out[0]), size(call.out[0]), a, b,
-                          call.write(0));
-    return true;
-  }
-  if (!all_half(call)) return false;
-  kernels_of(call.in[0])->unary(f, halves(call.in[0]), halves(call.out[0]), size(call.out[0]), a, b,
-                 call.write(0));
+  if (!has_kernels(call)) return false;
+  const TBlob &x = call.in[0], &y = call.out[0];
+  kernels_of(y)->unary(f, x.dptr_, y.dptr_, size(y), a, b, call.write(0));
   return true;
 }
 
 // in[0] is the gradient; `read`: the input that holds x or y, whichever the kernel reads
 bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b = 0) {
-  if (all_float(call)) {
-    kernels->unary_gradient_floats(f, floats(call.in[0]), read ? floats(call.in[read]) : nullptr,
-                                   floats(call.out[0]), size(call.out[0]), a, b, call.write(0));
-    return true;
-  }
-  if (!all_half(call)) return false;
-  kernels_of(call.in[0])->unary_gradient(f, halves(call.in[0]), read ? halves(call.in[read]) : nullptr,
-                          halves(call.out[0]), size(call.out[0]), a, b, call.write(0));
+  if (!has_kernels(call)) return false;
+  const TBlob &g = call.in[0], &d = call.out[0];
+  kernels_of(d)->unary_gradient(f, g.dptr_, call.in[read].dptr_, d.dptr_, size(d), a, b, call.write(0));
   return true;
 }
 
@@ -84,36 +74,26 @@ bool with_scalar(const Call& call) {
 
 template <Binary f>
 bool binary(const Call& call) {
-  if (all_float(call)) {
-    kernels->binary_floats(f, floats(call.in[0]), floats(call.in[1]), floats(call.out[0]),
-                           size(call.out[0]), call.write(0));
-    return true;
-  }
-  if (!all_half(call)) return false;
-  kernels_of(call.in[0])->binary(f, halves(call.in[0]), halves(call.in[1]), halves(call.out[0]),
-                  size(call.out[0]), call.write(0));
+  if (!has_kernels(call)) return false;
+  const TBlob& to = call.out[0];
+  kernels_of(to)->binary(f, call.in[0].dptr_, call.in[1].dptr_, to.dptr_, size(to), call.write(0));
   return true;
 }
 
 bool product_gradient(const Call& call) {  // gradient, x, y
-  if (all_float(call)) {
-    kernels->product_gradient_floats(floats(call.in[0]), floats(call.in[1]), floats(call.in[2]),
-                                     floats(call.out[0]), call.write(0), floats(call.out[1]),
-                                     call.write(1), size(call.in[0]));
-    return true;
-  }
-  if (!all_half(call)) return false;
-  kernels_of(call.in[0])->product_gradient(halves(call.in[0]), halves(call.in[1]), halves(call.in[2]),
-                            halves(call.out[0]), call.write(0), halves(call.out[1]),
-                            call.write(1), size(call.in[0]));
+  if (!has_kernels(call)) return false;
+  const TBlob& g = call.in[0];
+  kernels_of(g)->product_gradient(g.dptr_, call.in[1].dptr_, call.in[2].dptr_, call.out[0].dptr_, call.write(0),
+                                  call.out[1].dptr_, call.write(1), size(g));
   return true;
 }
 
 bool sum(const Call& call) {
   if (!all_half(call)) return false;
-  std::vector<const Half*> from;
-  for (auto& array : call.in) from.push_back(halves(array));
-  kernels_of(call.out[0])->sum(from.data(), from.size(), halves(call.out[0]), size(call.out[0]), call.write(0));
+  std::vector<const void*> from;
+  for (auto& array : call.in) from.push_back(array.dptr_);
+  const TBlob& to = call.out[0];
+  kernels_of(to)->sum(from.data(), from.size(), to.dptr_, size(to), call.write(0));
   return true;
 }
 

@@ -43,7 +43,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   Lease lease;
   float* const sums = lease.memory((first.size() - 1) * width);
   float* const added = lease.memory(row.size() * width);
-  kernels_of(g)->widen(halves(g), added, size(g));
+  widen(g, added);
   if (call.write(of_weight) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
   for_all(first.size() - 1, size(g), [&](int64_t i) {
     float* const sum = sums + i * width;

@@ -17,7 +17,7 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
-           flag(call.attrs, "fix_gamma", true), is_half(x), relu, call.blocked.any()};
+           flag(call.attrs, "fix_gamma", true), relu, call.blocked.any()};
   return !made->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
 }
 
@@ -32,20 +32,18 @@ struct RoundedOutput {
   RoundedOutput(const Call& c)
       : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
     if (!grid || write != kAdd) return;
-    memory = is_half(c.out[0]) ? static_cast<void*>(lease.memory((size(c.out[0]) + 1) / 2))
-                               : lease.memory(size(c.out[0]));
+    memory = lease.memory(size(c.out[0]));
     write = kStore;
   }
   void round() {
     if (!grid || call.write(0) == kNothing) return;
     const TBlob& to = call.out[0];
     const int64_t n = size(to);
-    if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n,
-                                            call.write(0));
+    if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n, call.write(0));
     float* wide = lease.memory(n);
-    kernels_of(to)->widen(static_cast<Half*>(memory), wide, n);
+    kernels_of(to)->widen(memory, wide, n);
     kernels->round(*grid, wide, wide, n, kStore);
-    kernels_of(to)->narrow(wide, halves(to), n, call.write(0));
+    kernels_of(to)->narrow(wide, to.dptr_, n, call.write(0));
   }
 };
 
@@ -60,14 +58,11 @@ const void* rounded_input(const Call& call, Lease* lease) {
   const Grid* grid = call.rounding.read(0);
   const TBlob& from = call.in[0];
   if (!grid) return from.dptr_;
-  float* wide = lease->memory(size(from));
-  if (is_float(from)) {
-    kernels->round(*grid, floats(from), wide, size(from), kStore);
-    return wide;
-  }
-  kernels_of(from)->widen(halves(from), wide, size(from));
+  float* const wide = lease->memory(size(from));
+  widen(from, wide);
   kernels->round(*grid, wide, wide, size(from), kStore);
-  Half* narrowed = reinterpret_cast<Half*>(lease->memory((size(from) + 1) / 2));
+  if (is_float(from)) return wide;
+  float* const narrowed = lease->memory((size(from) + 1) / 2);
   kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
   return narrowed;
 }
@@ -120,8 +115,8 @@ bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
 // A parameter or statistic as floats.
 const float* as_floats(const TBlob& x, Lease* lease) {
   if (is_float(x)) return floats(x);
-  float* made = lease->memory(size(x));
-  kernels_of(x)->widen(halves(x), made, size(x));
+  float* const made = lease->memory(size(x));
+  widen(x, made);
   return made;
 }
 
@@ -138,7 +133,7 @@ struct FloatOutput {
     if (is_half(to)) write = kStore;
   }
   void round() {
-    if (is_half(to) && asked != kNothing) kernels_of(to)->narrow(memory, halves(to), size(to), asked);
+    if (is_half(to) && asked != kNothing) kernels_of(to)->narrow(memory, to.dptr_, size(to), asked);
   }
 };
 
@@ -150,12 +145,8 @@ bool layer_norm(const Call& call) {
   Lease lease;
   const float *gamma = as_floats(call.in[1], &lease), *beta = as_floats(call.in[2], &lease);
   FloatOutput mean(call, 1), deviation(call, 2);
-  if (is_half(call.in[0]))
-    kernels_of(call.in[0])->layer_norm(norm, halves(call.in[0]), gamma, beta, halves(call.out[0]), call.write(0),
-                        mean.memory, deviation.memory);
-  else
-    kernels->layer_norm_floats(norm, floats(call.in[0]), gamma, beta, floats(call.out[0]),
-                               call.write(0), mean.memory, deviation.memory);
+  kernels_of(call.in[0])->layer_norm(norm, call.in[0].dptr_, gamma, beta, call.out[0].dptr_, call.write(0),
+                                     mean.memory, deviation.memory);
   mean.round();
   deviation.round();
   return true;
@@ -170,13 +161,8 @@ bool layer_norm_gradient(const Call& call) {
   const float *gamma = as_floats(call.in[2], &lease), *mean = as_floats(call.in[3], &lease),
               *deviation = as_floats(call.in[4], &lease);
   FloatOutput dgamma(call, 1), dbeta(call, 2);
-  if (is_half(x))
-    kernels_of(g)->layer_norm_gradient(norm, halves(g), halves(x), gamma, mean, deviation, halves(dx),
-                                 call.write(0), dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
-  else
-    kernels->layer_norm_gradient_floats(norm, floats(g), floats(x), gamma, mean, deviation, floats(dx),
-                                        call.write(0), dgamma.memory, dgamma.write, dbeta.memory,
-                                        dbeta.write);
+  kernels_of(x)->layer_norm_gradient(norm, g.dptr_, x.dptr_, gamma, mean, deviation, dx.dptr_, call.write(0),
+                                     dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
   dgamma.round();
   dbeta.round();
   return true;
@@ -197,29 +183,17 @@ float temperature(const Call& call) {
 
 bool softmax(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
-  if (call.in.size() != 1 || !last_axis(call, x)) return false;
+  if (call.in.size() != 1 || !last_axis(call, x) || !has_kernels(call)) return false;
   const int64_t width = x.shape_[x.ndim() - 1], rows = size(x) / width;
-  if (all_half(call))
-    kernels_of(x)->softmax(halves(x), halves(y), rows, width, temperature(call), call.write(0));
-  else if (all_float(call))
-    kernels->softmax_floats(floats(x), floats(y), rows, width, temperature(call), call.write(0));
-  else
-    return false;
+  kernels_of(x)->softmax(x.dptr_, y.dptr_, rows, width, temperature(call), call.write(0));
   return true;
 }
 
 bool softmax_gradient(const Call& call) {  // gradient, y
   const TBlob &g = call.in[0], &y = call.in[1], &dx = call.out[0];
-  if (call.in.size() != 2 || !last_axis(call, g)) return false;
+  if (call.in.size() != 2 || !last_axis(call, g) || !has_kernels(call)) return false;
   const int64_t width = g.shape_[g.ndim() - 1], rows = size(g) / width;
-  if (all_half(call))
-    kernels_of(g)->softmax_gradient(halves(g), halves(y), halves(dx), rows, width, temperature(call),
-                              call.write(0));
-  else if (all_float(call))
-    kernels->softmax_gradient_floats(floats(g), floats(y), floats(dx), rows, width,
-                                     temperature(call), call.write(0));
-  else
-    return false;
+  kernels_of(g)->softmax_gradient(g.dptr_, y.dptr_, dx.dptr_, rows, width, temperature(call), call.write(0));
   return true;
 }
 

@@ -34,12 +34,12 @@ inline bool all_half(const Call& call) {
          std::all_of(call.out.begin(), call.out.end(), same);
 }
 
-// For kernels of halves that also run on floats. In an X-ray's float32 step their bits may differ from those
-// of MXNet's code.
+// For kernels that also run on floats. In an X-ray's float32 step their bits may differ from those of MXNet's code.
 inline bool all_float(const Call& call) {
   return takes_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
          std::all_of(call.out.begin(), call.out.end(), is_float);
 }
+inline bool has_kernels(const Call& call) { return all_half(call) || all_float(call); }
 
 // Writes floats to a float32 output, rounded if the node has a setting for it.
 inline void round_to(const Call& call, size_t i, const float* made) {
@@ -56,8 +56,8 @@ void made_in_halves(const Call& call, F make) {
   Lease lease;
   Half* const made = reinterpret_cast<Half*>(lease.memory((size(to) + 1) / 2));
   make(made);
-  const Half* const added = made;
-  kernels_of(to)->sum(&added, 1, halves(to), size(to), call.write(0));
+  const void* const added = made;
+  kernels_of(to)->sum(&added, 1, to.dptr_, size(to), call.write(0));
 }
 
 }  // namespace gluon_amp

@@ -56,14 +56,11 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
   NDArray made = holder.AsArray(shape, mshadow::kFloat32);
   float* to = floats(made.data());
   if (!blocks) {
-    kernels_of(piece)->widen(halves(piece), to, size(piece));
+    widen(piece, to);
     return made;
   }
   const int64_t plane = size(piece) / (shape[0] * shape[1]);
-  if (is_half(piece))
-    kernels_of(piece)->widen_blocked(halves(piece), to, shape[0], shape[1], plane, block_size());
-  else
-    kernels->block_floats(floats(piece), to, shape[0], shape[1], plane, block_size());
+  kernels_of(piece)->widen_blocked(piece.dptr_, to, shape[0], shape[1], plane, block_size());
   made.CreateMKLDNNData(in_blocks(shape, block_size()));
   return made;
 }
@@ -82,7 +79,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
       continue;
     }
     params.push_back(lease.array(call.in[i].shape_));
-    kernels_of(call.in[i])->widen(halves(call.in[i]), floats(params.back().data()), size(call.in[i]));
+    gluon_amp::widen(call.in[i], floats(params.back().data()));
   }
   for (size_t i = 1; backward && i < call.out.size(); ++i)
     gradients.push_back(lease.array(call.out[i].shape_));

@@ -68,7 +68,7 @@ bool with_rounded_weight(const Call& call, size_t at, F f) {
   const TBlob& from = call.in[at];
   in[at] = TBlob(lease.memory((size(from) + 1) / 2), from.shape_, mshadow::cpu::kDevMask,
                  call.in[0].type_flag_, 0);
-  kernels_of(in[at])->narrow(floats(from), halves(in[at]), size(from), kStore);
+  kernels_of(in[at])->narrow(floats(from), in[at].dptr_, size(from), kStore);
   const Call rounded{call.of, call.attrs, call.context, in, call.req, call.out, call.rounding, call.state};
   if (!f(rounded)) run(rounded);
   return true;

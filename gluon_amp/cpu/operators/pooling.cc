@@ -24,7 +24,7 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
 NDArray widened(const NDArray& holder, const TBlob& piece, bool blocked) {
   if (!blocked) return widened_images(1, holder, piece);
   NDArray made = holder;
-  kernels_of(piece)->widen(halves(piece), floats(made.data()), size(piece));
+  widen(piece, floats(made.data()));
   made.CreateMKLDNNData(in_blocks(piece.shape_, kBlock));
   return made;
 }

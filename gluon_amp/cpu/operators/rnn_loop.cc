@@ -33,7 +33,7 @@ const NodeAttrs& product_attributes(bool a_transposed, bool b_transposed) {
   return *made[2 * a_transposed + b_transposed];
 }
 
-struct Sizes {
+struct StepSizes {
   int64_t time, batch, units, gates;  // gates: for each unit
   int64_t steps() const { return time * batch; }
   int64_t all() const { return gates * units; }
@@ -106,9 +106,8 @@ struct RnnLoop::Layers : RnnShape {
   // ---- rounding
 
   static Floats taken(const TBlob& from) {
-    if (is_float(from)) return Floats(floats(from), floats(from) + size(from));
     Floats made(size(from));
-    kernels_of(from)->widen(halves(from), made.data(), made.size());
+    widen(from, made.data());
     return made;
   }
 
@@ -135,7 +134,7 @@ struct RnnLoop::Layers : RnnShape {
     show(made.data(), size(to), 0, to.dptr_, written, to.type_flag_);
     if (is_float(to)) return kernels->round(grid, made.data(), floats(to), size(to), call.write(i));
     kernels->round(grid, made.data(), made.data(), size(to), kStore);
-    kernels_of(to)->narrow(made.data(), halves(to), size(to), call.write(i));
+    kernels_of(to)->narrow(made.data(), to.dptr_, size(to), call.write(i));
   }
 
   // One step of one row: computes the gates and the new state from both sums.
@@ -185,7 +184,7 @@ void RnnLoop::Layers::forward(const Call& call) {
   const bool lstm = mode == kLstm;
   const Floats params = taken(call.in[1]), states = taken(call.in[2]),
                cells = lstm ? taken(call.in[3]) : Floats();
-  const Sizes of{data.shape_[0], data.shape_[1], units, gates};
+  const StepSizes of{data.shape_[0], data.shape_[1], units, gates};
   const int64_t all = of.all(), wide_row = directions * units, rows = of.batch;
   const int64_t size_h = rows * units;
   Floats x = taken(data), last_h(layers * directions * size_h), last_c(lstm ? last_h.size() : 0);
@@ -243,7 +242,7 @@ void RnnLoop::Layers::forward(const Call& call) {
 void RnnLoop::Layers::backward(const Call& call) {
   const TBlob& data = call.in[0];
   const bool lstm = mode == kLstm, with_states = call.in.size() > (lstm ? 6 : 5);
-  const Sizes of{data.shape_[0], data.shape_[1], units, gates};
+  const StepSizes of{data.shape_[0], data.shape_[1], units, gates};
   const int64_t all = of.all(), wide_row = directions * units, rows = of.batch;
   const int64_t size_h = rows * units, steps = of.steps();
   Floats dy = taken(call.in[4]), dx;

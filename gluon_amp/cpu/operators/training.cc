@@ -72,12 +72,12 @@ nnvm::Op& add(const std::string& name, uint32_t inputs, Shape shape, Type type, 
 
 void widen(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
            const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  kernels_of(in[0])->widen(halves(in[0]), floats(out[0]), size(in[0]));
+  gluon_amp::widen(in[0], floats(out[0]));
 }
 
 void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
                 const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  kernels_of(out[0])->narrow(floats(in[0]), halves(out[0]), size(in[0]), kStore);
+  kernels_of(out[0])->narrow(floats(in[0]), out[0].dptr_, size(in[0]), kStore);
 }
 
 void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
@@ -92,7 +92,7 @@ void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& i
 void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
             const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   if (out[0].dptr_ != in[0].dptr_) kernels->copy(in[0].dptr_, out[0].dptr_, 4 * size(in[0]));
-  kernels_of(in[1])->follow(floats(out[0]), halves(in[1]), size(in[0]));
+  kernels_of(in[1])->follow(floats(out[0]), in[1].dptr_, size(in[0]));
 }
 
 // ---- optimizers ----------------------------------------------------------------------
@@ -185,8 +185,8 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     if (out[i].dptr_ != in[i].dptr_)
-      kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * (masters ? sizeof(Half) : sizeof(float)));
-    updates[i] = {masters ? halves(out[i]) : nullptr, in[count + i].dptr_,
+      kernels->copy(in[i].dptr_, out[i].dptr_, size(in[i]) * bytes_of(in[i].type_flag_));
+    updates[i] = {out[i].dptr_, in[count + i].dptr_,
                   masters ? floats(in[2 * count + i]) : floats(out[i]), {},
                   size(in[i]), rates[i], decays[i], steps.empty() ? 0 : int(steps[i]), masters};
     for (size_t k = first_state; k * count < in.size(); ++k)
@@ -223,7 +223,7 @@ bool mxnets_update(const Call& call) {
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     const TBlob* const of = &call.in[i * stride];
-    updates[i] = {halves(of[0]), of[1].dptr_, floats(of[stride - 1]), {}, size(of[0]),
+    updates[i] = {of[0].dptr_, of[1].dptr_, floats(of[stride - 1]), {}, size(of[0]),
                   rates[i], decays[i], 0, false};
     if (momentum) updates[i].states[0] = floats(of[2]);
   }
@@ -260,12 +260,12 @@ void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
   auto* const to = static_cast<double*>(out[0].dptr_);
   for (size_t i = 0; i < in.size(); ++i)
     if (in[i].type_flag_ == kF64) to[i] = squares_of_doubles(in[i]);
-  for (const Kernels* of : {kernels, bfloat16_kernels}) {
+  for (const Kernels* of : {kernels, float16_kernels, bfloat16_kernels}) {
     std::vector<Numbers> arrays;
     std::vector<size_t> places;
     for (size_t i = 0; i < in.size(); ++i) {
       if (kernels_of(in[i]) != of || in[i].type_flag_ == kF64) continue;
-      arrays.push_back({in[i].dptr_, size(in[i]), is_half(in[i])});
+      arrays.push_back({in[i].dptr_, size(in[i])});
       places.push_back(i);
     }
     std::vector<double> sums(arrays.size());

@@ -182,7 +182,7 @@ void make_weight(Products& work, const Geometry& g, const Half* large, const Hal
 
 void add_bias(Products& work, const Half* bias, const Images& y, float* to) {
   float* wide = work.floats_for(y.channels);
-  kernels->widen(bias, wide, y.channels);
+  float16_kernels->widen(bias, wide, y.channels);
   for (int64_t i = 0; i < y.batch * y.channels; ++i)
     for (int64_t p = 0; p < y.plane(); ++p) to[i * y.plane() + p] += wide[i % y.channels];
 }
@@ -191,7 +191,7 @@ void add_bias(Products& work, const Half* bias, const Images& y, float* to) {
 void sum_bias(Products& work, const Half* gradient, const Images& y, float* to) {
   float* plane = work.floats_for(y.plane());
   for (int64_t i = 0; i < y.batch * y.channels; ++i) {
-    kernels->widen(gradient + i * y.plane(), plane, y.plane());
+    float16_kernels->widen(gradient + i * y.plane(), plane, y.plane());
     float sum = 0;
     for (int64_t p = 0; p < y.plane(); ++p) sum += plane[p];
     to[i % y.channels] += sum;

@@ -19,8 +19,8 @@ struct FloatMatrix {
 // y = c + a * b: (rows, depth) times (depth, columns). c has y's layout; null: zeros; it may be y.
 using TensorCoreProduct = void(const TensorCore&, int64_t rows, int64_t columns, int64_t depth, HalfMatrix a,
                                HalfMatrix b, const float* c, FloatMatrix y);
-namespace portable { TensorCoreProduct tensor_core_product; }
-namespace avx2 { TensorCoreProduct tensor_core_product; }
-namespace avx512 { TensorCoreProduct tensor_core_product; }
+namespace portable_float16 { TensorCoreProduct tensor_core_product; }
+namespace avx2_float16 { TensorCoreProduct tensor_core_product; }
+namespace avx512_float16 { TensorCoreProduct tensor_core_product; }
 
 }  // namespace gluon_amp

@@ -23,8 +23,9 @@ TensorCore tensor_core_of(const NodeAttrs& attrs) {
 
 TensorCoreProduct& tensor_core_product() {
   const std::string name = kernels->name;
-  return name == "avx512" ? avx512::tensor_core_product : name == "avx2" ? avx2::tensor_core_product
-                                                                         : portable::tensor_core_product;
+  return name == "avx512" ? avx512_float16::tensor_core_product
+         : name == "avx2" ? avx2_float16::tensor_core_product
+                          : portable_float16::tensor_core_product;
 }
 
 Products::Products(const Call& call) : gpu_(tensor_core_of(call.attrs)), call_(call) {
@@ -210,7 +211,7 @@ void dense_with_bias(const Call& call) {
   if (call.in.size() > 2) {
     const int64_t units = size(call.in[2]);
     float *bias = work.floats_for(units), *y = work.result(0);
-    kernels->widen(halves(call.in[2]), bias, units);
+    float16_kernels->widen(halves(call.in[2]), bias, units);
     for (int64_t i = 0; i < size(call.out[0]); ++i) y[i] += bias[i % units];
   }
   work.finish();
@@ -223,7 +224,7 @@ void dense_with_bias_back(const Call& call) {
     const int64_t units = size(call.out[2]);
     float *bias = work.result(2), *row = work.floats_for(units);
     for (int64_t first = 0; first < size(call.in[0]); first += units) {
-      kernels->widen(halves(call.in[0]) + first, row, units);
+      float16_kernels->widen(halves(call.in[0]) + first, row, units);
       for (int64_t j = 0; j < units; ++j) bias[j] += row[j];
     }
   }
@@ -237,7 +238,7 @@ void gemm(const Call& call) {
   const int64_t n = size(call.out[0]);
   const float beta = number(call.attrs, "beta", 1);
   float *y = work.result(0), *c = work.floats_for(n);
-  kernels->widen(halves(call.in[2]), c, n);
+  float16_kernels->widen(halves(call.in[2]), c, n);
   for (int64_t i = 0; i < n; ++i) y[i] += beta * c[i];
   work.finish();
 }
@@ -246,7 +247,7 @@ void gemm_back(const Call& call) {
   Products work(call);
   multiply_back<stacks>(work, call);
   if (work.wants(2)) {
-    kernels->widen(halves(call.in[0]), work.result(2), size(call.in[0]));
+    float16_kernels->widen(halves(call.in[0]), work.result(2), size(call.in[0]));
     scale(work.result(2), size(call.in[0]), number(call.attrs, "beta", 1));
   }
   work.finish();
@@ -258,7 +259,7 @@ void multiply_halves(const Call& call, int64_t rows, int64_t columns, int64_t de
   Products work(call);
   const auto narrowed = [&](const RowsOrColumns& from, int64_t high, int64_t wide) {
     Half* const made = work.halves_for(high * wide);
-    kernels->narrow(from.data, made, high * wide, kStore);
+    float16_kernels->narrow(from.data, made, high * wide, kStore);
     return from.transposed ? HalfMatrix{made, 1, high} : HalfMatrix{made, wide, 1};
   };
   work.product(rows, columns, depth, narrowed(a, rows, depth), narrowed(b, depth, columns), {y, columns, 1});
