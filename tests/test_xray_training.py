@@ -60,12 +60,12 @@ def raises(net, batches, loss_fn, trainer=None):
 
 
 @pytest.mark.parametrize(("make", "batches", "loss_fn"), [
-    (dense, regression(500, 100), gluon.loss.L2Loss()),
-    (dense, regression(-900, 20), gluon.loss.L2Loss()),
-    (dense, regression(3e3), gluon.loss.L1Loss(weight=200)),
-    (convolutions, pixels(24), summed)])
+    (dense, lambda: regression(500, 100), gluon.loss.L2Loss()),
+    (dense, lambda: regression(-900, 20), gluon.loss.L2Loss()),
+    (dense, lambda: regression(3e3), gluon.loss.L1Loss(weight=200)),
+    (convolutions, lambda: pixels(24), summed)])
 def test_training_near_scale_1_is_no_error(make, batches, loss_fn):
-    net = network(make)
+    net, batches = network(make), batches()
     view = amp.xray(net, batches, loss_fn)
     assert view.window.high < 2 ** 7
     assert view.verdict.startswith("Training runs")
@@ -74,11 +74,11 @@ def test_training_near_scale_1_is_no_error(make, batches, loss_fn):
 
 
 @pytest.mark.parametrize(("make", "batches", "loss_fn"), [
-    (dense, regression(5e4), gluon.loss.L2Loss()),
-    (dense, regression(-3e5, 1e3), gluon.loss.L2Loss()),
-    (convolutions, pixels(200), lambda output, label: 4 * summed(output, label))])
+    (dense, lambda: regression(5e4), gluon.loss.L2Loss()),
+    (dense, lambda: regression(-3e5, 1e3), gluon.loss.L2Loss()),
+    (convolutions, lambda: pixels(200), lambda output, label: 4 * summed(output, label))])
 def test_training_that_overflows_at_scale_1_is_an_error(make, batches, loss_fn):
-    net = network(make)
+    net, batches = network(make), batches()
     view = amp.xray(net, batches, loss_fn)
     assert (view.severity, view.keep) == ("error", [])
     high = re.escape(f"2**{math.log2(view.window.high):g}")
