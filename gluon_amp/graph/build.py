@@ -68,7 +68,7 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
         graph: the result of `insert_casts`.
         types: the dtype of each variable.
         policy: defines the emulated formats.
-        watch: whether the engine counts each node's values (inspection/statistics.py).
+        watch: whether the engine counts each node's values (inspection/watch.py).
         samples: whether it counts samples only.
         scales: the histories of the network's float8 tensors. By default new ones, which the
             engine keeps until the process ends.

@@ -258,13 +258,13 @@ def _enough(state: _State) -> Nodes:
 
 
 def _pruned(state: _State, keep: Nodes) -> Nodes:
-    """Returns the groups without those that may stay in the low format. It tries products first,
-    then the last groups."""
+    """Returns the groups without those that may stay in the low format, until none of the rest may.
+    It tries products first, then the last groups."""
     trials = state.trials
     held = [group for group in reversed(state.groups) if group <= keep]
     size = max(len(held) // 2, 1)
     while held:
-        at = 0
+        at, before = 0, len(held)
         while at < len(held):
             fewer = held[:at] + held[at + size:]
             new, old = (_union(some) | state.advised for some in (fewer, held))
@@ -272,9 +272,9 @@ def _pruned(state: _State, keep: Nodes) -> Nodes:
                 held = fewer
             else:
                 at += size
-        if size == 1:
+        if size == 1 and len(held) == before:
             break
-        size //= 2
+        size = max(size // 2, 1)
     return _union(held) | state.advised
 
 

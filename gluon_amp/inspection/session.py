@@ -114,8 +114,8 @@ class _Traced(Exception):
 class Session:
     """A network with batches and a loss.
 
-    As a context manager, it leaves the network, its gradients' counts, and MXNet's random numbers
-    as they were.
+    As a context manager, it finds the network's graphs. It leaves nothing behind in the network,
+    and Monitors get the counts of before.
 
     Attributes:
         batches: the first `most` batches.

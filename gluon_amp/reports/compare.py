@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import mean, median
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from .runs import FLOAT32, OFF, RESUMING, Run, plain
 from .verdict import Difference, Sample, paired, unpaired
@@ -239,14 +239,10 @@ def sections(found: Sequence[Group]) -> List[List[Group]]:
 
 def _named(section: List[Group]) -> List[Group]:
     """Returns the groups with the shortest distinct names."""
-    for naming in NAMINGS:
-        names = [", ".join(filter(None, (part(group) for part in naming)))
-                 for group in section]
+    for names in (*([_name(group, parts) for group in section] for parts in NAMINGS),
+                  _by_recipe(section)):
         if len(set(names)) == len(names) and all(names):
             return [Group(group.runs, name) for group, name in zip(section, names)]
-    names = _by_recipe(section)
-    if len(set(names)) == len(names) and all(names):
-        return [Group(group.runs, name) for group, name in zip(section, names)]
     return [Group(group.runs, group.first.name + (
         f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]
 
@@ -271,29 +267,18 @@ def _by_recipe(section: List[Group]) -> List[str]:
             for group, each in zip(section, recipes)]
 
 
-def _dtype(group: Group) -> str:
-    return "" if group.dtype == "unknown" else group.dtype
+def _name(group: Group, parts: Sequence[str]) -> str:
+    """Returns a name of these parts: "model", "dtype", "batch", "scale"."""
+    size, scale = group.first.batch_size, group.first.get("loss_scale")
+    said = {"model": group.model, "dtype": "" if group.dtype == "unknown" else group.dtype,
+            "batch": f"batch {size}" if size else "",
+            "scale": "" if group.dtype == FLOAT32 or scale is None else
+            f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"}
+    return ", ".join(filter(None, map(said.get, parts)))
 
 
-def _batch(group: Group) -> str:
-    size = group.first.batch_size
-    return f"batch {size}" if size else ""
-
-
-def _scale(group: Group) -> str:
-    scale = group.first.get("loss_scale")
-    if group.dtype == FLOAT32 or scale is None:
-        return ""
-    return f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"
-
-
-def _model(group: Group) -> str:
-    return group.model
-
-
-NAMINGS: Sequence[Sequence[Callable[[Group], str]]] = (
-    (_dtype,), (_dtype, _batch), (_dtype, _scale), (_model, _dtype), (_model, _dtype, _batch),
-    (_model, _dtype, _scale))
+NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"),
+           ("model", "dtype", "batch"), ("model", "dtype", "scale"))
 
 
 # ---- comparisons

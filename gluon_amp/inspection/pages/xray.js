@@ -91,7 +91,7 @@ function heat(id, rows) {
 // ---- loss scales by step
 
 function windows() {
-  const points = data.windows.filter(Boolean), left = 40, bottom = 145, top = 10;
+  const points = data.windows.filter(Boolean), left = 46, bottom = 145, top = 10;
   if (!points.length) {
     for (const part of document.querySelectorAll(".fits")) part.hidden = true;
     return;

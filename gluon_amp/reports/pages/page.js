@@ -17,6 +17,16 @@ for (const table of document.querySelectorAll("table")) {
   }
 }
 
+// A table that is wider than the page has a hint below.
+const hint = () => {
+  for (const wide of document.querySelectorAll(".wide"))
+    wide.classList.toggle("scrolls", wide.scrollWidth > wide.clientWidth + 1);
+};
+addEventListener("resize", hint);
+for (const details of document.querySelectorAll("details"))
+  details.addEventListener("toggle", hint);
+hint();
+
 // A figure shows the lines of text that `linesAt` returns for the pointer's place, if any.
 function showValues(figure, linesAt, leave = () => {}) {
   const shape = figure.querySelector("svg, canvas"), tip = document.createElement("div");

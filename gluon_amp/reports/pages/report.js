@@ -10,16 +10,6 @@ for (const input of document.querySelectorAll("input[type=search]")) {
   });
 }
 
-// A table that is wider than the page has a hint below.
-const hint = () => {
-  for (const wide of document.querySelectorAll(".wide"))
-    wide.classList.toggle("scrolls", wide.scrollWidth > wide.clientWidth + 1);
-};
-addEventListener("resize", hint);
-for (const details of document.querySelectorAll("details"))
-  details.addEventListener("toggle", hint);
-hint();
-
 // A plot shows the values of its lines at the pointer.
 for (const figure of document.querySelectorAll("figure[data-hover]")) {
   const hover = JSON.parse(figure.dataset.hover), cursor = document.createElement("div");
