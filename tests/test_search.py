@@ -155,3 +155,24 @@ def test_multiply_adds_of_products_are_counted():
     assert multiply_adds(Graph.read(y), shapes) == {
         "conv": 2 * 8 * 6 * 6 * 2 * 9, "up": 2 * 8 * 6 * 6 * 6 * 4,
         "dense": 2 * 10 * 6 * 12 * 12, "product": 2 * 10}
+
+
+def test_training_that_overflows_keeps_what_an_xray_of_its_weights_advises():
+    """Weights grow until a square overflows. At the first weights, nothing does."""
+    def grows(output, label):
+        return -output.mean(axis=1)
+
+    mx.random.seed(1)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(16, in_units=12),
+                nn.HybridLambda(lambda F, x: F.square(x) * 1e-4, prefix="square_"),
+                nn.Dense(4, in_units=16))
+    net.initialize(mx.init.Constant(0.1))
+    amp.convert(net, BARE)
+    given = [(data.abs(), label) for data, label in batches()]
+    assert amp.xray(net, given, grows).findings == []
+    found = amp.search(net, given, grows, budget=600.0, steps=12, seeds=1, progress=False,
+                       optimizer_params={"learning_rate": 3.0})
+    assert (found.verified, found.runs) == (True, 4)
+    assert found.best.nodes == {"net_square_square0"}

@@ -183,19 +183,22 @@ class _State:
             min(ranks.get(name, last) for name in group), sorted(group)))
 
     def advice(self, batch: int = 0, values: Optional[Dict[str, Any]] = None) -> List[str]:
-        """Returns the nodes that an X-ray of a batch keeps, and then those of its worst tensors.
+        """Returns the nodes that an X-ray of a batch keeps, and then those of the worst tensors
+        that are left.
 
-        `values` are those of the parameters; None: the network's current ones. Then only the first
-        kind is returned.
+        `values` are those of the parameters; None: the network's current ones. With values, only
+        the first kind is returned.
         """
         session = self.trials.session
         looking = Looking(session, session.float32(samples=True), 0.01, Training(), values)
         batches = [session.batches[batch]]
-        last, kept, _ = looking.keep(looking.look(session.low(), batches, FIRST_SCALE), batches)
+        first = looking.look(session.low(), batches, FIRST_SCALE)
+        last, kept, _ = looking.keep(first, batches)  # adds to the findings
         layout = session.low(kept, watch=False).layout
         worst = [name for tensor in last.worst() if tensor.is_low
                  for name in layout.kept_for(tensor.key)] if values is None else []
-        return [name for name in dict.fromkeys([*sorted(kept), *worst]) if name in self.all]
+        advised = [name for finding in first.findings for name in finding.keep]
+        return [name for name in dict.fromkeys([*advised, *worst]) if name in self.all]
 
     def cheapest(self) -> Nodes:
         """Returns the cheapest choice with the wanted SNR that has not failed in training, and of
