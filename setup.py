@@ -3,6 +3,7 @@ pyproject.toml has the rest."""
 import contextlib
 import hashlib
 import importlib.util
+import json
 import os
 import platform
 import shutil
@@ -26,10 +27,8 @@ FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize=bool", "-fno-sanitize-recover=undefined",
             "-g1"] if os.environ.get("GLUON_AMP_SANITIZE") else []
 KEPT = os.environ.get("GLUON_AMP_OBJECTS")
-AVX2 = ["-mavx2", "-mf16c", "-mfma"]
-VARIANTS = {  # as in gluon_amp/cpu/library.py
-    "portable": [], "avx2": AVX2,
-    "avx512": [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]}
+# Sets of instructions; library.py chooses one by the processor's features.
+VARIANTS = json.loads((CPU / "variants.json").read_text())
 TYPES = {"": "FLOAT32", "_float16": "FLOAT16", "_bfloat16": "BFLOAT16"}  # of tensors
 OF_ONE_TYPE = {"kernels": "_float16", "rnn": "_bfloat16"}  # files of KERNELS
 # Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
@@ -166,9 +165,9 @@ class BuildLibraries(build_ext):
         jobs = [(source, source.parent.name, AS_MXNET, ["-O2", *headers])
                 for source in sorted(CPU.glob("**/*.cc")) if source not in KERNELS]
         jobs += [(source, isa + of, [("ISA", isa + of), (macro, "1")],
-                  ["-O3", "-I", str(CPU), *flags])
+                  ["-O3", "-I", str(CPU), *variant["flags"]])
                  for source in KERNELS
-                 for isa, flags in VARIANTS.items()
+                 for isa, variant in VARIANTS.items()
                  for of, macro in TYPES.items()
                  if of == OF_ONE_TYPE.get(source.stem, of)]
 
@@ -193,7 +192,7 @@ class BuildLibraries(build_ext):
         # in the process instantiate the same templates.
         exports = Path(self.build_temp, "exports")
         exports.parent.mkdir(parents=True, exist_ok=True)  # missing if all objects are cached
-        exports.write_text("{ global: gluon_amp_engine; local: *; };\n")
+        exports.write_text("{ global: gluon_amp_functions; local: *; };\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",
             extra_postargs=[*SANITIZE, "-fopenmp", "-Wl,-Bsymbolic",

@@ -637,7 +637,7 @@ class Runner:
     def _operators(self):
         """MXNet's operators that dispatch on type, and descriptions of their arguments."""
         mx, text = self.mx, ctypes.c_char_p
-        for name in self.library.dispatched():
+        for name in self.library.operators():
             if any(re.search(pattern, name) for pattern in NOT_DRAWN):
                 continue
             handle, count = ctypes.c_void_p(), ctypes.c_uint()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
-from gluon_amp.graph.blocks import BLOCKED
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from gluon_amp.policy import POLICIES
@@ -62,7 +61,8 @@ def residual():
 
 def depthwise():
     return of(nn.HybridSequential, convolution(32, 3, 2), convolution(32, groups=32),
-              nn.HybridLambda(lambda F, x: F.clip(x, 0, 6)), convolution(24, 1),
+              nn.HybridLambda(lambda F, x: 1 - (F.clip(x, 0, 6) - 0.5) / (x * x + 1)),
+              convolution(24, 1),
               convolution(64, 1), convolution(64, groups=4), nn.LeakyReLU(0.1), convolution(16, 1),
               nn.AvgPool2D(2), nn.Flatten())
 
@@ -143,7 +143,7 @@ def blocked(net, *shape):
     net(nd.zeros(shape))
     graph, types = net.mixed_graph(["float32"])
     return [n.op for n in build(graph, types, POLICIES["mixed_bfloat16"], blocks=True).nodes()
-            if BLOCKED in n.attrs]
+            if "blocked" in n.settings]
 
 
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True},
@@ -220,7 +220,7 @@ def test_outputs_have_plain_layout():
     graph, types = net.mixed_graph(["float32"])
     built: Graph = build(graph, types, POLICIES["mixed_bfloat16"], blocks=True)
     for output in built.outputs:
-        _, outputs = output.node.attrs.get(BLOCKED, ",0").split(",")
+        _, outputs = output.node.settings.get("blocked", "0 0").split()
         assert outputs[output.output] == "0"
 
 

@@ -127,7 +127,7 @@ for lasts in (["no_such_operator"], ["Custom", "no_such_operator"]):
     library.start()
     assert "no_such_operator" in reason()
     assert mxnet_refuses_float16()
-    assert not library.table().dispatched(), library.table().dispatched()
+    assert not library.table().operators(), library.table().operators()
     assert planned() == before
 library._operator_names = names
 library.start()

@@ -159,9 +159,9 @@ def test_accumulated_gradient_is_rounded_before_and_after_sum(rng):
     """As in the body of a loop, whose variables may be on the grid."""
     x, head = (bfloat16(rng.standard_normal(200)) for _ in "xy")
     grid = FORMATS["bfloat16"].for_engine
-    settings = {"__gluon_amp_inputs__": "1", "__gluon_amp_outputs__": "1", **{
-        f"__gluon_amp_{what}_grid__": grid for what in ("output", "gradient", "back")}}
-    node = Node("square", "op", settings, [Entry(Node("null", "x"))])
+    node = Node("square", "op", {}, [Entry(Node("null", "x"))])
+    node.settings = {"inputs": "1", "outputs": "1",
+                     **{f"{what}_grid": grid for what in ("output", "gradient", "back")}}
     op = as_function(Graph([Entry(node)]).symbol())
     values = mx.nd.array(x)
     values.attach_grad("add")

@@ -25,7 +25,7 @@ def same_bits(a, b):
 
 
 def call(name, *arrays, dtype=None, **attrs):
-    operator = name if name in library.dispatched() else library.PREFIX + name
+    operator = name if name in library.operators() else library.PREFIX + name
     return library.call(operator, [mx.nd.array(a, dtype=a.dtype) for a in arrays],
                         **attrs).asnumpy()
 

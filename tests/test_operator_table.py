@@ -18,7 +18,7 @@ sym = mx.sym
 ALL = {name for name in mx.operator.get_all_registered_operators()
        if not name.startswith(library.PREFIX)}
 # Aliases do not occur in graphs: MXNet writes the primary name.
-PRIMARY = library.dispatched()
+PRIMARY = library.operators()
 
 
 def test_every_operator_of_mxnet_has_a_row():
@@ -37,9 +37,9 @@ def test_no_operator_has_two_rows():
 
 
 def test_operators_with_dedicated_kernels_exist_in_mxnet():
-    assert "BatchNorm" in library.own_code()
-    assert "Correlation" not in library.own_code()
-    assert library.own_code() <= ALL
+    assert "BatchNorm" in library.operators("own_code")
+    assert "Correlation" not in library.operators("own_code")
+    assert library.operators("own_code") <= ALL
 
 
 def types_of(symbol, policy="float16", **inputs):

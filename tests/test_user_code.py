@@ -5,7 +5,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.cpu.library import dispatched
+from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -190,8 +190,8 @@ def test_settings_are_on_nodes_of_the_engine_only(policy, rng):
     net(nd.array(rng.random((3, 4)))).wait_to_read()
     graph, types = net.mixed_graph(["float32"])
     built = build(graph, types, net._amp.policy, watch=True)
-    settings = {node.op for node in built.nodes() if any("gluon_amp" in key for key in node.attrs)}
-    assert {"FullyConnected", "Dropout"} <= settings <= dispatched()
+    settings = {node.op for node in built.nodes() if node.settings}
+    assert {"FullyConnected", "Dropout"} <= settings <= library.operators()
 
 
 @mx.operator.register("pulls_to_zero")

@@ -91,9 +91,10 @@ def test_updates_lost_without_master_weights_are_counted(rng):
             update, half = after - before, before.astype(np.float16)
             alone = (half + update).astype(np.float16) == half
         held = before.copy()
-        added = library.Updates()
+        added = np.zeros(1, library.structure("Updates"))
         library.count_updates([nd.array(after)], [held], [added])
-        counts, changed, lost = Counts.of_structure(added.counts), added.changed, added.lost
+        counts = Counts.of_structure(added["counts"])
+        changed, lost = added["changed"], added["lost"]
         assert changed == (update != 0).sum()
         assert lost == ((update != 0) & alone).sum()
         np.testing.assert_array_equal(held, after)

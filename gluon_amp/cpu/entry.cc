@@ -113,14 +113,20 @@ int start(const char* isa, int count, const char** names, int constants, const c
 
 const char* reason() { return why; }
 
-const char* dispatched() {
-  static const std::string made = dispatched_names();
+const char* operators() {
+  static thread_local std::string made;
+  made = operator_rows();
   return made.c_str();
 }
 
-const char* own_names() {
-  static const std::string made = names_with_own_code();
-  return made.c_str();
+// The number of the settings in a text (settings.h), or -1 with the error in `reason`.
+int64_t settings(const char* text) {
+  try {
+    return settings_number(text);
+  } catch (const std::exception& error) {
+    std::snprintf(why, sizeof why, "%s", error.what());
+    return -1;
+  }
 }
 
 void use_generic_code(int on) { generic_only = on; }
@@ -310,47 +316,68 @@ const char* scales_of(int64_t id) {
 
 int blocks() { return keeps_blocks(); }
 
-struct Table {
-  int64_t sizes[4];  // of this structure, Counts, Updates and WatchedRow; they detect another version
-  int (*start)(const char*, int, const char**, int, const char**);
-  const char* (*reason)();
-  const char* (*probe)(const void*, const void*, int64_t);
-  int (*inputs_fit)(const unsigned char*, const void*);
-  int (*map_fits)(const unsigned char*, int64_t);
-  int (*description_fits)(const unsigned char*);
-  int (*dropout_fits)(const unsigned char*);
-  const char* (*dispatched)();
-  void (*use_generic_code)(int);
-  const char* (*own_code)();
-  int (*on_one_cpu)(const NDArray* const*, int64_t, int);
-  int (*versions)(int, void**, void*, int);
-  void (*marks)(void**, int64_t, int, unsigned char*);
-  void (*free_graphs)(void**, int64_t);
-  int64_t (*other_gradients)(void**, int64_t, void**, int64_t, void**);
-  int (*copy_all)(const NDArray* const*, const NDArray* const*, int64_t);
-  int64_t (*watched)();
-  const WatchedRow* (*watched_rows)();
-  const char* (*watched_names)(int64_t*);
-  void (*count)(const float*, int64_t, int, Counts*);
-  void (*count_updates)(const NDArray* const*, float* const*, int64_t, Updates* const*);
-  int64_t (*random_state)(unsigned char*, int);
-  const char* (*scales)(int64_t);
-  void (*set_scales)(int64_t, const char*);
-  void (*forget_scales)(int64_t);
-  void (*end_user_code)();
-  int (*keeps_blocks)();
+// A function for Python: its name, letters for the types of its result and of its arguments, and its address.
+struct Function {
+  const char *name, *types;
+  void (*address)();
 };
+
+template <class T> constexpr char kLetter = 'p';  // an address
+template <> constexpr char kLetter<void> = 'v';
+template <> constexpr char kLetter<int> = 'i';
+template <> constexpr char kLetter<int64_t> = 'l';
+template <> constexpr char kLetter<const char*> = 's';
+template <class... T> constexpr char kLetters[] = {kLetter<T>..., 0};
+
+template <class R, class... A>
+Function function(const char* name, R (*f)(A...)) {
+  return {name, kLetters<R, A...>, reinterpret_cast<void (*)()>(f)};
+}
+#define FUNCTION(name) function(#name, name)
+
+// A field of a structure that Python reads: the letter of its type, or the name of a structure; how many it has.
+struct Field {
+  const char *structure, *name, *type;
+  int64_t count, offset, size;  // size: of the structure
+};
+
+template <class T> constexpr const char* kType = nullptr;
+template <> constexpr const char* kType<int64_t> = "i8";
+template <> constexpr const char* kType<double> = "f8";
+template <> constexpr const char* kType<float> = "f4";
+template <> constexpr const char* kType<Counts> = "Counts";
+
+template <class T>
+Field field(const char* structure, const char* name, int64_t offset, int64_t size) {
+  using One = std::remove_extent_t<T>;
+  return {structure, name, kType<One>, sizeof(T) / sizeof(One), offset, size};
+}
+#define FIELD(S, name) field<decltype(S::name)>(#S, #name, offsetof(S, name), sizeof(S))
+
+// The last has no name.
+const void* fields() {
+  static const Field all[] = {
+      FIELD(Counts, bins), FIELD(Counts, zero), FIELD(Counts, infinite), FIELD(Counts, overflowed),
+      FIELD(Counts, flushed), FIELD(Counts, squares), FIELD(Counts, error_squares),
+      FIELD(Updates, counts), FIELD(Updates, changed), FIELD(Updates, lost),
+      FIELD(WatchedRow, index), FIELD(WatchedRow, backward), FIELD(WatchedRow, counts),
+      FIELD(WatchedRow, samples), FIELD(WatchedRow, sample), {}};
+  return all;
+}
 
 }  // namespace
 }  // namespace gluon_amp
 
-extern "C" __attribute__((visibility("default"))) const void* gluon_amp_engine() {
+// The functions for Python, the last without a name.
+extern "C" __attribute__((visibility("default"))) const void* gluon_amp_functions() {
   using namespace gluon_amp;
-  static const Table table = {{sizeof(Table), sizeof(Counts), sizeof(Updates), sizeof(WatchedRow)},
-                              start, reason, probe, inputs_fit, map_fits, description_fits,
-                              dropout_fits, dispatched, use_generic_code, own_names, on_one_cpu,
-                              versions, marks, free_graphs, other_gradients, copy_all, watched,
-                              watched_rows, watched_names, count, count_updates, random_state,
-                              scales_of, set_scales, forget_scales, end_user_code, blocks};
-  return &table;
+  static const Function functions[] = {
+      FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
+      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
+      FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions),
+      FUNCTION(marks), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(copy_all), FUNCTION(watched),
+      FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
+      FUNCTION(count_updates), FUNCTION(random_state), function("scales", scales_of), FUNCTION(set_scales),
+      FUNCTION(forget_scales), FUNCTION(end_user_code), function("keeps_blocks", blocks), {}};
+  return functions;
 }

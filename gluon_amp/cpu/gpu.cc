@@ -2,7 +2,7 @@
 //
 // - The state of MXNet's Dropout records that values were dropped, and its backward pass resets the record. A
 //   second backward pass through the same graph would drop nothing. Here the record stays.
-// - batch_dot of float16 arrays on a node with kEngineKey accumulates in float32, like all other float16
+// - batch_dot of float16 arrays on a node with the setting `engine` accumulates in float32, like all other float16
 //   products; MXNet's accumulates in float16.
 #include <algorithm>
 #include <limits>
@@ -86,7 +86,7 @@ void add_in_float32(nnvm::Op& op) {
       [theirs = mxnet::FCompute(*found)](
           const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
           const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-        if (!is_half(out[0]) || !find(attrs, kEngineKey) || !size(in[0]) || !size(in[1]))
+        if (!is_half(out[0]) || !settings_of(attrs).engine || !size(in[0]) || !size(in[1]))
           return theirs(attrs, context, in, req, out);
         if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
       }));

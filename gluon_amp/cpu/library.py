@@ -1,11 +1,11 @@
 """Loads the engine: the library that runs MXNet's operators in float16 on a CPU.
 
-`setup.py` compiles it from the C++ files of this folder, its kernels once for each entry of
-`VARIANTS`. The import of gluon_amp, before MXNet runs any operator, replaces the CPU functions of
-MXNet's operators by functions that dispatch on type (dispatch.cc). This depends on the binary
-layout of MXNet 1.9.1's wheels (native.h). `start` first checks MXNet's version and the compiler's
-name in its library, then the layout of three objects in memory. If a check fails, no operator is
-replaced, and the first float16 use on a CPU raises the reason.
+`setup.py` compiles it from the C++ files of this folder, its kernels once for each set of
+instructions in variants.json. The import of gluon_amp, before MXNet runs any operator, replaces the
+CPU functions of MXNet's operators by functions that dispatch on type (dispatch.cc). This depends on
+the binary layout of MXNet 1.9.1's wheels (native.h). `start` first checks MXNet's version and the
+compiler's name in its library, then the layout of three objects in memory. If a check fails, no
+operator is replaced, and the first float16 use on a CPU raises the reason.
 
 `GLUON_AMP_ISA` selects a variant by name. `GLUON_AMP_ENGINE` selects another library file
 (`make sanitize`) or, as `off`, none.
@@ -14,21 +14,24 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import itertools
+import json
 import os
 import struct
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_double,
-    c_float,
-    c_int,
-    c_int64,
-    c_uint,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
 from pathlib import Path
-from typing import Any, BinaryIO, Callable, FrozenSet, Iterator, List, Optional, Sequence
+from typing import (
+    Any,
+    BinaryIO,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+)
 
 from mxnet._ctypes.ndarray import _imperative_invoke
 from mxnet.ndarray.sparse import _ndarray_cls
@@ -41,6 +44,8 @@ from . import bfloat16
 # the features of the processor and of the operating system
 __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
 
+SETTINGS = "__gluon_amp__"  # the attribute of nodes with settings
+_NAMES = ("watch", "histories")  # settings that are names, in lines of the attribute
 PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
 # Attributes with constants, which float16 kernels round to float16 as on a GPU; and operators whose
@@ -49,11 +54,9 @@ CONSTANTS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", 
              "on_value", "off_value", "nan", "posinf", "neginf", "to_begin_scalar", "to_end_scalar")
 RANGES = ("_arange", "_npi_arange", "_linspace", "_npi_logspace")
 
-VARIANTS = {  # best first: name -> the processor features that it requires
-    "avx512": ("AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"),
-    "avx2": ("AVX2", "F16C", "FMA3"),
-    "portable": (),
-}
+# best first: for each name the processor features that it requires
+VARIANTS = {name: row["features"] for name, row in json.loads(
+    Path(__file__).with_name("variants.json").read_text()).items()}
 VERSION = "1.9.1"
 COMPILER = b"GCC: (GNU) 4.8.5"
 X86_64 = 62  # in an ELF header
@@ -71,59 +74,38 @@ class KernelError(RuntimeError):
     """
 
 
-class Counts(ctypes.Structure):
-    """Counts of values by exponent; the same as in kernels/kernels.h."""
-    _fields_ = [("bins", c_int64 * 256)] + [
-        (name, c_int64) for name in ("zero", "infinite", "overflowed", "flushed")] + [
-        (name, c_double) for name in ("squares", "error_squares")]
+class _Function(ctypes.Structure):
+    """A row of the library's list of functions; the same as in entry.cc."""
+    _fields_ = [("name", c_char_p), ("types", c_char_p), ("address", c_void_p)]
 
 
-class Updates(ctypes.Structure):
-    """Counts of updates of weights; the same as in kernels/kernels.h."""
-    _fields_ = [("counts", Counts), ("changed", c_int64), ("lost", c_int64)]
+class _Field(ctypes.Structure):
+    """A row of the library's list of structures' fields; the same as in entry.cc."""
+    _fields_ = [("structure", c_char_p), ("name", c_char_p), ("type", c_char_p),
+                ("count", c_int64), ("offset", c_int64), ("size", c_int64)]
 
 
-class WatchedRow(ctypes.Structure):
-    """Counts of a watched node; the same as in watch.h."""
-    _fields_ = [("index", c_int64), ("backward", c_int64), ("counts", Counts),
-                ("samples", c_int64), ("sample", c_float * 1024)]
+_TYPES = {"v": None, "i": c_int, "l": c_int64, "s": c_char_p, "p": c_void_p}
 
 
-class _Table(ctypes.Structure):
-    """The library's function table; the same as in entry.cc."""
-    _fields_ = [
-        ("sizes", c_int64 * 4),  # of this structure, Counts, Updates and WatchedRow
-        ("start", ctypes.CFUNCTYPE(c_int, c_char_p, c_int, POINTER(c_char_p), c_int,
-                                   POINTER(c_char_p))),
-        ("reason", ctypes.CFUNCTYPE(c_char_p)),
-        ("probe", ctypes.CFUNCTYPE(c_char_p, c_void_p, c_void_p, c_int64)),
-        ("inputs_fit", ctypes.CFUNCTYPE(c_int, c_char_p, c_void_p)),
-        ("map_fits", ctypes.CFUNCTYPE(c_int, c_char_p, c_int64)),
-        ("description_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
-        ("dropout_fits", ctypes.CFUNCTYPE(c_int, c_char_p)),
-        ("dispatched", ctypes.CFUNCTYPE(c_char_p)),
-        ("use_generic_code", ctypes.CFUNCTYPE(None, c_int)),
-        ("own_code", ctypes.CFUNCTYPE(c_char_p)),
-        ("on_one_cpu", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), c_int64, c_int)),
-        ("versions", ctypes.CFUNCTYPE(c_int, c_int, POINTER(c_void_p), c_void_p, c_int)),
-        ("marks", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64, c_int, c_char_p)),
-        ("free_graphs", ctypes.CFUNCTYPE(None, POINTER(c_void_p), c_int64)),
-        ("other_gradients", ctypes.CFUNCTYPE(c_int64, POINTER(c_void_p), c_int64,
-                                             POINTER(c_void_p), c_int64, POINTER(c_void_p))),
-        ("copy_all", ctypes.CFUNCTYPE(c_int, POINTER(c_void_p), POINTER(c_void_p), c_int64)),
-        ("watched", ctypes.CFUNCTYPE(c_int64)),
-        ("watched_rows", ctypes.CFUNCTYPE(c_void_p)),
-        ("watched_names", ctypes.CFUNCTYPE(c_void_p, POINTER(c_int64))),
-        ("count", ctypes.CFUNCTYPE(None, c_void_p, c_int64, c_int, POINTER(Counts))),
-        ("count_updates", ctypes.CFUNCTYPE(None, POINTER(c_void_p), POINTER(c_void_p), c_int64,
-                                           POINTER(c_void_p))),
-        ("random_state", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int)),
-        ("scales", ctypes.CFUNCTYPE(c_char_p, c_int64)),
-        ("set_scales", ctypes.CFUNCTYPE(None, c_int64, c_char_p)),
-        ("forget_scales", ctypes.CFUNCTYPE(None, c_int64)),
-        ("end_user_code", ctypes.CFUNCTYPE(None)),
-        ("keeps_blocks", ctypes.CFUNCTYPE(c_int)),
-    ]
+class _Functions:
+    """The library's functions, as attributes."""
+
+    def __init__(self, rows: Any) -> None:
+        for row in _until_empty(rows):
+            types: List[Any] = [_TYPES[letter] for letter in row.types.decode()]
+            setattr(self, row.name.decode(), ctypes.CFUNCTYPE(*types)(row.address))
+
+    def __getattr__(self, name: str) -> Any:
+        raise KernelError(f"gluon_amp's CPU kernels are of another version: {PATH}. {_REBUILD}")
+
+
+def _until_empty(rows: Any) -> Iterator[Any]:
+    """Yields the rows of a list whose last row has no name."""
+    for i in itertools.count():
+        if rows[i].name is None:
+            return
+        yield rows[i]
 
 
 def choose() -> str:
@@ -190,21 +172,31 @@ def _operator_names() -> List[str]:
 
 
 @functools.lru_cache(maxsize=None)
-def table() -> _Table:
-    """Loads the library into the process and returns its function table."""
+def table() -> Any:
+    """Loads the library into the process and returns its functions."""
     if not PATH.exists():
         raise KernelError(f"gluon_amp's CPU kernels are missing: {PATH}. {_REBUILD}")
     try:
         library = ctypes.CDLL(str(PATH))
     except OSError as error:
         raise KernelError(f"gluon_amp's CPU kernels do not load: {error}. {_REBUILD}") from error
-    if not hasattr(library, "gluon_amp_engine"):
+    if not hasattr(library, "gluon_amp_functions"):
         raise KernelError(f"gluon_amp's CPU kernels are not in {PATH}. {_REBUILD}")
-    library.gluon_amp_engine.restype = POINTER(_Table)
-    made: _Table = library.gluon_amp_engine().contents
-    if list(made.sizes) != [ctypes.sizeof(s) for s in (_Table, Counts, Updates, WatchedRow)]:
-        raise KernelError(f"gluon_amp's CPU kernels are of another version: {PATH}. {_REBUILD}")
-    return made
+    library.gluon_amp_functions.restype = POINTER(_Function)
+    return _Functions(library.gluon_amp_functions())
+
+
+@functools.lru_cache(maxsize=None)
+def structure(name: str) -> "np.dtype[Any]":
+    """Returns the layout of a structure of the engine."""
+    fields = [f for f in _until_empty(ctypes.cast(table().fields(), POINTER(_Field)))
+              if f.structure == name.encode()]
+    kinds = [f.type.decode() for f in fields]
+    return np.dtype({
+        "names": [f.name.decode() for f in fields],
+        "formats": [(structure(kind) if kind[0].isupper() else kind, f.count if f.count > 1 else ())
+                    for kind, f in zip(kinds, fields)],
+        "offsets": [f.offset for f in fields], "itemsize": fields[0].size})
 
 
 def _start() -> str:
@@ -232,7 +224,7 @@ def _start() -> str:
     return variant
 
 
-def _end_after_user_code(engine: _Table) -> None:
+def _end_after_user_code(engine: Any) -> None:
     """Delays exit until no thread runs the user's Python (CustomOp, autograd.Function).
 
     Otherwise MXNet would deadlock or abort. MXNet calls this function at exit.
@@ -253,7 +245,7 @@ def _encoded(names: Sequence[str]) -> Any:
 
 _variant: Optional[str] = None
 _error: Optional[KernelError] = None
-_table: Optional[_Table] = None  # set by `start`
+_table: Any = None  # set by `start`
 
 
 def start() -> None:
@@ -340,7 +332,7 @@ def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"])
 
 
 def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarray[Any, Any]"],
-                  into: Sequence[Updates]) -> None:
+                  into: Sequence["np.ndarray[Any, Any]"]) -> None:
     """Adds the counts of updates of float32 arrays since `before` to `into`.
 
     They include the numbers of values that changed, and of those that would not have changed in
@@ -350,7 +342,7 @@ def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarra
     mx.nd.waitall()
     addresses = c_void_p * len(arrays)
     table().count_updates(_handles(arrays), addresses(*(b.ctypes.data for b in before)),
-                          len(arrays), addresses(*map(ctypes.addressof, into)))
+                          len(arrays), addresses(*(one.ctypes.data for one in into)))
 
 
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:
@@ -380,21 +372,31 @@ def random_numbers_kept() -> Iterator[Callable[[], None]]:
 
 
 @functools.lru_cache(maxsize=None)
-def dispatched() -> FrozenSet[str]:
-    """Returns the names in graphs of MXNet's operators that dispatch on type."""
+def operators(word: str = "") -> FrozenSet[str]:
+    """Returns the names in graphs of MXNet's operators that dispatch on type; those with this word
+    in their row (`operator_rows` in dispatch.cc)."""
     load()
-    return frozenset(table().dispatched().decode().split())
+    rows = map(str.split, table().operators().decode().splitlines())
+    return frozenset(name for name, *words in rows if not word or word in words)
+
+
+def settings_attribute(settings: Mapping[str, str]) -> Dict[str, str]:
+    """Returns the attribute of a node with these settings (dispatch/settings.h); none without."""
+    if not settings:
+        return {}
+    load()
+    text = "".join(f"{key} {value}\n" for key, value in sorted(settings.items())
+                   if value and key not in _NAMES)
+    number = table().settings(text.encode())
+    if number < 0:
+        raise ValueError(table().reason().decode())
+    lines = [str(number), *(settings.get(key, "") for key in _NAMES)]
+    return {SETTINGS: "\n".join(lines).rstrip("\n")}
 
 
 def keeps_blocks() -> bool:
     """Whether bfloat16 convolutions read and write blocks of 16 channels on this processor."""
     return _table is not None and bool(_table.keeps_blocks())
-
-
-@functools.lru_cache(maxsize=None)
-def own_code() -> FrozenSet[str]:
-    """Returns MXNet's operators with hand-written kernels in the engine."""
-    return frozenset(table().own_code().decode().split())
 
 
 @functools.lru_cache(maxsize=None)

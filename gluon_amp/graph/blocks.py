@@ -10,16 +10,7 @@ from typing import Dict, List, Mapping, Optional, Set
 from ..cpu import library
 from .graph import Entry, Graph, Node
 
-BLOCKED = "__gluon_amp_blocked__"  # of a node: "100,1", 1 for each blocked input and output
 _CHANNELS = 16
-
-# Layers that read and write either layout.
-_LAYERS = frozenset(["Convolution", "Deconvolution", "Pooling"])
-# Operators whose images have one layout, by the number of inputs that are images; None: all.
-_ONE_LAYOUT = {
-    **dict.fromkeys(["BatchNorm", "_contrib_BatchNormWithReLU", "Activation", "LeakyReLU", "relu",
-                     "sigmoid", "tanh", "clip", "_mul_scalar", "_div_scalar", "_plus_scalar"], 1),
-    **dict.fromkeys(["elemwise_add", "elemwise_sub", "elemwise_mul", "add_n", "Concat"])}
 _ACTIVATIONS = ("relu", "sigmoid", "tanh", "leaky", "gelu")
 
 
@@ -36,14 +27,14 @@ def blocked_entries(graph: Graph, types: Mapping[Entry, Optional[str]]) -> Set[E
     blocked = {entry for entry, count in channels.items()
                if count and count % _CHANNELS == 0 and types.get(entry) == "bfloat16"
                and all(_reads_images(user, entry) for user in users.get(entry, []))}
-    return _with_one_layout(blocked, [node for node in nodes if node.op in _ONE_LAYOUT])
+    return _with_one_layout(blocked, [node for node in nodes if _has_one_layout(node)])
 
 
-def setting(node: Node, outputs: int, blocked: Set[Entry]) -> str:
-    """The value of BLOCKED for a node; empty where nothing is blocked."""
+def setting(node: Node, outputs: int, blocked: Set[Entry]) -> Dict[str, str]:
+    """Returns the setting of a node, 1 for each blocked input and output; none where nothing is."""
     letters = ["".join(str(int(e in blocked)) for e in entries)
                for entries in (node.inputs, [Entry(node, i) for i in range(outputs)])]
-    return ",".join(letters) if "1" in "".join(letters) else ""
+    return {"blocked": " ".join(letters)} if "1" in "".join(letters) else {}
 
 
 def _with_one_layout(blocked: Set[Entry], nodes: List[Node]) -> Set[Entry]:
@@ -66,15 +57,19 @@ def _is_supported(node: Node) -> bool:
         return node.attrs.get("dim", "1") == "1"
     if node.op in ("Activation", "LeakyReLU"):
         return node.attrs.get("act_type", "leaky") in _ACTIVATIONS
-    if node.op in _LAYERS:
+    if node.op in library.operators("blocks"):
         return node.attrs.get("layout", "None")[:2] in ("No", "NC")
-    return node.op in _ONE_LAYOUT
+    return _has_one_layout(node)
+
+
+def _has_one_layout(node: Node) -> bool:
+    """Whether all images of an operator have one layout."""
+    return node.op in library.operators("any_order") or node.op in library.operators("alike")
 
 
 def _images(node: Node) -> int:
     """How many of the first inputs are images."""
-    count = _ONE_LAYOUT.get(node.op, 1)
-    return len(node.inputs) if count is None else count
+    return len(node.inputs) if node.op in library.operators("any_order") else 1
 
 
 def _reads_images(node: Optional[Node], entry: Entry) -> bool:

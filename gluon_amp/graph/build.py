@@ -1,11 +1,10 @@
 """Builds the graph that a device runs: the network's graph with casts and settings on its nodes.
 
-A CPU and a GPU run the same graph. A setting is an attribute `__gluon_amp_*__` of a node that the
-engine runs, whose parser skips it; cpu/engine.h lists them. On a CPU the engine runs all 16-bit
-nodes, and nodes of any type that have a setting.
+A CPU and a GPU run the same graph. On a CPU the engine runs all 16-bit nodes, and nodes of any type
+that have a setting (`Node.settings`). cpu/dispatch/settings.h describes the settings.
 
 Emulated formats (TF32, float8) run on CPUs only: MXNet has no arrays of them. Their tensors are
-float32 arrays. A node's attributes select the inputs and outputs that the engine rounds.
+float32 arrays. A node's settings select the inputs and outputs that the engine rounds.
 """
 from typing import (
     Any,
@@ -26,38 +25,16 @@ from ..cpu import library
 from ..cpu.arrays import HALVES
 from ..cpu.scales import Scales
 from ..policy import POLICIES, Policy
-from .accumulate import ATTRIBUTE as ACCUMULATE
 from .accumulate import accumulate
-from .blocks import BLOCKED, blocked_entries, setting
-from .casts import PRODUCT
+from .blocks import blocked_entries, setting
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from .high_precision import in_high_precision
 from .operators import BATCH_NORMS, factors, numbers
-from .refusals import LOOP, check_formats, check_loops
-
-# The engine runs the node on a CPU even if all its arrays are float32.
-_ENGINE = "__gluon_amp_engine__"
-# Formats: see cpu/engine.h.
-_INPUTS, _OUTPUTS, _READS = (f"__gluon_amp_{word}__" for word in ("inputs", "outputs", "reads"))
-_ORDERED, _SCALING = "__gluon_amp_ordered__", "__gluon_amp_scaling__"
-# A product of bfloat16 data reads float32 parameters and rounds them.
-_PARAMETERS = "__gluon_amp_float32_parameters__"
-WATCH = "__gluon_amp_watch__"  # the node's name, if the engine counts its values
-_SAMPLES = "?"  # prefix of that name: counts samples only
-_GRIDS = tuple(f"__gluon_amp_{word}_grid__" for word in ("output", "product", "gradient", "back"))
+from .refusals import check_formats, check_loops
 
 # Operators that draw a mask or update statistics: recomputation in the backward pass
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
-
-# Operators that MXNet's code runs. Most create or copy values (kMoves of cpu/dispatch/dispatch.cc),
-# which MXNet does as fast for 16-bit types. The last three run bodies, which are built separately.
-LEFT_ALONE = frozenset("""
-    Reshape Flatten expand_dims squeeze reshape_like BlockGrad _copy _zeros _zeros_without_dtype
-    _ones _full _eye zeros_like ones_like _npx_reshape _np_reshape _np_squeeze
-    _foreach _while_loop _cond
-""".split())
-
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
           watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
@@ -77,8 +54,8 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
     """
     if not library.started():
         return _with_repeatable_dropout(graph)
-    prefix = (_SAMPLES if samples else "") if watch else None
-    rewriting = _Rewriting(graph, types, policy, prefix, scales or Scales(freed=False), place)
+    counts = ("samples" if samples else "all") if watch else ""
+    rewriting = _Rewriting(graph, types, policy, counts, scales or Scales(freed=False), place)
     if blocks and not watch and policy.one_format and policy.accumulate is None:
         rewriting.blocked = blocked_entries(graph, rewriting.types)
     built = rewriting.run()
@@ -108,9 +85,9 @@ class _Rewriting:
     """The rewriting of one graph, or of the body of a loop."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 watch: Optional[str], scales: Scales, place: Callable[[str], str],
+                 counts: str, scales: Scales, place: Callable[[str], str],
                  named: Optional[Dict[str, int]] = None):
-        self.graph, self.policy, self.watch = graph, policy, watch
+        self.graph, self.policy, self.counts = graph, policy, counts
         self.scales, self.place = scales, place
         # whether the engine rounds gradients of 16-bit arrays to another format
         self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
@@ -134,7 +111,7 @@ class _Rewriting:
             if not self._casts_parameters(node):
                 return self._rewritten(node, inputs)
             made = self._rewritten(node, [inputs[0], *(e.node.inputs[0] for e in inputs[1:])])
-            made.attrs[_PARAMETERS] = "1"
+            made.settings["parameters"] = "1"
             return made
         return self.graph.rewrite(make)
 
@@ -145,8 +122,8 @@ class _Rewriting:
         setting, the same product of float16 data accumulates in float32 on both devices
         (cpu/gpu.cc), so the results are equal.
         """
-        if node.op != "batch_dot" or PRODUCT in node.attrs or self.rounds_halves \
-                or self.watch is not None:  # an X-ray counts what the casts round
+        if node.op != "batch_dot" or node.rounds_inputs or self.rounds_halves \
+                or self.counts:  # an X-ray counts what the casts round
             return False
         return bool(users) \
             and all(self._is_cast(e.node, "float16", "float32") for e in node.inputs) \
@@ -155,7 +132,7 @@ class _Rewriting:
     def _casts_parameters(self, node: Node) -> bool:
         """Whether a layer casts float32 parameters to bfloat16. It then reads the float32 arrays
         and rounds in its kernel, without bfloat16 copies of parameters and gradients."""
-        return node.op in ("Convolution", "FullyConnected") and self.watch is None \
+        return node.op in ("Convolution", "FullyConnected") and not self.counts \
             and self.policy.one_format and self.policy.accumulate is None \
             and self.types.get(node.inputs[0]) == "bfloat16" \
             and all(self._is_cast(e.node, "float32", "bfloat16") for e in node.inputs[1:])
@@ -180,10 +157,10 @@ class _Rewriting:
         """Returns the node with its settings and new inputs."""
         new = node.like(inputs)
         new.subgraphs = [
-            _Rewriting(body.graph, body.types, self.policy, self.watch, self.scales, self.place,
+            _Rewriting(body.graph, body.types, self.policy, self.counts, self.scales, self.place,
                        self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
-        rounded = any(map(self._is_rounded, entries)) or PRODUCT in node.attrs
+        rounded = any(map(self._is_rounded, entries)) or node.rounds_inputs
         # the engine's kernel is faster on float32 arrays
         if node.op == "BatchNorm" and self.policy.is_emulated:
             rounded = True
@@ -194,16 +171,15 @@ class _Rewriting:
             new.attrs.pop("__force_mirroring__", None)
         if low and self.policy.accumulate is not None:
             accumulate(new, self.policy.accumulate, self.policy.split)
-        if self.policy.high_precision and (PRODUCT in node.attrs or ACCUMULATE in new.attrs):
+        if self.policy.high_precision and (node.rounds_inputs or "accumulate" in new.settings):
             in_high_precision(new, self.policy.high_precision, self.policy.name)
         if _is_better_in_the_engine(node) or node in self.without_casts:
-            new.attrs[_ENGINE] = "1"
+            new.settings["engine"] = "1"
         if self.blocked:
-            layouts = setting(node, self.count[node], self.blocked)
-            new.attrs.update({BLOCKED: layouts} if layouts else {})
-        if self.watch is not None and _runs_engine(node) \
+            new.settings.update(setting(node, self.count[node], self.blocked))
+        if self.counts and _runs_engine(node) \
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
-            new.attrs[WATCH] = f"{self.watch}{node.name}"
+            new.settings.update(counts=self.counts, watch=node.name)
         return new
 
     def _set_formats(self, node: Node, new: Node) -> None:
@@ -216,25 +192,24 @@ class _Rewriting:
                 new.attrs[key] = repr(float(policy.between.nearest.round(np.float32(number))))
         if not _runs_engine(node):  # a parser may refuse settings, or pass them to the user's code
             return
-        if PRODUCT in node.attrs:
+        if node.rounds_inputs:
             check_formats(node, policy.name)
         if node.op == "RNN" and not policy.one_format:
-            new.attrs[LOOP] = "True"
+            new.settings["loop"] = "1"
         if policy.in_order:
-            new.attrs[_ORDERED] = "True"
-        product = PRODUCT in node.attrs
-        if product:
-            del new.attrs[PRODUCT]
-            new.attrs[_READS] = factors(node).replace("1", "p")  # p: rounded to the product's grid
+            new.settings["ordered"] = "1"
+        if node.rounds_inputs:
+            new.settings["reads"] = factors(node).replace("1", "p")  # p: to the product's grid
             if policy.scaling is not None:
-                new.attrs[_SCALING] = f"{policy.scaling} {self.scales.id} {policy.history} " \
-                                      f"{policy.margin} {self._place(node)}"
+                new.settings.update(scaling=f"{policy.scaling} {policy.history} {policy.margin}",
+                                    histories=f"{self.scales.id} {self._place(node)}")
         back = policy.gradient if policy.gradient_everywhere else policy.between
-        gradient = policy.gradient if product else back
-        for key, format_ in zip(_GRIDS, (policy.between, policy.product, gradient, back)):
-            new.attrs[key] = format_.for_engine
-        for key, entries in ((_INPUTS, node.inputs), (_OUTPUTS, self._outputs(node))):
-            new.attrs[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
+        gradient = policy.gradient if node.rounds_inputs else back
+        grids = {"output": policy.between, "product": policy.product, "gradient": gradient,
+                 "back": back}
+        new.settings.update((f"{key}_grid", format_.for_engine) for key, format_ in grids.items())
+        for key, entries in (("inputs", node.inputs), ("outputs", self._outputs(node))):
+            new.settings[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
 
     def _place(self, node: Node) -> str:
         """Returns the name of the histories of a product's float8 tensors.
@@ -248,7 +223,7 @@ class _Rewriting:
 
 
 def _runs_engine(node: Node) -> bool:
-    return node.op in library.dispatched() and node.op not in LEFT_ALONE
+    return node.op in library.operators() and node.op not in library.operators("moves")
 
 
 def _is_better_in_the_engine(node: Node) -> bool:

@@ -26,8 +26,6 @@ from . import operators
 from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
 from .sparse import sparse_nodes, touches_sparse
 
-PRODUCT = "__gluon_amp_product__"  # the attribute of products that round their inputs
-
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
                  parameters: Iterable[str], keep: Collection[str] = (),
@@ -143,7 +141,7 @@ class _Casting:
         if node.op in operators.PRODUCTS:
             product = self._product(node)
             if self.policy.products_round and product == self.product:
-                made.attrs[PRODUCT] = "True"
+                made.rounds_inputs = True
             if product != self.between:
                 outputs = [self.cast(Entry(made, i), self.between) for i, _ in enumerate(types)]
         return outputs

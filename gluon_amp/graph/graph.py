@@ -25,6 +25,7 @@ from typing import (
 )
 
 from .._mxnet import mx
+from ..cpu import library
 from ..cpu.arrays import dtype_name
 
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
@@ -45,8 +46,15 @@ class Entry(NamedTuple):
 
 
 class Node:
-    """An operator or a variable. Nodes compare by identity."""
-    __slots__ = ("attrs", "inputs", "name", "op", "subgraphs")
+    """An operator or a variable. Nodes compare by identity.
+
+    Attributes:
+        rounds_inputs: whether a product of arrays of another format rounds its inputs (casts.py).
+        settings: what the engine does at the node beyond the operator, by name; build.py sets them.
+            Symbols have the number of an entry of the engine's table instead.
+    """
+    __slots__ = ("attrs", "inputs", "name", "op", "rounds_inputs", "settings",
+                 "subgraphs")
 
     def __init__(self, op: str, name: str, attrs: Optional[Mapping[str, str]] = None,
                  inputs: Iterable[Entry] = (), subgraphs: Iterable["Graph"] = ()):
@@ -54,6 +62,8 @@ class Node:
         self.attrs = dict(attrs or {})
         self.inputs = list(inputs)
         self.subgraphs = list(subgraphs)
+        self.rounds_inputs = False
+        self.settings: Dict[str, str] = {}
 
     def __repr__(self) -> str:
         return f"{self.op}({self.name})"
@@ -64,7 +74,9 @@ class Node:
 
     def like(self, inputs: Iterable[Entry]) -> "Node":
         """Returns a copy of the node with other inputs."""
-        return Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
+        made = Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
+        made.rounds_inputs, made.settings = self.rounds_inputs, dict(self.settings)
+        return made
 
     def bodies(self, types: Mapping[Entry, Optional[str]]) -> List["Body"]:
         """Returns the graphs of a loop or a condition.
@@ -120,7 +132,8 @@ class Graph:
         items, rows = [], [0]
         for node in nodes:
             item: Dict[str, Any] = {
-                "op": node.op, "name": node.name, "attrs": node.attrs,
+                "op": node.op, "name": node.name,
+                "attrs": {**node.attrs, **library.settings_attribute(node.settings)},
                 "inputs": [[number[e.node], e.output, 0] for e in node.inputs]}
             if node.subgraphs:
                 item["subgraphs"] = [sub._to_dict() for sub in node.subgraphs]

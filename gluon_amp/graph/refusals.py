@@ -6,10 +6,7 @@ from typing import Iterator
 
 from ..cpu import library
 from ..policy import Policy
-from .accumulate import ATTRIBUTE
 from .graph import Graph, Node
-
-LOOP = "__gluon_amp_loop__"  # an RNN runs in our loop over time, which supports several formats
 
 # Products for which the engine supports one format only, and their names in MXNet's API.
 _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
@@ -69,7 +66,7 @@ def dropout_in_loops(built: Graph, policy: str) -> str:
 
 def _in_loops(built: Graph) -> Iterator[Node]:
     return (node for node in built.nodes_within()
-            if node.op == "RNN" and (LOOP in node.attrs or ATTRIBUTE in node.attrs))
+            if node.op == "RNN" and ("loop" in node.settings or "accumulate" in node.settings))
 
 
 def devices_that_wait(graph: Graph) -> int:

@@ -1,9 +1,9 @@
 """The nodes and tensors of a converted network, in order of computation."""
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
+from ..cpu import library
 from ..formats import FORMATS
 from ..graph import operators
-from ..graph.build import LEFT_ALONE
 from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
 from ..graph.operators import PRODUCTS
 from ..policy import Policy
@@ -23,8 +23,8 @@ Found = List[Entry]  # the sources of an entry: one output or variable; two for 
 class Layout:
     """The nodes of graphs in order, and their tensors.
 
-    The bodies of loops and conditions are inlined. Operators that only copy values (LEFT_ALONE) are
-    not counted, and are replaced by their inputs.
+    The bodies of loops and conditions are inlined. Operators that only copy values are not
+    counted, and are replaced by their inputs.
 
     Attributes:
         nodes: the nodes by name.
@@ -41,6 +41,7 @@ class Layout:
     def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Collection[str], keep: Collection[str] = (),
                  data: Collection[str] = ()) -> None:
+        self._moves = library.operators("moves")
         self.nodes: Dict[str, Node] = {}
         self.keep, self.data = keep, data
         self.formats = {**FORMATS, policy.between.name: policy.between}
@@ -89,7 +90,7 @@ class Layout:
             if node.subgraphs:
                 made = self._add_bodies(node, inferred, found)
                 found.update((Entry(node, i), one) for i, one in enumerate(made))
-            elif node.op in LEFT_ALONE and reads:
+            elif node.op in self._moves and reads:
                 found[entry] = reads[0]
             else:
                 found.update((e, [e]) for e in self._made[node])
@@ -150,7 +151,7 @@ class Layout:
         found: Dict[Key, None] = {}
         for reader, which in self._readers.get(entry, ()):
             read = reader.inputs[which].node
-            while read.op in LEFT_ALONE and read.op not in _ENDS_GRADIENTS and read.inputs:
+            while read.op in self._moves and read.op not in _ENDS_GRADIENTS and read.inputs:
                 read = read.inputs[0].node
             if read.op in _ENDS_GRADIENTS:
                 continue

@@ -3,7 +3,6 @@
 A `Counts` is a histogram of float32 exponents. From it follow the shares that underflow, become
 subnormal, or overflow in a format, at any loss scale, without another run.
 """
-import ctypes
 import functools
 import math
 import statistics
@@ -19,7 +18,6 @@ from ..graph.operators import LOSSES, PRODUCTS
 _BIAS = 127  # bin 127 holds numbers from 1 to below 2
 _EXPONENTS = np.arange(256.0) - _BIAS  # the exponent of each bin
 _SQUARE = 7 / 3  # the mean square of a number between 1 and 2
-_COUNTS: Any = np.dtype(library.Counts)
 _ADDED = ("bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares", "error_squares")
 _BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # thresholds of `low_snr` in dB
 _POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled
@@ -69,18 +67,17 @@ class Counts:
 
     @classmethod
     def of_structure(cls, counts: Any) -> "Counts":
-        """Returns the counts in a structure of the engine."""
-        return cls.of_engine(np.frombuffer(counts, _COUNTS))[0]
+        """Returns the counts in an array of one structure of the engine."""
+        return cls.of_engine(counts)[0]
 
     @classmethod
     def of_array(cls, array: Array, half: bool = False) -> "Counts":
         """Counts the values of a float array; with `half`, as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
-        counts = library.Counts()
         library.load()
-        library.table().count(numbers.ctypes.data_as(ctypes.c_void_p), numbers.size, int(half),
-                              ctypes.byref(counts))
+        counts = np.zeros(1, library.structure("Counts"))
+        library.table().count(numbers.ctypes.data, numbers.size, int(half), counts.ctypes.data)
         return cls.of_structure(counts)
 
     def __add__(self, other: "Counts") -> "Counts":

@@ -57,7 +57,8 @@ class Updates:
         self.session, self.stopped = session, ""
         self.parameters = [p for p in session.parameters.values()
                            if p.grad_req != "null" and p._stype == "default"]
-        self.added: Dict[str, library.Updates] = defaultdict(library.Updates)  # in all steps
+        self.added: Dict[str, np.ndarray[Any, Any]] = defaultdict(  # in all steps
+            lambda: np.zeros(1, library.structure("Updates")))
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters before an update
 
     def step(self, low: Graphs, batch: Batch, scale: float,
@@ -85,9 +86,9 @@ class Updates:
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
-                made[-1].updates = Counts.of_structure(added.counts)
+                made[-1].updates = Counts.of_structure(added["counts"])
                 if not half or self.master(p) is not None:  # otherwise updates are already lost
-                    made[-1].without_master = added.lost / max(added.changed, 1)
+                    made[-1].without_master = added["lost"].item() / max(added["changed"].item(), 1)
         return made
 
 

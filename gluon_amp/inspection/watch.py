@@ -26,12 +26,11 @@ from ..annotations import Block, Network, Trainer
 from ..cpu import library
 from ..gluon.converted import ConvertedHybridBlock
 from ..gluon.state import Op, blocks_in, parameters_in
-from ..graph.build import WATCH, build, cached_op
+from ..graph.build import build, cached_op
 from ..graph.graph import Graph
 from ..graph.refusals import check_device
 from .tensors import Counts, Key
 
-_ROW: Any = np.dtype(library.WatchedRow)
 _STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
 
 
@@ -90,9 +89,9 @@ def read() -> Dict[Key, Counts]:
     """Returns the engine's counts since the last call, and resets them."""
     mx.nd.waitall()
     table = library.table()
-    count = table.watched()
-    taken: Any = np.frombuffer((ctypes.c_char * (_ROW.itemsize * count)).from_address(
-        table.watched_rows()), _ROW) if count else np.zeros(0, _ROW)
+    count, row = table.watched(), library.structure("WatchedRow")
+    taken: Any = np.frombuffer((ctypes.c_char * (row.itemsize * count)).from_address(
+        table.watched_rows()), row) if count else np.zeros(0, row)
     length = ctypes.c_int64()
     names = ctypes.string_at(table.watched_names(ctypes.byref(length)), length.value)
     keys = _keys(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
@@ -218,7 +217,8 @@ class Watch:
                     [e.node.name.split("_amp_cast_")[0] for e in node.inputs], dtype)
         for node in built.nodes_within():
             if node.name not in self.nodes:
-                node.attrs.pop(WATCH, None)
+                node.settings = {key: value for key, value in node.settings.items()
+                                 if key not in ("counts", "watch")}
 
 
 def symbol_for(block: Block, graph: Graph) -> Any:

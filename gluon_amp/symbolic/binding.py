@@ -26,7 +26,7 @@ from typing import (
 )
 
 from .._mxnet import mx
-from ..annotations import Context, DType
+from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import HALVES, array_type, dtype_name
 from ..graph.build import build
@@ -36,7 +36,6 @@ from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wa
 from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"
-_SCALES = "__gluon_amp_loss_scale__"  # marks the operator that reads the scale: see cpu/engine.h
 
 
 def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
@@ -57,7 +56,8 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
             if half:
                 x = made("Cast", x, dtype="float32")
             if one_operator:
-                x = made("_identity_with_attr_like_rhs", x, scale, **{_SCALES: "1"})
+                x = made("_identity_with_attr_like_rhs", x, scale)
+                x.node.settings["loss_scale"] = "1"
             else:
                 finite = made("clip", x, a_min="-3e38", a_max="3e38")  # -inf - -inf would be NaN
                 zero = made("elemwise_sub", finite, made("BlockGrad", finite))
@@ -190,6 +190,13 @@ class _Executor(mx.executor.Executor):
         """Sets the scale of gradients of loss heads in the next backward pass."""
         if self._scale is not None:
             self._scale[:] = scale
+
+    def get_optimized_symbol(self) -> Symbol:
+        """Returns the bound symbol. It has no settings: they are valid in this process only."""
+        graph = Graph.read(super().get_optimized_symbol())
+        for node in graph.nodes_within():
+            node.attrs.pop(library.SETTINGS, None)
+        return graph.symbol()
 
     def set_monitor_callback(self, callback: Callable[..., None],
                              monitor_all: bool = False) -> None:

@@ -3,6 +3,7 @@ import re
 
 import mxnet as mx
 import numpy as np
+from gluon_amp.cpu import library
 from gluon_amp.graph.build import build, cached_op
 from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph, Node
@@ -127,8 +128,8 @@ class Alone:
             if node.is_variable:
                 made[Entry(node)] = self.arrays[node.name]
                 continue
-            attributes = {k: v for k, v in node.attrs.items()
-                          if not k.startswith("__") or k.startswith("__gluon_amp_")}
+            attributes = {k: v for k, v in node.attrs.items() if not k.startswith("__")}
+            attributes.update(library.settings_attribute(node.settings))
             outputs = _imperative_invoke(
                 handle(node.op).value, [made[e] for e in node.inputs], list(attributes),
                 list(attributes.values()), None, False, False)

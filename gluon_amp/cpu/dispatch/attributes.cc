@@ -18,7 +18,8 @@ std::set<std::string>& constants() {
 }
 
 bool is_constant(const Operator& of, const std::string& key) {
-  return constants().count(key) || constants().count(of.op->name + "." + key);
+  return constants().count(key) ||
+         ((key == "start" || key == "stop") && constants().count(of.op->name + "." + key));
 }
 
 // A constant rounded to a 16-bit type, in decimal without an exponent, which MXNet parses with an error; empty
@@ -52,7 +53,7 @@ const char* limit(const Operator& of, const std::string& key, int type) {
 // The replacement of an attribute for a 16-bit type; empty if the attribute does not change.
 std::string substitute(const Operator& of, const std::string& key, const std::string& text, int type) {
   if (limit(of, key, type) && text == "None") return limit(of, key, type);
-  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.casts) return "float32";
+  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.is(kCasts)) return "float32";
   if (!is_constant(of, key)) return "";
   const std::string made = rounded(text, type);
   const auto at = made.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32

@@ -31,14 +31,12 @@ void put(const TBlob& made, const TBlob& to, Write write) {
 
 }  // namespace
 
-Blocked::Blocked(const NodeAttrs& attrs, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs) {
-  const std::string* const said = setting(attrs, kBlockedKey);
-  if (!said) return;
-  const size_t comma = said->find(',');
-  const auto is_said = [said](size_t at, size_t end) { return at < end && (*said)[at] == '1'; };
-  for (size_t i = 0; i < ins.size(); ++i) in.push_back(is_said(i, comma) && has_blocks(ins[i]));
+Blocked::Blocked(const Settings& settings, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs) {
+  if (settings.blocked_inputs.empty() && settings.blocked_outputs.empty()) return;
+  for (size_t i = 0; i < ins.size(); ++i)
+    in.push_back(letter(settings.blocked_inputs, i, '0') == '1' && has_blocks(ins[i]));
   for (size_t i = 0; i < outs.size(); ++i)
-    out.push_back(is_said(comma + 1 + i, said->size()) && has_blocks(outs[i]));
+    out.push_back(letter(settings.blocked_outputs, i, '0') == '1' && has_blocks(outs[i]));
 }
 
 bool Blocked::any() const {
@@ -83,7 +81,7 @@ void in_plain(const Call& call, const std::function<void(const Call&)>& run) {
     out[i] = scratch_like(call.out[i], &lease);
     req[i] = mxnet::kWriteTo;
   }
-  run({call.of, call.attrs, call.context, in, req, out, call.rounding, call.state});
+  run(call.on(in, req, out));
   for (size_t i = 0; i < out.size(); ++i)
     if (out[i].dptr_ != call.out[i].dptr_) put(out[i], call.out[i], call.write(i));
 }

@@ -5,7 +5,7 @@
 // go to MXNet's function. Operator attributes that CPUs and GPUs share are wrapped only if a setting or a
 // defect of MXNet requires it.
 #include <algorithm>
-#include <set>
+#include <sstream>
 
 #include "dispatch/attributes.h"
 #include "dispatch/averages.h"
@@ -39,8 +39,8 @@ int half_of(const std::vector<T>& in, const std::vector<T>& out) {
 }
 
 // MXNet's code copies float16 values as fast, so the engine runs such operators only with a setting.
-bool taken(const Operator& of, const NodeAttrs& attrs, int half) {
-  return half == mshadow::kBfloat16 || (half != kNoHalf && !of.moves) || has_setting(attrs);
+bool taken(const Operator& of, const Settings& settings, int half) {
+  return half == mshadow::kBfloat16 || (half != kNoHalf && !of.is(kMoves)) || has_settings(settings);
 }
 
 bool all_dense(const std::vector<NDArray>& arrays) {
@@ -102,7 +102,7 @@ bool may_run_own(const Call& call) {
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& of = call.of;
-  if (of.product && setting(call.attrs, kAccumulateKey)) return of.product(call);
+  if (of.product && call.settings.products.emulates()) return of.product(call);
   const OwnCode* own = of.own;
   const bool usable = may_run_own(call) && !(call.rounding.any && !(own->supports & kGrids));
   if (usable && watch && own->supports & kFloats && show_own_code(call, *own)) return;
@@ -121,13 +121,12 @@ bool run_in_blocks(const Call& call) {
          (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all())) && own->run(call);
 }
 
-void run_stateless(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
-                   const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
+void run_stateless(const Operator& of, const NodeAttrs& attrs, const Settings& settings, int half,
+                   const OpContext& context, const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
                    const std::vector<TBlob>& out) {
-  const int half = half_of(in, out);
   const auto substitute = half != kNoHalf ? in_halves(of, attrs, half) : nullptr;
-  Call call{of, substitute ? substitute->get() : attrs, context, in, req, out, Rounding(attrs), nullptr,
-            Blocked(attrs, in, out)};
+  Call call{of, substitute ? substitute->get() : attrs, settings, context, in, req, out, Rounding(settings),
+            nullptr, Blocked(settings, in, out)};
   call.rounding.draw(context);
   if (call.blocked.any()) {
     if (!run_in_blocks(call)) in_plain(call, [](const Call& plain) { run_plain(plain); });
@@ -140,8 +139,10 @@ void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& contex
              const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
              const std::vector<TBlob>& out) {
   const Averages finite(of, in);
-  if (taken(of, attrs, half_of(in, out)))
-    run_stateless(of, attrs, context, in, req, out);
+  const Settings& settings = settings_of(attrs);
+  const int half = half_of(in, out);
+  if (taken(of, settings, half))
+    run_stateless(of, attrs, settings, half, context, in, req, out);
   else
     of.compute(attrs, context, in, req, out);
 }
@@ -162,12 +163,14 @@ void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& con
     return compute_ex(of, attrs, training, in, req, out);
   }
   const Averages finite(of, in);
-  if (!taken(of, attrs, half_of(in, out)) || !all_dense(in) || !all_dense(out))
+  const Settings& settings = settings_of(attrs);
+  const int half = half_of(in, out);
+  if (!taken(of, settings, half) || !all_dense(in) || !all_dense(out))
     return of.compute_ex(attrs, context, in, req, out);
   std::vector<NDArray> copies;
   copies.reserve(in.size());
   const std::vector<TBlob> inputs = plain(in, &copies);
-  run_stateless(of, attrs, context, inputs, req, plain_outputs(out, req));
+  run_stateless(of, attrs, settings, half, context, inputs, req, plain_outputs(out, req));
 }
 
 // ---- operators with state ----------------------------------------------------------------
@@ -177,24 +180,22 @@ void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& con
 struct State {
   const Operator& of;
   const std::shared_ptr<const Attributes> attributes;
+  const Settings& settings;
   const size_t outputs_count;
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   bool onednn;
   bool trained = false;           // whether the last forward pass was in training
-  const Rounding forward_rounding;
-  const Grid back;                // the grid of gradients
   std::unique_ptr<RnnLoop> loop;  // for an RNN that MXNet's code does not support
   std::unique_ptr<Bfloat16Rnn> bfloat16;
   bool ran_bfloat16 = false;      // whether Bfloat16Rnn ran the last forward pass
 
   State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, int half, size_t in,
         size_t out)
-      : of(x), attributes(std::move(its)), outputs_count(out), inner(std::move(state)),
-        onednn(prefers_onednn(x, attrs(), in, out)), forward_rounding(attrs()),
-        back(grid_of(word(attrs(), kBackGridKey, "").c_str())) {
-    if (RnnLoop::runs(attrs())) loop = std::make_unique<RnnLoop>(attrs());
-    if (x.op->name == "RNN" && Bfloat16Rnn::runs(attrs(), half))
+      : of(x), attributes(std::move(its)), settings(settings_of(attrs())), outputs_count(out),
+        inner(std::move(state)), onednn(prefers_onednn(x, attrs(), in, out)) {
+    if (RnnLoop::runs(settings)) loop = std::make_unique<RnnLoop>(attrs(), settings);
+    if (x.op->name == "RNN" && Bfloat16Rnn::runs(attrs(), settings, half))
       bfloat16 = std::make_unique<Bfloat16Rnn>(attrs());
   }
 
@@ -209,23 +210,22 @@ struct State {
   // inputs, which are on the same grid). The outputs are the gradients of the forward pass's inputs.
   Rounding rounding(bool forward) const {
     static const std::string all(64, 'g'), first(1, 'g'), none;
-    Rounding made;
-    made.any = forward_rounding.any;
-    made.output = forward ? forward_rounding.output : back;
-    made.product = forward ? forward_rounding.product : forward_rounding.gradient;
-    made.gradient = back;
-    made.outputs = forward ? forward_rounding.outputs : forward_rounding.inputs;
-    if (!made.outputs) made.outputs = &none;
-    made.reads = forward ? nullptr : of.op->name == "RNN" ? &all : &first;
+    Rounding made(settings);
+    made.reads = forward ? &none : of.op->name == "RNN" ? &all : &first;
+    made.gradient = &settings.back;
+    if (forward) return made;
+    made.output = &settings.back;
+    made.product = &settings.gradient;
+    made.outputs = &settings.inputs;
     return made;
   }
 
   void run(const Operator& code, bool forward, const OpContext& context, const std::vector<TBlob>& in,
            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-    static const std::string inputs = "0,1,2,3,4,5,6,7,";
-    Call call{code, attrs(), context, in, req, out, rounding(forward), &inner};
+    static const std::vector<int> inputs{0, 1, 2, 3, 4, 5, 6, 7};
+    Call call{code, attrs(), settings, context, in, req, out, rounding(forward), &inner};
     call.rounding.draw(context);
-    const Watch watch(call, find(attrs(), kWatchKey), forward ? nullptr : &inputs);
+    const Watch watch(call, forward ? nullptr : &inputs);
     run_engine(call, watch, [&] { forward ? run_forward(call) : run_backward(call); });
   }
 
@@ -263,7 +263,7 @@ struct State {
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
-    run_forward({of, attrs(), training, in, req, out, rounding(true), &inner});
+    run_forward({of, attrs(), settings, training, in, req, out, rounding(true), &inner});
   }
 };
 
@@ -277,7 +277,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                        const Types&>(of.create_state, of_node, context, shapes, its);
   };
   const int half = half_among(types);
-  if (context.dev_mask() != mshadow::cpu::kDevMask || (half == kNoHalf && !has_setting(attrs)))
+  if (context.dev_mask() != mshadow::cpu::kDevMask || (half == kNoHalf && !has_settings(settings_of(attrs))))
     return create(attrs, types);
   Types wide(types);
   std::replace_if(wide.begin(), wide.end(), [](int type) { return is_half(type); }, int(mshadow::kFloat32));
@@ -316,28 +316,6 @@ T found(const nnvm::Op* op, const char* key) {
   return value ? *value : T();
 }
 
-// Backward passes that do not write the gradients of labels and lengths, or of values that no sum reads. In
-// MXNet these keep their initial zeros.
-const std::set<std::string> kLeaveOutputs = {
-    "_backward_SoftmaxOutput", "_backward_SVMOutput", "_backward_linear_reg_out",
-    "_backward_logistic_reg_out", "_backward_mae_reg_out", "_backward_ctc_loss",
-    "_backward_SequenceMask", "_backward_SequenceLast", "_backward_SequenceReverse",
-    "_backward_npi_einsum"};
-
-// The inputs of operators that are moving averages, which they update.
-const std::map<std::string, std::vector<size_t>> kAverages = {
-    {"BatchNorm", {3, 4}}, {"_backward_BatchNorm", {6, 7}},
-    {"_contrib_BatchNormWithReLU", {3, 4}}, {"_backward_contrib_BatchNormWithReLU", {6, 7}},
-    {"_contrib_SyncBatchNorm", {3, 4}}, {"_backward__contrib_SyncBatchNorm", {5, 6}},
-    {"BatchNorm_v1", {3, 4}}, {"_backward_BatchNorm_v1", {5, 6}},
-    {"_backward_IdentityAttachKLSparseReg", {2}}};
-
-// Operators that create or copy values. LEFT_ALONE of graph/build.py lists the same.
-const std::set<std::string> kMoves = {
-    "Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "BlockGrad", "_copy", "_zeros",
-    "_zeros_without_dtype", "_ones", "_full", "_eye", "zeros_like", "ones_like", "_npx_reshape",
-    "_np_reshape", "_np_squeeze"};
-
 bool contains(const std::string& name, const char* part) {
   return name.find(part) != std::string::npos;
 }
@@ -365,14 +343,8 @@ Operator describe(const nnvm::Op* x) {
   of.own = own_code(x->name);
   const auto product = emulation.products.find(x->name);
   of.product = product == emulation.products.end() ? nullptr : product->second;
-  of.moves = kMoves.count(x->name) > 0 || (is_mixed(x->name) && !of.own);
-  of.leaves_outputs = kLeaveOutputs.count(x->name) > 0;
-  of.pushes_its_weight = x->name == "Convolution" || x->name == "Deconvolution" ||
-                         x->name == "FullyConnected";
-  of.has_parameters = contains(x->name, "Convolution") || contains(x->name, "FullyConnected");
-  of.forgets_bias = x->name == "_backward_FullyConnected";
-  if (kAverages.count(x->name)) of.averages = kAverages.at(x->name);
-  of.casts = x->name == "Cast" || x->name == "amp_cast" || x->name == "amp_multicast";
+  of.traits = traits_of(x->name) | (is_mixed(x->name) && !of.own ? unsigned(kMoves) : 0);
+  of.averages = averages_of(x->name);
   return of;
 }
 
@@ -433,7 +405,7 @@ void wrap_identity(const Operator& of, nnvm::Op& op) {
   set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
       [of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
         std::vector<bool> made = of_theirs(attrs);
-        if (Rounding(attrs).any) made.assign(made.size(), false);
+        if (settings_of(attrs).rounds()) made.assign(made.size(), false);
         return made;
       }));
 }
@@ -462,7 +434,7 @@ using Requests = std::vector<mxnet::ResourceRequest>;
 Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
   auto made = call_theirs<Requests, const NodeAttrs&, int, mxnet::DispatchMode>(
       dispatched.at(attrs.op)->resources, attrs, device, mode);
-  if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+  if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
   return made;
 }
 
@@ -470,7 +442,7 @@ void wrap_resources(const Operator& of, nnvm::Op& op) {
   set<mxnet::FResourceRequest>(op, "FResourceRequest", mxnet::FResourceRequest(
       [of_theirs = found<mxnet::FResourceRequest>(of.op, "FResourceRequest")](const NodeAttrs& attrs) {
         auto made = of_theirs ? of_theirs(attrs) : Requests();
-        if (find(attrs, kOrderedKey)) made.push_back(mxnet::ResourceRequest::kRandom);
+        if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
         return made;
       }));
   if (of.resources)
@@ -508,13 +480,7 @@ bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
                        [&] { return infer_as_mxnet(attrs, in, out); });
 }
 
-const std::set<std::string> kInferHalves = {
-    "Crop", "IdentityAttachKLSparseReg", "_contrib_MultiBoxPrior", "_contrib_MultiBoxTarget",
-    "_contrib_MultiBoxDetection", "_contrib_Proposal", "_contrib_MultiProposal", "_linalg_det",
-    "_linalg_slogdet", "_npi_eig", "_npi_eigh", "_npi_eigvals", "_npi_eigvalsh", "_npi_solve",
-    "_npi_pinv", "_npi_pinv_scalar_rcond", "_npi_tensorinv", "_npi_tensorsolve", "_npi_around"};
-
-// Type inference of a node with kParametersKey: data and result have one type, and parameters are float32.
+// Type inference of a layer with float32 parameters: data and result have one type, and parameters are float32.
 bool infer_with_parameters(Types* in, Types* out) {
   const int data = in->front() >= 0 ? in->front() : out->front();
   in->assign(in->size(), mshadow::kFloat32);
@@ -524,14 +490,14 @@ bool infer_with_parameters(Types* in, Types* out) {
 
 // bfloat16 has the rules of float16, except for operators with a `dtype` attribute.
 bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
-  if (find(attrs, kParametersKey)) return infer_with_parameters(in, out);
+  if (settings_of(attrs).parameters) return infer_with_parameters(in, out);
+  const Operator& of = *dispatched.at(attrs.op);
   const auto infer = [&] {
-    return kInferHalves.count(attrs.op->name) ? infer_halves(attrs, in, out)
-                                              : infer_as_mxnet(attrs, in, out);
+    return of.is(kInfersHalves) ? infer_halves(attrs, in, out) : infer_as_mxnet(attrs, in, out);
   };
   if (std::max(half_among(*in), half_among(*out)) != mshadow::kBfloat16) return infer();
   const std::string dtype = word(attrs, "dtype", "");
-  if (dispatched.at(attrs.op)->casts || dtype == "bfloat16" || dtype == "float16") return infer();
+  if (of.is(kCasts) || dtype == "bfloat16" || dtype == "float16") return infer();
   return infer_instead(mshadow::kBfloat16, mshadow::kFloat16, in, out, infer);
 }
 
@@ -548,7 +514,7 @@ bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::Shape
     return call_theirs<bool, const NodeAttrs&, mxnet::ShapeVector*, mxnet::ShapeVector*>(
         dispatched.at(attrs.op)->shapes, attrs, from, out);
   };
-  if (!find(attrs, kLossScaleKey)) return theirs(in);
+  if (!settings_of(attrs).loss_scale) return theirs(in);
   mxnet::ShapeVector alike(2, in->front());
   const bool known = theirs(&alike);
   *in = {alike.front(), mxnet::TShape(1, 1)};
@@ -578,21 +544,9 @@ void dispatch(nnvm::Op& op) {
 
 // ---- which operators -----------------------------------------------------------------------
 
-// MXNet always runs these: they hold graphs, are asynchronous, copy between devices, compare pointers, or have
-// outputs of dynamic shapes.
-const std::set<std::string> kMxnets = {
-    "_foreach", "_while_loop", "_cond", "_CachedOp", "_CachedOpThreadSafe",
-    "_backward_foreach", "_backward_while_loop", "_backward_cond", "_backward_CachedOp",
-    "Custom", "_CustomFunction", "_NDArray", "_Native",
-    "_backward_Custom", "_backward_CustomFunction", "_backward__NDArray", "_backward__Native",
-    "_copyto", "_CrossDeviceCopy", "_backward__CrossDeviceCopy",
-    "_contrib_boolean_mask", "_backward_contrib_boolean_mask", "_npi_delete", "_npi_unique",
-    "_npx_nonzero", "_npi_share_memory", "_npi_bincount", "_npi_boolean_mask_assign_scalar",
-    "_npi_boolean_mask_assign_tensor", "_scatter_set_nd"};
-
 bool is_dispatched(const nnvm::Op* x) {
   const std::string& name = x->name;
-  if (name.rfind(kPrefix, 0) == 0 || kMxnets.count(name) || dispatched.count(x)) return false;
+  if (name.rfind(kPrefix, 0) == 0 || traits_of(name) & kMxnets || dispatched.count(x)) return false;
   if (contains(name, "quantize")) return false;
   // of the oneDNN subgraphs of executors, only those of attention accept float16
   if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;
@@ -607,13 +561,25 @@ bool is_dispatched_here(const nnvm::Op* x) { return dispatched.count(x) > 0; }
 
 bool is_taken(const NodeAttrs& attrs, int half) {
   const auto found = dispatched.find(attrs.op);
-  return found != dispatched.end() && taken(*found->second, attrs, half);
+  return found != dispatched.end() && taken(*found->second, settings_of(attrs), half);
 }
 
-std::string dispatched_names() {
-  std::string made;
-  for (const auto& pair : dispatched) made += pair.first->name + "\n";
-  return made;
+std::string operator_rows() {
+  std::ostringstream made;
+  for (const auto& pair : dispatched) {
+    const Operator& of = *pair.second;
+    const std::string& name = pair.first->name;
+    const int supports = of.own ? of.own->supports : 0;
+    made << name;
+    if (of.own) made << " own_code";
+    if (of.product || name == "RNN") made << " accumulate";
+    if (traits_of(name) & kMoves) made << " moves";
+    if (of.is(kHighPrecision)) made << " high_precision";
+    if (supports & kAnyOrder) made << " any_order";
+    if (supports & kBlocks) made << ((supports & kAlike) == kAlike ? " alike" : " blocks");
+    made << "\n";
+  }
+  return made.str();
 }
 
 void dispatch_operators(int count, const char** names) {

@@ -46,35 +46,9 @@ std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
   return made;
 }
 
-Rounding::Rounding(const NodeAttrs& attrs) {
-  for (const auto& item : attrs.dict) {
-    if (!is_setting(item.first) || item.second.empty()) continue;
-    const char* text = item.second.c_str();
-    if (item.first == kInputsKey) inputs = &item.second;
-    if (item.first == kOutputsKey) outputs = &item.second;
-    if (item.first == kReadsKey) reads = &item.second;
-    if (item.first == kScalingKey) scaling = &item.second;
-    if (item.first == kScaledKey) scaled = &item.second;
-    if (item.first == kOutputGridKey) output = grid_of(text);
-    if (item.first == kProductGridKey) product = grid_of(text);
-    if (item.first == kGradientGridKey) gradient = grid_of(text);
-  }
-  any = inputs || outputs || reads;
-}
-
-Grid grid_of(const char* text) {
-  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
-  float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
-  for (float& number : numbers) {
-    char* end;
-    const float read = strtof_l(text, &end, c);
-    if (end == text) break;
-    number = read;
-    text = end;
-  }
-  return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
-          static_cast<GridRounding>(static_cast<int>(numbers[5])), 0};
-}
+Rounding::Rounding(const Settings& of)
+    : any(of.rounds()), output(&of.output), product(&of.product), gradient(&of.gradient), outputs(&of.outputs),
+      reads(&of.products.reads) {}
 
 void Rounding::draw(const OpContext& context) {
   if (!is_stochastic()) return;
@@ -237,7 +211,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
   std::vector<OpReqType> req = call.req;
   std::vector<bool> direct;
   for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
-  const size_t weight = !of.has_parameters ? call.in.size() : of.op->name[0] == '_' ? 2 : 1;
+  const size_t weight = !of.is(kHasParameters) ? call.in.size() : of.op->name[0] == '_' ? 2 : 1;
   for (size_t i = 0; i < call.in.size(); ++i) {
     const TBlob& from = call.in[i];
     const Grid* grid = call.rounding.read(i);
@@ -258,7 +232,7 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     if (is_half(from)) widen(from, widened);
     if (!grid) continue;
     const float* exact = is_half(from) ? widened : floats(from);
-    kernels->round(scaled(*grid, call.rounding, call.context, i, exact, size(from)), exact, widened,
+    kernels->round(scaled(*grid, call, i, exact, size(from)), exact, widened,
                    size(from), kStore);
   }
   bool empty = false;  // MXNet's code then does not write some gradients
@@ -267,18 +241,18 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const TBlob& to = call.out[i];
     if (direct[i]) {
       out.emplace_back(to, 0);
-      if ((of.leaves_outputs || empty) && call.write(i) == kStore && is_float(to))
+      if ((of.is(kLeavesOutputs) || empty) && call.write(i) == kStore && is_float(to))
         std::fill_n(floats(to), size(to), 0.0f);
     } else {
       out.push_back(lease.array(to.shape_));
-      if (of.leaves_outputs || empty) std::fill_n(floats(out[i].data()), size(to), 0.0f);
+      if (of.is(kLeavesOutputs) || empty) std::fill_n(floats(out[i].data()), size(to), 0.0f);
       if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
     }
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
   }
   OpContext context = call.context;
   // In predictions MXNet would reorder the weight in a later task, after this scratch is reused.
-  if (of.pushes_its_weight) context.is_train = true;
+  if (of.is(kPushesWeight)) context.is_train = true;
   if (state && onednn) {
     // A static CachedOp does not initialize need_grad, by which an RNN decides whether it trains; is_train
     // replaces it. An RNN detects new weights by their version, so scratch gets a new version for each call.

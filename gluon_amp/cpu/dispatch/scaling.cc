@@ -21,22 +21,6 @@
 namespace gluon_amp {
 namespace {
 
-struct Scaling {
-  long long id = 0;
-  bool delayed = false;
-  size_t history = 1;
-  int margin = 0;
-  std::string node;
-
-  explicit Scaling(const std::string& said) {
-    std::istringstream read(said);
-    std::string mode;
-    read >> mode >> id >> history >> margin;
-    delayed = mode == "delayed";
-    std::getline(read >> std::ws, node);
-  }
-};
-
 struct Memory {
   std::deque<float> largest;  // of the last arrays, the newest at the end
   int exponent = 0;           // of the scale of the last forward pass in training
@@ -68,27 +52,23 @@ Grid divided(Grid grid, int exponent) {
   return grid;
 }
 
-// The i-th word of "0 g0.1 -".
-std::string word_at(const std::string& list, size_t i) {
-  std::istringstream read(list);
-  std::string word;
-  for (size_t k = 0; k <= i; ++k) read >> word;
-  return word;
-}
-
 // `again`: in a backward pass, an input of the forward pass. Each device has its own histories.
-int exponent_of(const Grid& grid, const Scaling& scaling, const OpContext& context,
-                const std::string& place, bool backward, bool again, const float* numbers,
-                int64_t n) {
-  if (!scaling.delayed) return exponent_for(grid, kernels->largest(numbers, n), scaling.margin);
-  const std::string device = " cpu" + std::to_string(context.run_ctx.ctx.dev_id);
-  const bool trains = backward || context.is_train;
-  const std::string node = scaling.node + device, key = scaling.node + " " + place + device;
+int exponent_of(const Grid& grid, const Call& call, const std::string& place, bool backward, bool again,
+                const float* numbers, int64_t n) {
+  const int margin = call.settings.margin;
+  if (call.settings.products.scaling == Scaling::kCurrent)
+    return exponent_for(grid, kernels->largest(numbers, n), margin);
+  const std::string line = settings_line(call.attrs, kHistoryLine);  // the network's id, and the node's name
+  const size_t blank = line.find(' ');
+  const long long id = std::stoll(line);
+  const std::string device = " cpu" + std::to_string(call.context.run_ctx.ctx.dev_id);
+  const bool trains = backward || call.context.is_train;
+  const std::string name = line.substr(blank + 1), node = name + device, key = name + " " + place + device;
   std::unique_lock<std::mutex> guard(lock);
-  auto& waits = waiting[scaling.id];
+  auto& waits = waiting[id];
   if (backward) waits.erase(node);
   else if (trains) waits.insert(node);
-  const Memory& before = memories[scaling.id][key];
+  const Memory& before = memories[id][key];
   if (again) return before.to_read_again;
   float most = 0;
   for (float one : before.largest) most = std::max(most, one);
@@ -99,32 +79,30 @@ int exponent_of(const Grid& grid, const Scaling& scaling, const OpContext& conte
     guard.lock();
   }
   // Meanwhile others may have replaced or deleted the histories, so references to them may be invalid.
-  Memory& memory = memories[scaling.id][key];
-  const int exponent = exponent_for(grid, most > 0 ? most : here, scaling.margin);
-  if (trains || !waiting[scaling.id].count(node)) memory.to_read_again = exponent;
+  Memory& memory = memories[id][key];
+  const int exponent = exponent_for(grid, most > 0 ? most : here, margin);
+  if (trains || !waiting[id].count(node)) memory.to_read_again = exponent;
   if (!trains) return exponent;
   memory.exponent = exponent;
   if (here > 0) memory.largest.push_back(here);
-  while (memory.largest.size() > scaling.history) memory.largest.pop_front();
+  while (memory.largest.size() > call.settings.history) memory.largest.pop_front();
   return exponent;
 }
 
 }  // namespace
 
-Grid scaled(const Grid& grid, const Rounding& rounding, const OpContext& context, size_t i,
-            const float* numbers, int64_t n) {
-  if (!rounding.scaling) return grid;
-  const Scaling scaling(*rounding.scaling);
-  const bool backward = rounding.scaled != nullptr;
-  std::string place = backward ? word_at(*rounding.scaled, i) : std::to_string(i);
+Grid scaled(const Grid& grid, const Call& call, size_t i, const float* numbers, int64_t n) {
+  if (call.settings.products.scaling == Scaling::kNone) return grid;
+  const bool backward = call.settings.is_gradient;
+  const std::string place = backward ? call.settings.histories.at(i) : std::to_string(i);
   const bool again = backward && place[0] != 'g';
-  return divided(grid, exponent_of(grid, scaling, context, place, backward, again, numbers, n));
+  return divided(grid, exponent_of(grid, call, place, backward, again, numbers, n));
 }
 
-Grid scaled(const Grid& grid, const std::string& said, const OpContext& context,
-            const std::string& place, bool backward, const float* numbers, int64_t n) {
-  return divided(grid, exponent_of(grid, Scaling(said), context, place, backward, false, numbers,
-                                   n));
+Grid scaled(const Grid& grid, const Call& call, const std::string& place, bool backward, const float* numbers,
+            int64_t n) {
+  if (call.settings.products.scaling == Scaling::kNone) return grid;
+  return divided(grid, exponent_of(grid, call, place, backward, false, numbers, n));
 }
 
 std::string scales(int64_t id) {

@@ -43,38 +43,30 @@ void take_sample(const TBlob& from, WatchedRow* row) {
   }
 }
 
-// The i-th number of a list such as "0,2,-1"; -1 if there is none.
-int64_t number_at(const std::string& list, size_t i) {
-  const char* at = list.c_str();
-  for (; i > 0 && at; --i)
-    if ((at = std::strchr(at, ','))) ++at;
-  return at && *at ? std::atoll(at) : -1;
-}
-
 }  // namespace
 
-Watch::Watch(const Call& call, const std::string* name, const std::string* inputs)
-    : call_(call), name_(name), inputs_(inputs),
-      samples_(name && !name->empty() && name->front() == kSamplesOnly),
-      counted_(name ? call.out.size() : 0) {
-  if (name_ && !samples_) current = this;
-  floats_too = samples_;
+Watch::Watch(const Call& call, const std::vector<int>* inputs)
+    : call_(call), inputs_(inputs),
+      counted_(call.settings.counts == Settings::kNothing ? 0 : call.out.size()) {
+  if (*this) current = this;
+  floats_too = call.settings.counts == Settings::kSamples;
 }
 
 Watch::~Watch() {
-  if (!name_) return;
+  if (call_.settings.counts == Settings::kNothing) return;
   current = nullptr;
   floats_too = false;
+  const std::string name = settings_line(call_.attrs, kWatchLine);
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
     if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
-    if (!counted_[i] && !samples_) {
+    if (!counted_[i] && *this) {
       counted_[i] = std::make_unique<Counts>();
       kernels_of(out)->count_rounded(out.dptr_, size(out), counted_[i].get());
     }
-    const int64_t index = inputs_ ? number_at(*inputs_, i) : static_cast<int64_t>(i);
+    const int64_t index = !inputs_ ? i : i < inputs_->size() ? (*inputs_)[i] : -1;
     std::lock_guard<std::mutex> guard(lock);
-    const auto place = places.emplace(Key(name_->substr(samples_), inputs_ != nullptr, index),
+    const auto place = places.emplace(Key(name, inputs_ != nullptr, index),
                                       rows.size());
     if (place.second) {
       names.append(std::get<0>(place.first->first)).push_back('\0');
@@ -139,7 +131,7 @@ bool show_own_code(const Call& call, const OwnCode& own) {
     if (is_half(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
   }
   floats_too = true;
-  const bool ran = own.run({call.of, call.attrs, call.context, in, req, out, Rounding()});
+  const bool ran = own.run(call.on(in, req, out));
   floats_too = false;
   for (size_t i = 0; ran && i < out.size(); ++i) {
     const TBlob& to = call.out[i];
@@ -160,7 +152,7 @@ int64_t watched() {
 
 const WatchedRow* watched_rows() { return taken.data(); }
 
-const char* watched_names(int64_t* length) {
+const void* watched_names(int64_t* length) {
   *length = static_cast<int64_t>(taken_names.size());
   return taken_names.data();
 }

@@ -1,7 +1,7 @@
 // Counts of watched nodes' outputs, for gluon_amp.xray.
 //
-// graph/build.py marks watched nodes with the attribute kWatchKey, the node's name. The nodes of its gradient
-// have it too. While such a node runs, its thread has a Watch. Kernels that round pass it float32 results
+// graph/build.py marks watched nodes (Settings::counts); their attribute has a name, and so have the nodes of their
+// gradients. While such a node runs, its thread has a Watch. Kernels that round pass it float32 results
 // before rounding; other results are counted as they are written. At the end the counts are added to one
 // table, which Python reads and clears.
 #pragma once
@@ -11,28 +11,22 @@
 
 namespace gluon_amp {
 
-constexpr char kWatchKey[] = "__gluon_amp_watch__";
-constexpr char kSamplesOnly = '?';  // prefix of the name: takes samples and does not count
-// In a gradient's node: for each output, the index of the forward node's input of which it is the gradient.
-constexpr char kWatchedInputsKey[] = "__gluon_amp_watched_inputs__";
-
 class Watch {
  public:
-  // `name`: null if the node is not watched. `inputs`: kWatchedInputsKey of a gradient's node, else null.
-  Watch(const Call& call, const std::string* name, const std::string* inputs);
-  Watch(const Call& call) : Watch(call, find(call.attrs, kWatchKey),
-                                  find(call.attrs, kWatchedInputsKey)) {}
+  // `inputs`: in a backward pass, for each output the forward node's input of which it is the gradient.
+  Watch(const Call& call, const std::vector<int>* inputs);
+  explicit Watch(const Call& call)
+      : Watch(call, call.settings.is_gradient ? &call.settings.gradients_of : nullptr) {}
   ~Watch();
   Watch(const Watch&) = delete;
 
   // Whether it counts.
-  explicit operator bool() const { return name_ != nullptr && !samples_; }
+  explicit operator bool() const { return call_.settings.counts == Settings::kAll; }
 
  private:
   friend Counts* counts_of(const void*);
   const Call& call_;
-  const std::string *name_, *inputs_;
-  const bool samples_;
+  const std::vector<int>* const inputs_;
   std::vector<std::unique_ptr<Counts>> counted_;  // of each output with results before rounding
 };
 
@@ -82,6 +76,6 @@ struct WatchedRow {
 
 int64_t watched();  // removes all rows from the table; returns their number
 const WatchedRow* watched_rows();  // the rows removed last, contiguous
-const char* watched_names(int64_t* length);  // the names of their forward nodes, 0-terminated
+const void* watched_names(int64_t* length);  // the names of their forward nodes, 0-terminated
 
 }  // namespace gluon_amp

@@ -226,9 +226,9 @@ void Bfloat16Rnn::Layers::backward(const Call& call) {
   if (mode == kLstm) give(dcells, call.out[3], 0, of_states, call.write(3));
 }
 
-bool Bfloat16Rnn::runs(const NodeAttrs& attrs, int half) {
+bool Bfloat16Rnn::runs(const NodeAttrs& attrs, const Settings& settings, int half) {
   const auto given = [&](const char* key) { return word(attrs, key, "None") != "None"; };
-  return half == mshadow::kBfloat16 && !Rounding(attrs).any && !RnnLoop::runs(attrs) &&
+  return half == mshadow::kBfloat16 && !settings.rounds() && !RnnLoop::runs(settings) &&
          !given("projection_size") && !given("lstm_state_clip_min") && !given("lstm_state_clip_max") &&
          !flag(attrs, "use_sequence_length", false);
 }

@@ -101,10 +101,10 @@ bool batch_norm_gradient(const Call& call) {
   return true;
 }
 
-// Over the last axis, of halves, or of floats if the node has kEngineKey.
+// Over the last axis, of halves, or of floats if the node has that setting.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   const int axis = static_cast<int>(number(call.attrs, "axis", -1));
-  if (!is_half(x) && !(is_float(x) && (takes_floats() || find(call.attrs, kEngineKey)))) return false;
+  if (!is_half(x) && !(is_float(x) && (takes_floats() || call.settings.engine))) return false;
   if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
@@ -201,10 +201,10 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kGrids | kBlocks}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kBlocks}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kBlocks}},  // its relu is of halves
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kBlocks}},
+      {"BatchNorm", {batch_norm<false>, 1, kGrids | kAlike}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kAlike}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kAlike}},  // its relu is of halves
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kAlike}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
       {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
       {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});

@@ -29,10 +29,4 @@ const OwnCode* own_code(const std::string& name) {
   return found == all_rows().end() ? nullptr : &found->second;
 }
 
-std::string names_with_own_code() {
-  std::string made;
-  for (auto& row : all_rows()) made += row.first + "\n";
-  return made;
-}
-
 }  // namespace gluon_amp

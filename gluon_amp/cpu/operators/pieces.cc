@@ -28,7 +28,7 @@ bool run_some_images(const Call& call, int64_t some) {
     std::vector<TBlob> in, out;
     for (auto& array : call.in) in.push_back(images(array, first, some));
     for (auto& array : call.out) out.push_back(images(array, first, some));
-    run({call.of, call.attrs, call.context, in, call.req, out, {}});
+    run(call.on(in, call.req, out));
   }
   return true;
 }

@@ -26,7 +26,7 @@ bool some_numbers_at_a_time(const Call& call, int64_t some, F f) {
     std::vector<TBlob> in, out;
     for (auto& array : call.in) in.push_back(part(array, first, shape));
     for (auto& array : call.out) out.push_back(part(array, first, shape));
-    if (!f({call.of, call.attrs, call.context, in, call.req, out, {}})) return false;
+    if (!f(call.on(in, call.req, out))) return false;
   }
   return true;
 }
@@ -55,7 +55,7 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
 inline bool data_half(const Call& call, bool backward) {
   const std::vector<TBlob> in(call.in.begin(), call.in.begin() + (backward ? 3 : 2)),
       out(call.out.begin(), call.out.begin() + 1);
-  return all_half({call.of, call.attrs, call.context, in, call.req, out, {}});
+  return all_half(call.on(in, call.req, out));
 }
 
 // Calls f(call) with a weight, input `at`, of the data's type, a rounded copy if it is float32. If f returns
@@ -69,7 +69,7 @@ bool with_rounded_weight(const Call& call, size_t at, F f) {
   in[at] = TBlob(lease.memory((size(from) + 1) / 2), from.shape_, mshadow::cpu::kDevMask,
                  call.in[0].type_flag_, 0);
   kernels_of(in[at])->narrow(floats(from), in[at].dptr_, size(from), kStore);
-  const Call rounded{call.of, call.attrs, call.context, in, call.req, call.out, call.rounding, call.state};
+  const Call rounded = call.on(in, call.req, call.out);
   if (!f(rounded)) run(rounded);
   return true;
 }

@@ -93,7 +93,6 @@ struct RnnLoop::Layers : RnnShape {
   using RnnShape::RnnShape;
   bool emulates;  // whether products emulate a GPU's; all formats are then float16
   Grid product, gradient;      // of products' inputs: data and weights; gradients of gates
-  std::string scaling;         // of products' inputs, or empty
   std::vector<Kept> kept;      // for each direction of each layer
   std::vector<Floats> inputs;  // of each layer, rounded for products
 
@@ -113,7 +112,7 @@ struct RnnLoop::Layers : RnnShape {
 
   // Rounds to the format `between`, forward or backward.
   static void settle(const Call& call, Floats* numbers) {
-    const Grid& grid = call.rounding.any ? call.rounding.output : kHalves;
+    const Grid& grid = call.rounding.any ? *call.rounding.output : kHalves;
     kernels->round(call.rounding.keyed_anew(grid), numbers->data(), numbers->data(),
                    numbers->size(), kStore);
   }
@@ -121,8 +120,8 @@ struct RnnLoop::Layers : RnnShape {
   // Rounds an input of products; `place` is the name of its history.
   void read(const Call& call, bool backward, const std::string& place, const float* from,
             float* to, int64_t n) const {
-    Grid grid = call.rounding.keyed_anew(backward ? gradient : product);
-    if (!scaling.empty()) grid = scaled(grid, scaling, call.context, place, backward, from, n);
+    const Grid grid = scaled(call.rounding.keyed_anew(backward ? gradient : product), call, place, backward,
+                             from, n);
     if (grid.rounds() || from != to) kernels->round(grid, from, to, n, kStore);
   }
 
@@ -292,17 +291,13 @@ void RnnLoop::Layers::backward(const Call& call) {
   for (size_t i = 0; i < call.out.size(); ++i) give(call, i, std::move(*made[i]));
 }
 
-bool RnnLoop::runs(const NodeAttrs& attrs) {
-  return find(attrs, kAccumulateKey) || find(attrs, kLoopKey);
-}
+bool RnnLoop::runs(const Settings& settings) { return settings.products.emulates() || settings.loop; }
 
-RnnLoop::RnnLoop(const NodeAttrs& attrs) : layers_(new Layers(attrs)) {
+RnnLoop::RnnLoop(const NodeAttrs& attrs, const Settings& settings) : layers_(new Layers(attrs)) {
   Layers& made = *layers_;
-  made.emulates = find(attrs, kAccumulateKey) != nullptr;
-  const Rounding said(attrs);
-  made.product = made.emulates ? kHalves : said.product;
-  made.gradient = made.emulates ? kHalves : said.gradient;
-  if (said.scaling) made.scaling = *said.scaling;
+  made.emulates = settings.products.emulates();
+  made.product = made.emulates ? kHalves : settings.product;
+  made.gradient = made.emulates ? kHalves : settings.gradient;
   drops_ = made.layers > 1 && number(attrs, "p", 0) > 0;
 }
 

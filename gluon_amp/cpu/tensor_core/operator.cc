@@ -75,7 +75,7 @@ bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
   const nnvm::Op* x = attrs.op;
   const bool known = call_theirs<bool, const NodeAttrs&, Shapes*, Shapes*>(
       mxnets_shapes().at(x), attrs, in, out);
-  if (!known || !(find(attrs, kAccumulateKey) || find(attrs, kBackAccumulateKey)) ||
+  if (!known || !settings_of(attrs).of_gradients.emulates() ||
       has_code(x->name, (*in)[0], (*in)[1]))
     return known;
   std::ostringstream said;

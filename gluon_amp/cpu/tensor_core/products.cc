@@ -11,12 +11,9 @@
 namespace gluon_amp {
 namespace {
 
-TensorCore tensor_core_of(const NodeAttrs& attrs) {
-  long long block = 0, fraction = 0, split = 0;
-  const std::string* said = find(attrs, kAccumulateKey);
-  if (!said || std::sscanf(said->c_str(), "%lld %lld %lld", &block, &fraction, &split) != 3)
-    throw dmlc::Error("accumulate= needs three numbers");
-  return {static_cast<int>(block), static_cast<int>(fraction), split};
+TensorCore tensor_core_of(const Call& call) {
+  const ProductSettings& of = call.settings.products;
+  return {of.block, of.fraction, of.split};
 }
 
 }  // namespace
@@ -28,7 +25,7 @@ TensorCoreProduct& tensor_core_product() {
                           : portable_float16::tensor_core_product;
 }
 
-Products::Products(const Call& call) : gpu_(tensor_core_of(call.attrs)), call_(call) {
+Products::Products(const Call& call) : gpu_(tensor_core_of(call)), call_(call) {
   for (auto* arrays : {&call.in, &call.out})
     for (auto& array : *arrays)
       if (array.type_flag_ != mshadow::kFloat16)

@@ -1,0 +1,150 @@
+// The table of settings.
+#include "dispatch/settings.h"
+
+#include <locale.h>
+#include <stdlib.h>
+
+#include <atomic>
+
+namespace gluon_amp {
+
+const Settings no_settings;
+
+namespace {
+
+constexpr int64_t kMost = 1 << 20;
+std::atomic<const Settings*> entries[kMost];  // read without a lock, at each call
+std::mutex lock;                              // of what follows
+int64_t count = 0;
+
+std::map<std::string, int64_t>& numbers() {
+  static auto* made = new std::map<std::string, int64_t>;  // never freed: threads may run at exit
+  return *made;
+}
+
+// The number of the entry of this key, made by `make` if it is new.
+int64_t number_of(const std::string& key, const std::function<Settings()>& make) {
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto found = numbers().find(key);
+  if (found != numbers().end()) return found->second;
+  if (count == kMost) throw dmlc::Error("a process has at most 1048576 kinds of settings");
+  entries[count].store(new Settings(make()), std::memory_order_release);
+  numbers()[key] = count;
+  return count++;
+}
+
+const std::string* value_in(const NodeAttrs& attrs) {
+  for (const auto& item : attrs.dict)
+    if (item.first.size() == sizeof kSettings - 1 && item.first == kSettings) return &item.second;
+  return nullptr;
+}
+
+// Reads a text: a line for each setting, its name and its value.
+class Reader {
+ public:
+  explicit Reader(const std::string& text) {
+    std::istringstream lines(text);
+    for (std::string name, value; lines >> name && std::getline(lines >> std::ws, value);) said_[name] = value;
+  }
+
+  std::string text(const char* name) {
+    const auto found = said_.find(name);
+    if (found == said_.end()) return "";
+    const std::string value = found->second;
+    said_.erase(found);
+    return value;
+  }
+  bool flag(const char* name) { return !text(name).empty(); }
+  std::istringstream words(const char* name) { return std::istringstream(text(name)); }
+
+  void check_all_read() const {
+    if (!said_.empty()) throw dmlc::Error("no setting has this name: " + said_.begin()->first);
+  }
+
+ private:
+  std::map<std::string, std::string> said_;
+};
+
+Settings parsed(const std::string& text) {
+  Reader read(text);
+  Settings made;
+  made.engine = read.flag("engine");
+  made.inputs = read.text("inputs");
+  made.outputs = read.text("outputs");
+  made.output = grid_of(read.text("output_grid").c_str());
+  made.product = grid_of(read.text("product_grid").c_str());
+  made.gradient = grid_of(read.text("gradient_grid").c_str());
+  made.back = grid_of(read.text("back_grid").c_str());
+  made.ordered = read.flag("ordered");
+  made.parameters = read.flag("parameters");
+  made.loop = read.flag("loop");
+  made.loss_scale = read.flag("loss_scale");
+  ProductSettings& products = made.of_gradients;
+  products.reads = read.text("reads");
+  std::string scaling, counts;
+  read.words("scaling") >> scaling >> made.history >> made.margin;
+  if (!scaling.empty()) products.scaling = scaling == "delayed" ? Scaling::kDelayed : Scaling::kCurrent;
+  read.words("accumulate") >> products.block >> products.fraction >> products.split;
+  std::string forward;  // 1: the forward product runs in high precision
+  read.words("high") >> forward >> made.high;
+  if (forward != "1") made.products = products;
+  read.words("blocked") >> made.blocked_inputs >> made.blocked_outputs;
+  counts = read.text("counts");
+  if (!counts.empty()) made.counts = counts == "samples" ? Settings::kSamples : Settings::kAll;
+  read.check_all_read();
+  return made;
+}
+
+}  // namespace
+
+const Settings& settings_of(const NodeAttrs& attrs) {
+  const std::string* value = value_in(attrs);
+  if (!value) return no_settings;
+  const unsigned long long number = std::strtoull(value->c_str(), nullptr, 10);
+  const Settings* found = number < kMost ? entries[number].load(std::memory_order_acquire) : nullptr;
+  if (!found) throw dmlc::Error("this graph has settings of another process. Valid: the network's own symbol");
+  return *found;
+}
+
+std::string settings_line(const NodeAttrs& attrs, int line) {
+  const std::string* value = value_in(attrs);
+  size_t begin = 0;
+  for (int i = 0; value && i < line; ++i) {
+    const size_t end = value->find('\n', begin);
+    if (end == std::string::npos) return "";
+    begin = end + 1;
+  }
+  return value ? value->substr(begin, value->find('\n', begin) - begin) : "";
+}
+
+int64_t settings_number(const std::string& text) {
+  return number_of(text, [&] { return parsed(text); });
+}
+
+void set_settings(const nnvm::ObjectPtr& node, const NodeAttrs& forward, const std::string& key,
+                  const Settings& settings) {
+  const std::string its = *value_in(forward), number = its.substr(0, its.find('\n'));
+  const std::string value = std::to_string(number_of(number + " " + key, [&] { return settings; })) + its.substr(number.size());
+  annotate(node, {kSettings}, {value.c_str()});
+}
+
+int64_t settings_count() {
+  const std::lock_guard<std::mutex> guard(lock);
+  return count;
+}
+
+Grid grid_of(const char* text) {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
+  for (float& number : numbers) {
+    char* end;
+    const float read = strtof_l(text, &end, c);
+    if (end == text) break;
+    number = read;
+    text = end;
+  }
+  return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
+          static_cast<GridRounding>(static_cast<int>(numbers[5])), 0};
+}
+
+}  // namespace gluon_amp
