@@ -78,7 +78,7 @@ template <int most> struct PlaneWalk {
 
   using Wides = Wide[most];
   static void spread(const Coefficients* from, int64_t count, Wides& to) {
-    for (int64_t c = 0; c < count; ++c) to[c] = splat(from[c]);
+    for (int64_t c = 0; c < (most == 1 ? 1 : count); ++c) to[c] = splat(from[c]);
   }
 };
 
