@@ -72,6 +72,28 @@ def test_log_of_cancelled_difference_is_kept_with_its_operands():
     check_mended(net, view, batches(6))
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_gradient_infinite_at_any_scale_blames_rounded_cosine(trained):
+    """The cosine is 0.9999. In float16 it is 1, where the derivative of the root is infinite."""
+    def forward(F, x, dense, out):
+        cosine = dense(x)
+        return out(F.sqrt(1 - cosine ** 2))
+    net = calling(forward, *layers(1, 4))
+    net(nd.ones((4, 2)))
+    net.collect_params()["net_dense0_weight"].set_data(nd.array([[0.8, 0.5999]]))
+    given = [(nd.array([[0.8, 0.5999]] * 4), nd.array([0, 1, 2, 3]))]
+    trainer = amp.Trainer(net.collect_params(), "sgd") if trained else None
+    view = amp.xray(net, given, LOSS, trainer)
+    finding = view.findings[0]
+    assert finding.node == named("net_sqrt0")
+    assert (finding.reason, finding.severity) == ("cancellation", "error")
+    assert "net_dense0" in view.keep
+    assert view.verdict.startswith("Training raises LossScaleError, because gradients are not "
+                                   "finite at any loss scale")
+    assert "the loss scales are those of the network after keep=" in view.notes
+    check_mended(net, view, given)
+
+
 def test_gradient_rounded_by_cast_blames_node_that_produced_it():
     def forward(F, x, dense, out, side):
         return out(dense(x)) + F.contrib.gradientmultiplier(side(x), scalar=1e-12)

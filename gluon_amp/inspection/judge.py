@@ -250,6 +250,9 @@ class _Judge:
         if made:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
+        runs_forward = all(key.backward for key in self.broken)
+        if runs_forward:
+            made += self._endless_gradients()
         near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
         for found in (
                 [self._nearly_above(t, by) for t, by in near if by is not None],
@@ -261,7 +264,7 @@ class _Judge:
             made = [finding for finding in made if finding.certain or finding.remedy]
         if not made:  # keeping nodes changes the gradients
             made += self._moving_the_loss()
-            if all(key.backward for key in self.broken):
+            if runs_forward:
                 made += self._gradients()
         self._note_headroom(made)
         return made
@@ -303,7 +306,7 @@ class _Judge:
         if tensor.op in CASTS and not counts.overflowed:
             return []  # its input was not finite, such as the result of a plain Block
         if not counts.overflowed:
-            return self._of_zeros(tensor)
+            return self._of_rounding(tensor, tensor)
         reads = self.before(tensor) if tensor.op in PRODUCTS else []
         for data in [tensor, *reads]:
             size = data.counts.range[1] if data.counts.range else 0
@@ -328,10 +331,11 @@ class _Judge:
         return self._of_data(tensor, "range above", f"reach {said}") or [self._finding(
             tensor, "range above", f"{tensor.name} reaches {said}", begins)]
 
-    def _of_zeros(self, tensor: Tensor) -> List[Finding]:
-        """Finds the cause of infinities without overflow: an input of a logarithm or of a quotient
-        underflowed to 0."""
-        behind = reached([tensor.key], self.reads, lambda key: self.seen[key].is_low)
+    def _of_rounding(self, tensor: Tensor, output: Tensor) -> List[Finding]:
+        """Finds the cause of infinities without overflow, in an output of an operator or in its
+        gradient: a rounded input reached a point where the operator or its derivative is infinite,
+        such as 0 of a logarithm, a quotient or a root."""
+        behind = reached([output.key], self.reads, lambda key: self.seen[key].is_low)
         rounded = [t for t in self.forward if t.key in behind and t.is_low]
         made = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
                               f"{tensor.name} is not finite")
@@ -343,6 +347,18 @@ class _Judge:
                                 "its inputs are")
         finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
         return [finding]
+
+    def _endless_gradients(self) -> List[Finding]:
+        """Finds gradients that are not finite at any loss scale."""
+        endless = [t for t in self.seen.values() if t.key.backward and not t.counts.stay_finite]
+        made = [finding for tensor in beginnings(endless, self.reads, self.counts)
+                if not tensor.counts.overflowed
+                for output in [self.seen.get(Key(tensor.key.node, False, 0))] if output
+                for finding in self._of_rounding(tensor, output)]
+        for finding in made:
+            finding.backward = finding.certain = True
+            finding.severity = "error"
+        return made
 
     def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
         """Returns the node that computes in float32 the numbers that a later cast loses."""
@@ -527,6 +543,11 @@ def said_below(counts: Counts, tensor: Tensor) -> str:
            f"{shares['subnormal']:.2%} subnormal"
 
 
+def without_scale(found: Iterable[Finding]) -> bool:
+    """Whether gradients are not finite at any loss scale."""
+    return any(finding.backward and finding.certain for finding in found)
+
+
 def outcome(losses: List[float], forward: bool, fits: Optional[Window], found: List[Finding],
             training: Training) -> str:
     """Returns what the training does on these batches.
@@ -546,6 +567,8 @@ def outcome(losses: List[float], forward: bool, fits: Optional[Window], found: L
         return f"{fails} the loss is not finite"
     if not forward:
         return "Training runs with numbers that are not finite"
+    if without_scale(found):
+        return f"{fails} gradients are not finite at any loss scale"
     if fits and fits.high < training.smallest:
         return f"{fails} gradients overflow at its smallest loss scale, {training.ends}"
     if fits and fits.low > fits.high:

@@ -24,6 +24,7 @@ from .judge import (
     left_in_format,
     outcome,
     window,
+    without_scale,
 )
 from .network import keep_for, kept_already, line_of
 from .session import Batch, Graphs, Ran, Session
@@ -255,9 +256,10 @@ def _conclude(view: View, low: Graphs) -> None:
     for tensor in view.tensors:
         tensor.counts = total.get(tensor.key)
     view.goes_forward = all(goes_forward(view.tensors, counts) for _, counts in sound)
-    view.window = window(view.tensors, view.scale, view.lost) if view.goes_forward else None
     view.findings, notes = findings(low.layout, view.scale, view.training)
     view.notes += notes
+    fits = view.goes_forward and not without_scale(view.findings)
+    view.window = window(view.tensors, view.scale, view.lost) if fits else None
     losses = [loss for i, loss in enumerate(view.losses) if i not in view.left_out]
     view.outcome = outcome(losses, view.goes_forward, view.window, view.findings, view.training)
 
