@@ -168,7 +168,8 @@ def test_only_changed_sources_are_recompiled(tmp_path):
     for folder in ("kernels", "operators", "tensor_core"):
         (cpu / folder).mkdir(parents=True)
     shutil.copytree(ROOT / "gluon_amp" / "cuda", tmp_path / "gluon_amp" / "cuda")
-    shutil.copy(ROOT / "gluon_amp" / "cpu" / "portable.cc", cpu)
+    for name in ("portable.cc", "variants.json"):
+        shutil.copy(ROOT / "gluon_amp" / "cpu" / name, cpu)
     for name in ("one.cc", "operators/two.cc", "header.h", "kernels/three.cc", "kernels/own.h",
                  "tensor_core/kernels.cc"):
         (cpu / name).write_text("// as it was")
