@@ -132,19 +132,21 @@ def row(one, p, p_chance):
         same += ", different"
     return [one.study.name, one.arm, one.difference.seeds, spread(one.study, one.arm),
             skips(one.study, one.arm),
-            f"{signed(one.difference.mean)} ({signed(low)} to {signed(high)})",
+            " ".join([signed(one.study, one.difference.mean), f"({signed(one.study, low)} to",
+                      f"{signed(one.study, high)})"]),
             f"{one.study.margin:.2g}", f"{same}, p = {p_text(equivalence)}".replace("= <", "<"),
             p_text(p), p_text(p_chance)]
 
 
-def signed(number):
-    """Returns a difference with three digits."""
-    return f"{number:+.3g}" if abs(number) > 1e-9 else "0"
+def signed(of, number):
+    """Returns a difference as text."""
+    return f"{number:+.2f}" if "%" in of.measure.name else f"{number:+.3g}"
 
 
 def spread(of, arm):
     values = of.values[arm].values()
-    return f"{mean(values):.4g} ± {stdev(values):.2g}"
+    digits = ".2f" if "%" in of.measure.name else ".3g"
+    return f"{mean(values):{digits}} ± {stdev(values):{digits}}"
 
 
 def skips(of, arm):
@@ -252,7 +254,8 @@ def draw(found, path):
     figure = Figure(figsize=(6.4, 1 + 0.48 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
     axes.axvspan(-1, 1, color="0.93")
-    axes.axvline(0, color="0.4", linewidth=0.8)
+    for x in (-1, 0, 1):
+        axes.axvline(x, color="0.4", linewidth=0.8, linestyle="-" if x == 0 else ":")
     for y, one in enumerate(shown):
         margin = one.study.margin
         if "control" in one.study.values:
@@ -281,9 +284,12 @@ def main():
                   table([one for name in BEFORE_PLAN for one in comparisons(studies[name])]),
                   image_table([of for of in studies.values() if len(of.hits) > 1]),
                   step_table(with_steps)):
-        print("\n".join(lines), end="\n\n")
+        head, line, *rows = lines
+        if rows:
+            print("\n".join([head, line, *rows]), end="\n\n")
     draw(planned, HERE / "differences.png")
-    draw_losses(with_steps, HERE / "losses.png")
+    if with_steps:
+        draw_losses(with_steps, HERE / "losses.png")
 
 
 if __name__ == "__main__":

@@ -40,19 +40,18 @@ def needs_versions_that_draw_the_same():
             pytest.skip(f"needs {name} {version}: pip install 'gluon-amp[results]'")
 
 
-def test_study_files_give_committed_table_and_picture(tmp_path):
+def test_study_files_give_committed_tables_and_pictures(tmp_path):
     needs_versions_that_draw_the_same()
-    for path in RESULTS.parent.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    printed = subprocess.run(
-        [sys.executable, "-W", "ignore", str(tmp_path / "table.py"),
-         *map(str, sorted(RESULTS.parent.glob("*.jsonl")))],
-        check=True, timeout=120, capture_output=True, text=True).stdout.splitlines()
-    shown = (RESULTS.parent / "README.md").read_text().splitlines()
-    begin = shown.index(printed[0])
-    assert sorted(printed) == sorted(shown[begin:begin + len(printed)])
-    assert (tmp_path / "differences.png").read_bytes() == \
-        (RESULTS.parent / "differences.png").read_bytes()
+    (tmp_path / "tasks").mkdir()
+    for pattern in ("*.py", "*.jsonl", "tasks/*.jsonl"):
+        for path in RESULTS.parent.glob(pattern):
+            shutil.copy(path, tmp_path / path.relative_to(RESULTS.parent))
+    printed = subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "table.py")],
+                             check=True, timeout=120, capture_output=True, text=True).stdout
+    for table_of_results in printed.strip().split("\n\n"):
+        assert table_of_results in (RESULTS.parent / "README.md").read_text()
+    for drawn in tmp_path.glob("*.png"):
+        assert drawn.read_bytes() == (RESULTS.parent / drawn.name).read_bytes()
 
 
 def test_make_results_reproduces_committed_files(tmp_path):
