@@ -170,7 +170,7 @@ def test_training_that_overflows_keeps_what_an_xray_of_its_weights_advises():
                 nn.Dense(4, in_units=16))
     net.initialize(mx.init.Constant(0.1))
     amp.convert(net, BARE)
-    given = [(data.abs(), label) for data, label in batches()]
+    given = [(nd.abs(data), label) for data, label in batches()]
     assert amp.xray(net, given, grows).findings == []
     found = amp.search(net, given, grows, budget=600.0, steps=12, seeds=1, progress=False,
                        optimizer_params={"learning_rate": 3.0})
