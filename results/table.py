@@ -12,7 +12,7 @@ from typing import Dict, NamedTuple, Optional
 import numpy as np
 import study
 from gluon_amp.reports.colors import color
-from gluon_amp.reports.verdict import LEVEL, Difference, paired
+from gluon_amp.reports.verdict import LEVEL, Difference, p_number, p_text, paired
 from matplotlib.figure import Figure
 from run import STUDIES, file_of
 from scipy.stats import binomtest, mannwhitneyu
@@ -119,23 +119,19 @@ def holm(p_values):
     return corrected
 
 
-def p_text(p):
-    return "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
 def row(one, p, p_chance):
     """Returns the cells of a comparison; the p values are corrected."""
     low, high = one.difference.interval()
-    equivalence = one.difference.p_equivalent(one.study.margin)
-    same = "yes" if equivalence < LEVEL else "not shown"
+    margin = one.study.margin
+    same = "yes" if one.difference.p_equivalent(margin) < LEVEL else "not shown"
     if p is not None and p < LEVEL:
         same += ", different"
     return [one.study.name, one.arm, one.difference.seeds, spread(one.study, one.arm),
             skips(one.study, one.arm),
             " ".join([signed(one.study, one.difference.mean), f"({signed(one.study, low)} to",
                       f"{signed(one.study, high)})"]),
-            f"{one.study.margin:.2g}", f"{same}, p = {p_text(equivalence)}".replace("= <", "<"),
-            p_text(p), p_text(p_chance)]
+            f"{margin:.2g}", f"{same}, {p_text(one.difference, margin)}",
+            *("" if each is None else p_number(each) for each in (p, p_chance))]
 
 
 def signed(of, number):
@@ -195,7 +191,7 @@ def image_table(studies):
             both, float32, this, neither = images(of, arm)
             p = binomtest(this, float32 + this).pvalue if float32 + this else 1.0
             yield (f"| {of.name} | {arm} | {len(of.hits[arm])} | {both} | {float32} | {this} | "
-                   f"{neither} | {p_text(p)} |")
+                   f"{neither} | {p_number(p)} |")
 
 
 # ---- over the steps
@@ -284,9 +280,9 @@ def main():
                   table([one for name in BEFORE_PLAN for one in comparisons(studies[name])]),
                   image_table([of for of in studies.values() if len(of.hits) > 1]),
                   step_table(with_steps)):
-        head, line, *rows = lines
-        if rows:
-            print("\n".join([head, line, *rows]), end="\n\n")
+        text = list(lines)
+        if len(text) > 2:  # more than the head
+            print("\n".join(text), end="\n\n")
     draw(planned, HERE / "differences.png")
     if with_steps:
         draw_losses(with_steps, HERE / "losses.png")

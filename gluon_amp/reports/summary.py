@@ -9,7 +9,7 @@ from ..checks import counted
 from .compare import Comparison, Group, recipe
 from .curves import reached_at
 from .runs import Run, headed, unit_of_time
-from .verdict import LEVEL, from_float32, outcome, p_text, sentence
+from .verdict import LEVEL, from_float32, outcome, p_number, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
 MOST_SENTENCES = 5
@@ -135,8 +135,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
                 "difference": f"{difference.mean:+.2f}{percent}", "from": f"{low:+.2f}{percent}",
                 "to": f"{high:+.2f}{percent}",
                 "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
-                f"p within {margin:g}": p_text(difference, margin).replace("p = ", "").replace(
-                    "p < 0.001", "<0.001"),
+                f"p within {margin:g}": p_number(difference.p_equivalent(margin)).replace(" ", ""),
                 "seeds needed": _text(difference.seeds_for(margin), "d")})
         row["speedup"] = _text(comparison.speedup, ".2f")
         found.append(row)

@@ -201,5 +201,11 @@ def p_text(found: Difference, margin: float) -> str:
     return _p(found.p_equivalent(margin))
 
 
+def p_number(p: float) -> str:
+    """Formats a p value for a table."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
 def _p(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+    number = p_number(p)
+    return f"p {number}" if number.startswith("<") else f"p = {number}"
