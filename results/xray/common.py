@@ -1,5 +1,7 @@
 """What the checks of this folder share: a policy without rules, training, comparison, a table."""
+import argparse
 import csv
+import gc
 import logging
 
 import gluon_amp as amp
@@ -50,3 +52,20 @@ def write_csv(path, columns, rows):
             writer.writeheader()
             writer.writerows(rows)
     replace_file(path, write)
+
+
+def tabulate(doc, what, names, examine, columns):
+    """Examines the cases that the command line names, by default all. It prints each row, and
+    writes all after each case. Returns them."""
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0])
+    parser.add_argument(f"--{what}", nargs="*", default=names, metavar="NAME", dest="names")
+    parser.add_argument("--output", metavar="CSV")
+    options = parser.parse_args()
+    table = []
+    for name in options.names:
+        table.append(examine(name))
+        print(", ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
+        gc.collect()
+        if options.output:
+            write_csv(options.output, columns, table)
+    return table

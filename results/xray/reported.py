@@ -14,14 +14,13 @@ it should have no findings.
 
     python results/xray/reported.py [--faults NAME ...] [--output CSV]
 """
-import argparse
 import math
 import sys
 from typing import Any, Callable, NamedTuple, Tuple
 
 import gluon_amp as amp
 import numpy as np
-from common import BARE, agree, change, last, losses, write_csv
+from common import BARE, agree, change, last, losses, tabulate
 from gluon_amp._mxnet import mx
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -669,16 +668,7 @@ def examine(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", nargs="*", default=list(FAULTS), metavar="NAME")
-    parser.add_argument("--output", metavar="CSV")
-    options = parser.parse_args()
-    table = []
-    for name in options.faults:
-        table.append(examine(name))
-        print(", ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
-        if options.output:
-            write_csv(options.output, COLUMNS, table)
+    table = tabulate(__doc__, "faults", list(FAULTS), examine, COLUMNS)
     failing = [row for row in table if row["fails there"]]
     print(f"{len(failing)} of {len(table)} faults fail under the policy; of these X-ray finds "
           f"{sum(row['found'] for row in failing)}, and keep= repairs "

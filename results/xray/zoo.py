@@ -7,14 +7,12 @@ than twice what the changed weights do; otherwise they are false alarms.
 
     python results/xray/zoo.py [--networks NAME ...] [--output CSV]
 """
-import argparse
-import gc
 import sys
 import time
 
 import gluon_amp as amp
 import numpy as np
-from common import agree, change, last, losses, write_csv
+from common import agree, change, last, losses, tabulate
 from gluon_amp._mxnet import mx
 from gluoncv import model_zoo
 from mxnet import gluon, nd
@@ -91,19 +89,9 @@ def examine(name):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--networks", nargs="*", default=NETWORKS, metavar="NAME")
-    parser.add_argument("--output", metavar="CSV")
-    options = parser.parse_args()
-    table = []
-    for name in options.networks:
-        table.append(examine(name))
-        print(", ".join(f"{key} {value}" for key, value in table[-1].items()), flush=True)
-        gc.collect()
-        if options.output:
-            write_csv(options.output, ["network", "findings", "reasons", "keep", "notes",
-                                       "float32", "changed", "float16", "false alarm", "seconds"],
-                      table)
+    table = tabulate(__doc__, "networks", NETWORKS, examine, [
+        "network", "findings", "reasons", "keep", "notes", "float32", "changed", "float16",
+        "false alarm", "seconds"])
     print(f"{len(table)} networks: {sum(bool(row['findings']) for row in table)} with findings, "
           f"{sum(row['false alarm'] for row in table)} false alarms")
     return 0
