@@ -20,6 +20,7 @@ from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, PRODUCTS, numbers
+from ..training.loss_scale import as_power
 from .layout import Layout, counted_reads
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
@@ -143,12 +144,6 @@ class Window(NamedTuple):
         return f"{said}: from {as_power(self.low)} " \
                f"({self.low_tensor or 'no gradient needs more'}) to {as_power(self.high)} " \
                f"({self.high_tensor})"
-
-
-def as_power(scale: float) -> str:
-    """Formats a loss scale: powers of two as 2^-14."""
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def _in_python(scale: float) -> str:

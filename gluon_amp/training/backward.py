@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import logging
-import math
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from .._mxnet import GRAPHS, mx, np
@@ -19,6 +18,7 @@ from ..cpu.arrays import HALVES, dtype_name
 from ..cpu.finite import squares
 from ..cpu.library import free_graphs, other_gradients
 from ..graph.operators import LOSSES, MAY_BEGIN, NESTED, OPERATORS, USER_CODE
+from .loss_scale import as_power
 from .step import Gradient, Step
 
 log = logging.getLogger("gluon_amp")
@@ -139,7 +139,7 @@ class Backward:
 
         before, passes = step.loss_scale.scale, step.loss_scale.search(overflows)
         if passes:
-            found = _power(step.loss_scale.scale)
+            found = as_power(step.loss_scale.scale)
             log.info("loss scale %s found in %d backward passes", found, passes)
         elif step.loss_scale.scale == before:  # and all were tried
             step.nothing_fits(self.gradients)
@@ -300,11 +300,6 @@ class Recorded(Backward):
 def _least(steps: Sequence[Step]) -> Step:
     """Returns the step with the smallest loss scale."""
     return min(steps, key=lambda step: step.loss_scale.scale)
-
-
-def _power(scale: float) -> str:
-    fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDArray"]] = None,

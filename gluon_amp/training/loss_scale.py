@@ -10,6 +10,7 @@ pass, and the update divides gradients by it. The dynamic scale is found by tria
 import inspect
 import itertools
 import logging
+import math
 import numbers
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, Iterator, Union
@@ -26,6 +27,12 @@ log = logging.getLogger("gluon_amp")
 
 class LossScaleError(RuntimeError):
     """The gradients overflow at every loss scale, or the loss itself is not finite."""
+
+
+def as_power(scale: float) -> str:
+    """Formats a loss scale: powers of two as 2^-14."""
+    fraction, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
 
 
 # A search divides the scale by this until nothing overflows, then tries 4 times and 2 times the
