@@ -1,6 +1,6 @@
-// Repairs weight gradients of three-dimensional convolutions.
+// Repairs weight gradients of convolutions.
 //
-// For them oneDNN 2.4 walks along the outputs' depth with AVX-512, and shifts the kernel's planes by the stride. If
+// For three axes oneDNN 2.4 walks along the outputs' depth with AVX-512, and shifts the kernel's planes by the stride. If
 // outputs reach into the padding at both ends, and none lies between, it shifts wrongly: it adds products to other
 // planes, and leaves planes uninitialized. Without padding in depth it is right, so here zeros surround the images.
 #include "onednn/depth.h"
@@ -61,12 +61,21 @@ Attributes without_padding(const NodeAttrs& attrs) {
   return Attributes(attrs.op, texts);
 }
 
+// The same requests, with kNullOp in the memory behind them. A convolution without a bias reads the bias's request
+// there, and a value other than zero makes it write a weight gradient that was not requested.
+std::vector<OpReqType> before_null(std::vector<OpReqType> req) {
+  req.push_back(mxnet::kNullOp);
+  req.pop_back();
+  return req;
+}
+
 }  // namespace
 
 mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution) {
   return [theirs = std::move(theirs), padded = deconvolution ? 0 : 1](
              const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
-             const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+             const std::vector<OpReqType>& requests, const std::vector<NDArray>& out) {
+    const std::vector<OpReqType> req = before_null(requests);
     const NDArray &images = in[padded], &outputs = in[1 - padded];  // a deconvolution's images are its result
     const bool wants_weight = std::any_of(req.begin() + 1, req.end(), [](OpReqType r) { return r != mxnet::kNullOp; });
     if (images.shape().ndim() != 5 || images.dtype() != mshadow::kFloat32 || !wants_weight)
@@ -82,7 +91,7 @@ mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution)
     of_weight[0] = mxnet::kNullOp;
     // the weight first, because the gradient of the data may share memory with that of the result
     theirs(without_padding(attrs).get(), context, read, of_weight, out);
-    if (req[0] != mxnet::kNullOp) theirs(attrs, context, in, of_data, out);
+    if (req[0] != mxnet::kNullOp) theirs(attrs, context, in, before_null(of_data), out);
   };
 }
 

@@ -12,7 +12,8 @@ struct Depth {
   bool is_wrong() const;
 };
 
-// MXNet's float32 code for the backward pass of a convolution or a deconvolution, with right gradients.
+// MXNet's float32 code for the backward pass of a convolution or a deconvolution, with right weight gradients, and
+// none that was not requested.
 mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution);
 
 }  // namespace gluon_amp
