@@ -14,6 +14,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -35,6 +36,9 @@ OF_ONE_TYPE = {"kernels": "_float16", "rnn": "_bfloat16"}  # files of KERNELS
 FORWARDED = {"libcublas.so.11": (), "libcusolver.so.11": (), "libcufft.so.10": (),
              "libcudnn.so.8": ("cudnn.cc", "cudnn_rnn.cc"), "libnvrtc.so.11.2": ("nvrtc.cc",),
              "libnvToolsExt.so.1": ("nvtx.cc",)}
+# An SPDX expression has a field of its own since setuptools 77, which Python 3.8 does not have.
+LICENSE_FIELD = "license_expression" if int(setuptools.__version__.partition(".")[0]) >= 77 \
+    else "license"
 # The macros of MXNet's wheels: see gluon_amp/cpu/native.h.
 AS_MXNET = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
             ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
@@ -238,4 +242,5 @@ setup(
                          *(f"forward/{name}" for name in own))
           for library, own in FORWARDED.items())],
     cmdclass={"build_ext": BuildLibraries, **wheel_command()},
+    **{LICENSE_FIELD: "Apache-2.0"},
 )

@@ -1,4 +1,4 @@
-"""`make test-pythons` and `make test-wheel`: the wheel on each installed CPython from 3.8 to 3.13.
+"""`make test-pythons` and `make test-wheel`: the wheel on each installed CPython from 3.8 on.
 
 Each Python gets an empty environment under .pythons for each numpy of `NUMPYS`, with MXNet as in
 README and no compiler on PATH. `test-wheel` imports and trains there; `test-pythons` runs
@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MINORS = range(8, 14)
+MINORS = range(8, 15)
 NEWEST_NUMPY_1, NUMPY_2 = "numpy 1", "numpy 2"  # the newest for the Python
 # numpy 1.20, with the last pillow for it: later ones, which reports use, require 1.21
-NUMPYS = {8: ("numpy==1.20.3 pillow==10.2.0", NEWEST_NUMPY_1), 13: (NUMPY_2,)}
+NUMPYS = {8: ("numpy==1.20.3 pillow==10.2.0", NEWEST_NUMPY_1), 13: (NUMPY_2,),
+          14: (NUMPY_2,)}
 # Set by `make` and by the checkout.
 INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONWARNINGS", "VIRTUAL_ENV", "GLUON_AMP_ISA",
              "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "PYTHON", "CXX")
