@@ -3,6 +3,8 @@
 MXNet uses names that numpy has removed since 1.20: `np.bool` (1.24), `np.PZERO` (2.0), `np.trapz`
 (2.4). numpy itself does not change. The modules of `PACKAGES` import this module instead: each has
 its own `__import__` among its builtins, which returns numpy's contents and the removed names.
+MXNet's modules have it only while they are imported: its functions use no removed name of a numpy
+that they import themselves, and make 10 to 50 other imports in a step.
 """
 import builtins
 import functools
@@ -125,10 +127,12 @@ _WRITERS = ("mxnet._ctypes.ndarray", "mxnet._ctypes.symbol", "mxnet.symbol.symbo
 
 
 def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
-    vars(module)["__builtins__"] = BUILTINS
+    own = vars(module)["__builtins__"] = dict(BUILTINS)  # functions keep a reference to it
     if NUMPY_2 and module.__name__ in _WRITERS:
         vars(module)["str"] = _Str
     execute(module)
+    if module.__name__.partition(".")[0] == "mxnet":
+        own["__import__"] = builtins.__import__
 
 
 def _with_tobytes(loader: SourceFileLoader, name: str) -> types.CodeType:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gluon_amp
+import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
@@ -237,6 +238,18 @@ print(mx.nd.moveaxis(mx.nd.zeros((3, 4, 5)), 0, 1).shape,      # np.core
       mx.np.pad(x, ((1, 1), (1, 1)), mode="constant").shape,   # np.compat
       mx.np.alltrue(x), mx.np.trapz(x).tolist(), mx.np.in1d(x, x).sum(), mx.np.msort(x).shape)
 """) == "(4, 3, 5) (4, 5) False [2.0, 8.0] 6 (2, 3)"
+
+
+def test_functions_of_mxnet_import_no_numpy_with_removed_names():
+    """They get numpy itself if they import it when they are called."""
+    names = set()
+    for path in Path(mx.__file__).parent.rglob("*.py"):
+        text = path.read_text()
+        assert not re.search(r"(?m)^ +from numpy", text)
+        for alias in re.findall(r"(?m)^ +import numpy as (\w+)$", text):
+            names.update(re.findall(rf"\b{alias}\.(\w+)", text.partition(f"as {alias}\n")[2]))
+    assert "float16" in names
+    assert {name for name in names if not hasattr(np, name)} == set()
 
 
 def test_numpy_integers_in_shapes_are_accepted():
