@@ -74,12 +74,12 @@ class Format:
     def _is_ieee(self) -> bool:
         return self.infinities and not self.saturate and self.rounding == "nearest"
 
-    @property
+    @cached_property
     def is_array_type(self) -> bool:
         """Whether MXNet has arrays of it: float16, bfloat16 and float32."""
         return self._is_ieee and self._bits in _ARRAY_TYPES
 
-    @property
+    @cached_property
     def type_name(self) -> str:
         """The name of the format in graphs."""
         if not self.is_array_type:

@@ -1,5 +1,6 @@
 """Policies: which number format each part of a network has."""
 from dataclasses import InitVar, dataclass
+from functools import cached_property
 from typing import Any, Optional, Sequence, Union
 
 from .checks import whole_number
@@ -163,17 +164,17 @@ class Policy:
             self.parameter, self.product, self.between, self.gradient, self.norm, self.sensitive,
             self.output))
 
-    @property
+    @cached_property
     def one_format(self) -> bool:
         """Whether `product`, `between` and `gradient` are the same format."""
         return self.product == self.between == self.gradient
 
-    @property
+    @cached_property
     def gradient_everywhere(self) -> bool:
         """Whether all gradients have the format `gradient`, not only those that products read."""
         return self.product == self.between != FLOAT32
 
-    @property
+    @cached_property
     def products_round(self) -> bool:
         """Whether products round their inputs, which are arrays of `between`. Otherwise the inputs
         have the format already, by casts or because it is `between`."""

@@ -2,7 +2,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
-from gluon_amp.cpu.finite import all_finite, squares
+from gluon_amp.cpu.arrays import all_finite, squares
 
 SIZES = [1, 17, 40001]
 

@@ -18,13 +18,12 @@ import itertools
 import json
 import os
 import struct
-from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import (
     Any,
     BinaryIO,
     Callable,
-    Dict,
     FrozenSet,
     Iterator,
     List,
@@ -283,10 +282,27 @@ def versions(arrays: Sequence["mx.nd.NDArray"],
     """
     if _table is None:
         return None
-    into = mx.nd.empty(len(arrays), mx.cpu(), "int64") if since is None else since
+    into = _vector(len(arrays)) if since is None else since
     mx.base.check_call(_table.versions(len(arrays), _handles(arrays), into.handle,
                                        since is not None))
     return into
+
+
+def _vector(size: int) -> "mx.nd.NDArray":
+    """Returns a vector of int64 numbers on the CPU, in half the time of `mx.nd.empty`."""
+    handle = c_void_p()
+    cpu, int64 = mx.cpu().device_typeid, mx.nd.ndarray._DTYPE_NP_TO_MX[np.int64]
+    mx.base.check_call(mx.base._LIB.MXNDArrayCreateEx(byref(c_uint(size)), 1, cpu, 0, 0, int64,
+                                                      byref(handle)))
+    return _ndarray_cls(handle)
+
+
+def read(vector: "mx.nd.NDArray", kind: Any = c_int64) -> List[Any]:
+    """Returns the numbers of a vector of this type on the CPU, when they are there."""
+    into = (kind * vector.size)()
+    mx.base.check_call(mx.base._LIB.MXNDArraySyncCopyToCPU(vector.handle, into,
+                                                           c_size_t(len(into))))
+    return list(into)
 
 
 def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[int]:
@@ -380,10 +396,8 @@ def operators(word: str = "") -> FrozenSet[str]:
     return frozenset(name for name, *words in rows if not word or word in words)
 
 
-def settings_attribute(settings: Mapping[str, str]) -> Dict[str, str]:
-    """Returns the attribute of a node with these settings (dispatch/settings.h); none without."""
-    if not settings:
-        return {}
+def settings_attribute(settings: Mapping[str, str]) -> str:
+    """Returns the attribute SETTINGS of a node with these settings (dispatch/settings.h)."""
     load()
     text = "".join(f"{key} {value}\n" for key, value in sorted(settings.items())
                    if value and key not in _NAMES)
@@ -391,7 +405,7 @@ def settings_attribute(settings: Mapping[str, str]) -> Dict[str, str]:
     if number < 0:
         raise ValueError(table().reason().decode())
     lines = [str(number), *(settings.get(key, "") for key in _NAMES)]
-    return {SETTINGS: "\n".join(lines).rstrip("\n")}
+    return "\n".join(lines).rstrip("\n")
 
 
 def keeps_blocks() -> bool:

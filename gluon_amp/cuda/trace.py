@@ -13,8 +13,7 @@ from .._mxnet import mx
 from ..annotations import Network
 from ..checks import aligned
 from ..cpu.arrays import dtype_name
-from ..gluon.converted import ConvertedHybridBlock, blocks_kept
-from ..gluon.state import recording_names
+from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
 from ..graph.graph import Graph
 from ..policy import Policy, get_policy
 from .environment import environment

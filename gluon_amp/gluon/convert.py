@@ -11,8 +11,7 @@ from mxnet.gluon.block import _flatten
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import HALVES, dtype_name
-from ..cpu.finite import beyond_float16
+from ..cpu.arrays import HALVES, beyond_float16, dtype_name
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
@@ -21,15 +20,17 @@ from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
 from .converted import (
     ConvertedBlock,
+    State,
+    blocks_in,
     check_backend,
     converted_class,
     discard_traces,
     log,
     original_class,
+    paths_in,
     restore_blocks,
 )
 from .parameter import ConvertedParameter, cast
-from .state import State, blocks_in, paths_in
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22

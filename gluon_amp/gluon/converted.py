@@ -15,7 +15,7 @@ import logging
 import re
 import threading
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import (
     Any,
     Callable,
@@ -38,22 +38,23 @@ from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import GRAPHS, mx
-from ..annotations import Array, Block, Context, Parameter
+from ..annotations import Array, Block, Context, Network, Parameter
 from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
+from ..cpu.scales import Scales
 from ..files import replace_file
-from ..graph.build import build, cached_op
-from ..graph.casts import insert_casts
-from ..graph.graph import Graph
-from ..graph.keep import operator_names
-from ..graph.refusals import (
+from ..graph.build import (
+    build,
+    cached_op,
     check_device,
     check_trains_on_cpus,
     devices_that_wait,
     dropout_in_loops,
 )
-from ..graph.sparse import declared, storage_types
-from .parameter import cast, complete_copy, follows, value_of
-from .state import Op, State, Trace, blocks_in, parameters_in, recording_names
+from ..graph.casts import SPARSE, STORAGE, insert_casts
+from ..graph.graph import Graph
+from ..graph.keep import operator_names
+from ..policy import Policy
+from .parameter import cast, complete_copy, constant_fits, value_of
 
 log = logging.getLogger("gluon_amp")
 
@@ -65,6 +66,48 @@ _CHOOSING = threading.RLock()
 
 # The converted networks whose traces contain a block.
 _TRACED_IN: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()
+
+
+Op = Tuple[Any, List[Any]]  # a CachedOp, and the sources of its inputs
+
+
+@dataclass
+class Trace:
+    """A graph that MXNet has traced, and its CachedOps."""
+    graph: Any  # MXNet's _cached_graph: the symbols of inputs and outputs
+    clean: Graph  # the same as a Graph
+    in_format: Any
+    out_format: Any
+    # by (whether on a GPU, the inputs' types), with the reason why it cannot train, or ""
+    ops: Dict[Any, Tuple[Op, str]] = field(default_factory=dict)
+    kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
+    devices: int = 1  # devices that synchronize in training
+
+    def is_alike(self, other: "Trace") -> bool:
+        """Whether both graphs compute the same; names of operators may differ."""
+        mine, theirs = (t.clean.structure(t.kept) for t in (self, other))
+        return (self.in_format, self.out_format) == (other.in_format, other.out_format) \
+            and mine == theirs
+
+
+@dataclass
+class State:
+    """The state of a converted block."""
+    policy: Policy
+    active: bool  # whether the restored block is hybridized
+    keep: bool  # whether keep= has this block or one around it
+    keep_nodes: FrozenSet[str]  # nodes that stay float32
+    convert_child: Callable[[Any, str], None]  # converts a new child at this path
+    scales: Scales  # of the converted network
+    path: str  # the block's path in that network, such as ".body.0"
+    # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
+    # depend on each
+    traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
+    # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
+    stand_in: Optional[Callable[..., Op]] = None
+    kept: FrozenSet[str] = frozenset()  # those of the block's current trace
+    # called with the names of the nodes that the block creates
+    recorders: Tuple[Callable[[str], object], ...] = ()
 
 
 def _recording() -> ContextManager[Any]:
@@ -252,7 +295,7 @@ class ConvertedHybridBlock(ConvertedBlock):
             self._get_symbols(*args)
         arrays = [a for a in _flatten(args, "input")[0] if a is not None]
         for i, storage in storage_types(arrays).items():
-            self._cached_graph[0][i]._set_attr(**declared(storage))
+            self._cached_graph[0][i]._set_attr(**{STORAGE: SPARSE[storage]})
         clean = Graph.read(self._cached_graph[1])
         for name in clean.mutated() & parameters.keys():
             _keep_float32(parameters[name])
@@ -399,7 +442,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         """
         keep = self.kept_nodes().union(also)
         policy, parameters = self._amp.policy, parameters_in(self)
-        wide = [name for name, p in parameters.items() if not follows(p, policy.between)]
+        wide = [name for name, p in parameters.items()
+                if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.between)]
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
@@ -439,6 +483,56 @@ class ConvertedHybridBlock(ConvertedBlock):
         save_arrays(f"{path}-{epoch:04d}.params", arrays)
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+
+
+def blocks_in(net: Network) -> Iterator[Any]:
+    """Yields the net and all its descendants, each once, parents first."""
+    seen: Set[int] = set()
+    stack = [net]
+    while stack:
+        block = stack.pop()
+        if id(block) not in seen:
+            seen.add(id(block))
+            yield block
+            stack.extend(reversed(list(block._children.values())))
+
+
+@contextmanager
+def recording_names(blocks: Iterable[Any], record: Callable[[str], object]) -> Iterator[None]:
+    """Calls `record` with the name of each node that these converted blocks create."""
+    before = [(block._amp, block._amp.recorders) for block in blocks]
+    for state, recorders in before:
+        state.recorders = (*recorders, record)
+    try:
+        yield
+    finally:
+        for state, recorders in before:
+            state.recorders = recorders
+
+
+def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
+    """Returns the path of each block in a net at `path`; the first path of a shared block."""
+    made: Dict[Any, str] = {}
+
+    def walk(block: Block, path: str) -> None:
+        if block not in made:
+            made[block] = path
+            for name, child in block._children.items():
+                walk(child, f"{path}.{name}")
+
+    walk(net, path)
+    return made
+
+
+def parameters_in(net: Network) -> Dict[str, Any]:
+    """Returns the parameters of all of a net's blocks by name, as `collect_params` does."""
+    return {name: p for block in blocks_in(net) for name, p in block.params.items()}
+
+
+def storage_types(arrays: Iterable[Any]) -> Dict[int, str]:
+    """Returns the storage types of sparse arrays, by their indices."""
+    return {i: array.stype for i, array in enumerate(arrays)
+            if isinstance(array, mx.nd.sparse.BaseSparseNDArray)}
 
 
 def check_backend(backend: Optional[str]) -> None:

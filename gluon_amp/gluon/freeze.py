@@ -7,8 +7,7 @@ from .._mxnet import mx
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS
 from .convert import blocks_around
-from .converted import discard_traces
-from .state import blocks_in
+from .converted import blocks_in, discard_traces
 
 
 def freeze(block: Block) -> Block:

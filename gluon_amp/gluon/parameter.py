@@ -6,8 +6,7 @@ from typing import Any, Callable, Optional, Sequence
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, Parameter
-from ..cpu.arrays import HALVES, dtype_name, on_device, to_float32, to_half
-from ..cpu.finite import beyond_float16
+from ..cpu.arrays import HALVES, beyond_float16, dtype_name, on_device, to_float32, to_half
 from ..formats import FLOAT16, Format
 
 log = logging.getLogger("gluon_amp")
@@ -142,12 +141,10 @@ def cast(parameter: Parameter, dtype: str) -> None:
             mx.autograd.mark_variables(parameter._data, parameter._grad, parameter.grad_req)
 
 
-def follows(parameter: Parameter, format_: Format) -> bool:
-    """Whether a parameter may be cast to the type of the activations it meets. A constant may only
-    if the format holds its values and represents integers up to them exactly."""
-    if not isinstance(parameter, mx.gluon.Constant):
-        return True
-    values = (parameter._data or [parameter.value])[0].asnumpy().astype("float64")
+def constant_fits(constant: "mx.gluon.Constant", format_: Format) -> bool:
+    """Whether a constant may be cast to the type of the activations it meets: only if the format
+    holds its values and represents integers up to them exactly."""
+    values = (constant._data or [constant.value])[0].asnumpy().astype("float64")
     whole = np.array_equal(values, np.rint(values))
     counts = not whole or np.abs(values).max(initial=0) <= format_.counts_to
     return bool(counts and format_.keeps(values))

@@ -2,7 +2,8 @@
 
     for each node, inputs first:
         kept, or sensitive (softmax, losses, sums): cast its inputs to float32
-        with sparse tensors:                        the same; sparse tensors have no casts
+        with sparse tensors (csr, row_sparse):      the same, and they have no casts, whose
+                                                    results MXNet would make dense
         matrix work (convolution, dot, RNN):        cast its inputs to float16
         batched products, and operators without float16 kernels on a GPU:
             run in float32, cast the result back
@@ -24,7 +25,20 @@ from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
 from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
-from .sparse import sparse_nodes, touches_sparse
+
+STORAGE = "__storage_type__"  # MXNet's attribute of variables
+SPARSE = {"row_sparse": "1", "csr": "2"}  # its values
+
+# Operators whose results may be sparse if an input is.
+_MAY_RETURN = frozenset("""
+    relu negative abs sign round rint ceil floor trunc fix square sqrt cbrt log1p expm1
+    sin tan arcsin arctan degrees radians sinh tanh arcsinh arctanh clip
+    _mul_scalar _div_scalar _maximum_scalar _minimum_scalar _contrib_quadratic
+    elemwise_add elemwise_sub elemwise_mul _grad_add add_n broadcast_mul broadcast_div
+    _copy _identity_with_attr_like_rhs BlockGrad make_loss zeros_like _contrib_gradientmultiplier
+    slice Concat _sparse_retain _square_sum
+    _scatter_elemwise_div _scatter_plus_scalar _scatter_minus_scalar
+""".split())
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
@@ -48,12 +62,15 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
 
 def _with_bounds(graph: Graph, policy: Policy) -> Graph:
     """Lowers the bounds of nan_to_num and clip so that their results stay finite when cast."""
+    bounded = [node for node in graph.nodes() if node.op in operators.BOUNDS]
+    if not bounded:
+        return graph
     formats = {each.type_name: each for each in (policy.between, policy.product, policy.output)
                if each.largest < FLOAT32.largest}
     users = graph.consumers()
-    for node in graph.nodes():
+    for node in bounded:
         narrow = [user.attrs["dtype"] if user and user.op in CASTS else ""
-                  for user in users.get(Entry(node), [])] if node.op in operators.BOUNDS else []
+                  for user in users.get(Entry(node), [])]
         for dtype in formats.keys() & set(narrow):
             made = node.like(node.inputs)
             made.attrs = operators.bounded(node, formats[dtype])
@@ -283,3 +300,28 @@ class _Casting:
         inner, outputs = bodies[-1]
         made = [_with_bounds(Graph(outputs), self.policy) for _, outputs in bodies]
         return made, [e in inner.exact for e in outputs]
+
+
+def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
+    """Returns the variables that are sparse, and the operators whose results may be.
+
+    Args:
+        graph: the graph.
+        variables: names of sparse variables besides those that are declared.
+    """
+    found: Set[Node] = set()
+    for node in graph.nodes():
+        if node.is_variable:
+            sparse = node.name in variables or node.attrs.get(STORAGE) in SPARSE.values()
+        else:
+            sparse = node.op in _MAY_RETURN and any(e.node in found for e in node.inputs) \
+                or any(node.attrs.get(key) in SPARSE for key in ("stype", "forward_stype"))
+        if sparse:
+            found.add(node)
+    return found
+
+
+def touches_sparse(node: Node, sparse: Collection[Node]) -> bool:
+    """Whether an operator reads or returns a sparse tensor, or gives a weight a sparse gradient."""
+    return node in sparse or any(e.node in sparse for e in node.inputs) \
+        or node.op == "_contrib_SparseEmbedding" or node.attrs.get("sparse_grad") in ("True", "1")

@@ -132,9 +132,10 @@ class Graph:
         items, rows = [], [0]
         for node in nodes:
             item: Dict[str, Any] = {
-                "op": node.op, "name": node.name,
-                "attrs": {**node.attrs, **library.settings_attribute(node.settings)},
+                "op": node.op, "name": node.name, "attrs": dict(node.attrs),
                 "inputs": [[number[e.node], e.output, 0] for e in node.inputs]}
+            if node.settings:
+                item["attrs"][library.SETTINGS] = library.settings_attribute(node.settings)
             if node.subgraphs:
                 item["subgraphs"] = [sub._to_dict() for sub in node.subgraphs]
             items.append(item)

@@ -383,7 +383,7 @@ def holds_numbers(node: Node, format_: Format) -> bool:
     constants = [number for _, number in numbers(node)] + _made_of_numbers(node)
     if node.op in _COUNTING and max(map(abs, constants), default=0) > format_.counts_to:
         return False
-    return format_.keeps(constants)
+    return not constants or format_.keeps(constants)
 
 
 def factors(node: Node) -> str:

@@ -15,10 +15,9 @@ from ..annotations import Array, Batch, Block, Module, Network
 from ..checks import listed
 from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..gluon.convert import convert
-from ..graph.casts import insert_casts
+from ..graph.casts import insert_casts, sparse_nodes
 from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
 from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
-from ..graph.sparse import sparse_nodes
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
 from .tensors import Key

@@ -12,8 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 from .._mxnet import message, mx
 from ..annotations import Block, Network
 from ..cpu.library import random_numbers_kept
-from ..gluon.converted import ConvertedBlock
-from ..gluon.state import Op, blocks_in, recording_names
+from ..gluon.converted import ConvertedBlock, Op, blocks_in, recording_names
 from .watch import hybrid_blocks, observed, replaced
 
 

@@ -12,17 +12,13 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Block, LossFunction, Network
-from ..cpu.arrays import copy_into, dtype_name, to_float32
-from ..cpu.finite import all_finite
+from ..cpu.arrays import all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
-from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock
-from ..gluon.parameter import follows
-from ..gluon.state import Op, blocks_in
-from ..graph.build import build, cached_op
+from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock, Op, blocks_in, storage_types
+from ..gluon.parameter import constant_fits
+from ..graph.build import build, cached_op, check_device
 from ..graph.casts import insert_casts
 from ..graph.graph import Graph
-from ..graph.refusals import check_device
-from ..graph.sparse import storage_types
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
 from .judge import goes_forward
@@ -286,8 +282,9 @@ class Graphs:
         known = {**types, **dict(zip(of.names, of.dtypes))}
         if self.policy.is_float32:
             return insert_casts(of.clean, known, self.policy, types), known
-        wide = [name for name in types
-                if not follows(self.session.parameters[name], self.policy.between)]
+        parameters = self.session.parameters
+        wide = [name for name in types if isinstance(parameters[name], mx.gluon.Constant)
+                and not constant_fits(parameters[name], self.policy.between)]
         return insert_casts(of.clean, known, self.policy, types, self.keep | of.kept, wide), known
 
     def _types_in(self, which: Any) -> Dict[str, str]:

@@ -9,8 +9,7 @@ from .._mxnet import mx, np
 from ..annotations import Array, Network
 from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
-from ..cpu.arrays import dtype_name, follow, is_half, to_float32
-from ..cpu.finite import squares
+from ..cpu.arrays import dtype_name, follow, is_half, squares, to_float32
 from ..formats import FLOAT32, FORMATS, Format
 from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in

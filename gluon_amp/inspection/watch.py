@@ -24,11 +24,9 @@ from mxnet import autograd
 from .._mxnet import mx, np
 from ..annotations import Block, Network, Trainer
 from ..cpu import library
-from ..gluon.converted import ConvertedHybridBlock
-from ..gluon.state import Op, blocks_in, parameters_in
-from ..graph.build import build, cached_op
+from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, parameters_in
+from ..graph.build import build, cached_op, check_device
 from ..graph.graph import Graph
-from ..graph.refusals import check_device
 from .tensors import Counts, Key
 
 _STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps

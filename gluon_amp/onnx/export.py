@@ -31,9 +31,8 @@ from ..checks import imports_of, listed
 from ..cpu.arrays import HALVES, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
-from ..gluon.converted import ConvertedHybridBlock, blocks_kept
+from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
 from ..gluon.parameter import value_of
-from ..gluon.state import recording_names
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
 from ..policy import POLICIES, Policy, get_policy

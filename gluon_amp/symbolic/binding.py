@@ -29,10 +29,9 @@ from .._mxnet import mx
 from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import HALVES, array_type, dtype_name
-from ..graph.build import build
+from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import BATCH_NORMS, LOSSES, MAY_BEGIN
-from ..graph.refusals import check_device, check_trains_on_cpus, devices_that_wait
 from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"

@@ -6,8 +6,7 @@ from mxnet.operator import get_operator_arguments
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import dtype_name
-from ..cpu.finite import beyond_float16
+from ..cpu.arrays import beyond_float16, dtype_name
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators

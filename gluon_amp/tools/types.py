@@ -10,8 +10,8 @@ from ..cpu.arrays import HALVES
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
+from ..graph.casts import sparse_nodes, touches_sparse
 from ..graph.graph import CASTS, Entry, Graph, Node
-from ..graph.sparse import sparse_nodes, touches_sparse
 from ..symbolic.convert import declared_types
 
 

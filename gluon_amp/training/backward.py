@@ -14,8 +14,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, 
 from .._mxnet import GRAPHS, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
-from ..cpu.arrays import HALVES, dtype_name
-from ..cpu.finite import squares
+from ..cpu.arrays import HALVES, dtype_name, squares
 from ..cpu.library import free_graphs, other_gradients
 from ..graph.operators import LOSSES, MAY_BEGIN, NESTED, OPERATORS, USER_CODE
 from .loss_scale import as_power

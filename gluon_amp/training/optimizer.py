@@ -2,8 +2,13 @@
 
 MXNet's optimizers have them with `multi_precision=True`, but silently revert writes to a weight
 between two steps (`set_data`, `load_parameters`). Here master weights are updated by such writes.
-On a CPU, where MXNet's 16-bit code is not vectorized, these optimizers use our kernels; the common
-ones are fused (one_pass.py).
+On a CPU, where MXNet's 16-bit code is not vectorized, these optimizers use our kernels.
+
+The common ones are fused on a CPU, in one pass over memory: the engine's operator
+`_gluon_amp_update` widens weights and gradients, updates the master weights like MXNet's float32
+operator, and rounds them, for several weights in one call. LAMB needs norms first, so it takes two
+passes. Float32 weights are their own master weights. They get the bits of MXNet's operator, which
+is several times slower.
 """
 import functools
 import os
@@ -16,6 +21,7 @@ from typing import (
     Hashable,
     Iterator,
     List,
+    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -35,11 +41,11 @@ from ..cpu.arrays import (
     to_float32,
     widen_all,
 )
-from . import adamw, one_pass
+from . import adamw
 
 _GROUP_SIZE = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
-# Besides those of one_pass.ROWS, optimizers that update weights independently, so that a call may
+# Besides those of ROWS, optimizers that update weights independently, so that a call may
 # have several. (Nadam does not.)
 _INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
               mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
@@ -48,6 +54,62 @@ _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.Ada
 # Optimizers whose states or scale are float32 in MXNet, which it refuses for other weights.
 _ONLY_FLOAT32 = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
                  mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
+
+_MOST = 45  # weights in one call; the limits of MXNet's operators are 45 to 60
+# Settings for which 0 or None in MXNet's optimizers, and -1 in operators, means none.
+_NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")
+# Optimizers that count the updates of all weights of a call before they compute learning rates.
+_IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)
+
+
+def _as_given(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return lr, wd
+
+
+def _adam(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return adamw.bias_corrected(made, lr, step), wd
+
+
+def _adamw(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
+    return adamw.bias_corrected(made, lr, step), lr * wd
+
+
+class _Row(NamedTuple):
+    """The mapping of one of MXNet's optimizers to the engine's operator."""
+    rule: str  # the engine's name
+    settings: Dict[str, str]  # the operator's name of each -> the optimizer's
+    fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
+    rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
+    stateless: bool = False  # whether states, if any, do not change
+
+
+def _all_there(states: Sequence[Any]) -> bool:
+    return all(state is not None for state in states)
+
+
+_MOMENTUM = {"momentum": "momentum"}
+_MOMENTS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
+_AVERAGES = {"beta1": "gamma1", "epsilon": "epsilon", "clip_weights": "clip_weights"}
+_BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correction")}
+
+ROWS: Dict[Any, List[_Row]] = {
+    mx.optimizer.SGD: [
+        _Row("sgd", _MOMENTUM, lambda made, states: made.momentum > 0 and _all_there(states)),
+        _Row("sgd", {}, lambda made, states: made.momentum == 0, stateless=True)],
+    mx.optimizer.NAG: [  # MXNet goes by the state, should the momentum be changed later
+        _Row("nag", _MOMENTUM, lambda made, states: made.momentum >= 0 and _all_there(states)),
+        _Row("descent", {}, lambda made, states: all(state is None for state in states),
+            stateless=True)],
+    mx.optimizer.Adam: [_Row("adam", _MOMENTS, rate_and_decay=_adam)],
+    adamw.AdamW: [_Row("adamw", _MOMENTS, rate_and_decay=_adamw)],
+    mx.optimizer.RMSProp: [
+        _Row("rmsprop", _AVERAGES, lambda made, states: not made.centered),
+        _Row("centered_rmsprop", {**_AVERAGES, "momentum": "gamma2"},
+            lambda made, states: made.centered)],
+    # MXNet sums the norms in another order where weights do not come in lists
+    mx.optimizer.LAMB: [_Row("lamb", {**_MOMENTS, **_BOUNDS},
+                            lambda made, states: made.aggregate_num > 1)],
+}
 
 
 def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
@@ -204,7 +266,7 @@ class Following:
             return None
         written = library.versions(arrays, since=counts)
         assert written is not None  # because `counts` was not None
-        counted = written.asnumpy()
+        counted = library.read(written)
         return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
 
     @staticmethod
@@ -221,8 +283,8 @@ class _WithMasters:
 
     def _group(self) -> None:
         """Sets the number of weights in one call, also if MXNet's optimizer supports one only."""
-        if isinstance(self, mx.optimizer.SGD) or self._base() in (*one_pass.ROWS, *_INDEPENDENT):
-            self.aggregate_num = min(one_pass.MOST, int(os.environ.get(_GROUP_SIZE, one_pass.MOST)))
+        if isinstance(self, mx.optimizer.SGD) or self._base() in (*ROWS, *_INDEPENDENT):
+            self.aggregate_num = min(_MOST, int(os.environ.get(_GROUP_SIZE, _MOST)))
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
         dtype = self.weight_types[index] = dtype_name(weight.dtype)
@@ -268,7 +330,7 @@ class _WithMasters:
         # One check of all arrays is faster than reading the type of each.
         one_type = next((name for name, dtype in _ONE_PASS_TYPES
                          if library.on_one_cpu([*weights, *grads], dtype)), None) \
-            if self._base() in one_pass.ROWS else None
+            if self._base() in ROWS else None
         types = [one_type or dtype_name(one.dtype) for one in weights]
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
@@ -323,11 +385,11 @@ class _WithMasters:
                   has_masters: bool) -> bool:
         """Updates in one fused call, if the optimizer supports it; returns whether it did."""
         masters, inner = _split(self, states) if has_masters else ((), states)
-        row = one_pass.row_for(self._base(), self, inner)
+        row = _row_for(self._base(), self, inner)
         # MXNet's LAMB sums norms in another order without lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):
             return False
-        one_pass.update(row, self, indices, weights, grads, masters, inner)
+        _update_at_once(row, self, indices, weights, grads, masters, inner)
         return True
 
     def _check_types(self, indices: List[Any], types: List[str]) -> None:
@@ -365,3 +427,41 @@ def _class_with_masters(cls: type) -> Any:
 def _revive(cls: type) -> Optimizer:
     made = _class_with_masters(cls)
     return made.__new__(made)
+
+
+# ---- fused updates
+
+
+def _row_for(cls: type, made: Optimizer, states: Sequence[Any]) -> Optional[_Row]:
+    """Returns the row of an optimizer of exactly this class of MXNet, if any."""
+    return next((row for row in ROWS.get(cls, ()) if row.fits(made, states)), None)
+
+
+def _update_at_once(row: _Row, made: Optimizer, indices: Sequence[Any], weights: Sequence[Any],
+           grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
+    """Updates weights, master weights, states and the optimizer's counts, in one call. Float32
+    weights have no master weights."""
+    lrs: List[float] = []
+    wds: List[float] = []
+    for part in [indices] if isinstance(made, _IN_LISTS) else [[index] for index in indices]:
+        made._update_count(part)
+        lrs += made._get_lrs(part)
+        wds += made._get_wds(part)
+    steps = [made._index_update_count[index] for index in indices]
+    lrs, wds = zip(*(row.rate_and_decay(made, *numbers)  # type: ignore[assignment]
+                     for numbers in zip(lrs, wds, steps)))
+    settings = {name: getattr(made, its) for name, its in row.settings.items()}
+    settings.update(clip_gradient=made.clip_gradient, rescale_grad=made.rescale_grad)
+    for name in _NONE_IF_0:
+        if name in settings:
+            settings[name] = settings[name] or -1
+    kept = () if row.stateless else \
+        zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in states))
+    library.call("_gluon_amp_update",
+                 [*weights, *grads, *masters, *(array for column in kept for array in column)],
+                 out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
+                 wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
+
+
+def _text(numbers: Sequence[float]) -> str:
+    return ",".join(map(str, numbers))

@@ -40,9 +40,8 @@ from typing import (
 
 from .._mxnet import GRAPHS, mx, np
 from ..checks import in_names, positive_number, whole_number
-from ..cpu.arrays import dtype_name, is_half, multiply, to_float32
-from ..cpu.finite import all_finite, not_finite, squares
-from ..cpu.library import marks, started, versions
+from ..cpu.arrays import all_finite, dtype_name, is_half, multiply, not_finite, squares, to_float32
+from ..cpu.library import marks, read, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
 from .averages import Averages
@@ -381,7 +380,7 @@ class Step:
     def check_writes(self) -> None:
         """Raises an error if others have written to gradients."""
         written = [g.name for gradients, counts in self._writes
-                   for g, count in zip(gradients, counts.asnumpy().tolist()) if count]
+                   for g, count in zip(gradients, read(counts)) if count]
         self._writes.clear()
         if written:
             scale, unscaled = self.scale, self.unscaled

@@ -86,8 +86,9 @@ class Trainer(mx.gluon.Trainer):
         if self._step.checks_gradients and self._contexts[0].device_type == "gpu":
             self._step.averages = Averages(self._averages)
             self._step.averages.begin()
+        self._store_is_dist = "dist" in store.kind_of(kvstore)
         # otherwise in the first backward pass, when all parameters have their shapes
-        if "dist" in store.kind_of(kvstore) and all(p._data is not None for p in self._params):
+        if self._store_is_dist and all(p._data is not None for p in self._params):
             if self._servers_update():
                 self._connect_servers()
             else:
@@ -343,6 +344,8 @@ class Trainer(mx.gluon.Trainer):
 
     def _servers_update(self) -> bool:
         """Whether MXNet's servers update weights."""
+        if not self._store_is_dist:
+            return False
         config = self._kvstore_params
         kvstore = config["kvstore"] = store.shared_store(config["kvstore"])
         return isinstance(kvstore, mx.kv.KVStore) and "dist" in kvstore.type \

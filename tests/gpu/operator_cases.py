@@ -129,7 +129,8 @@ class Alone:
                 made[Entry(node)] = self.arrays[node.name]
                 continue
             attributes = {k: v for k, v in node.attrs.items() if not k.startswith("__")}
-            attributes.update(library.settings_attribute(node.settings))
+            if node.settings:
+                attributes[library.SETTINGS] = library.settings_attribute(node.settings)
             outputs = _imperative_invoke(
                 handle(node.op).value, [made[e] for e in node.inputs], list(attributes),
                 list(attributes.values()), None, False, False)
