@@ -37,9 +37,9 @@ HEADER = re.compile(rb"Namespace\((.*)\)")
 BATCH = re.compile(rb"Epoch[\[ ](\d{1,9})\](?: Batch \[|\[Batch )(?:\d+-)?(\d{1,9})\],?\s+"
                    rb"((?:LR: \S+ )?)Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
 RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
-                     rb"Epoch\[(\d{1,9})\] (Train-|Validation-)?((?:\S+|Time cost)=.*)")
-WORKER = re.compile(rb"Epoch\[(\d{1,9})\](?: Rank\[0\](?: Batch\[\d+\])?)?\t"
-                    rb"(Validation-.*|Time cost=.*|Speed: [\d.]+ samples/sec\r?$)", re.MULTILINE)
+                     rb"Epoch\[(\d{1,9})\](?: |(?: Rank\[0\](?: Batch\[\d+\])?)?\t(?=Validation-|"
+                     rb"Time cost=|Speed: [\d.]+ samples/sec\r?$))"
+                     rb"(Train-|Validation-)?((?:\S+|Time cost)=.*|Speed: .*)")
 RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
 MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
 MEAN_PRECISIONS = {b"MeanAP @": "mAP", b"Mean AP for bbox": "box mAP",
@@ -222,32 +222,33 @@ class _Reader:
             return False
         if line.startswith(b"{") and self._json(line):
             return True
-        found = HEADER.search(line) if b"Namespace(" in line else None
-        if found:
-            self.header = {name: _literal(value) for name, value in
-                           ARGUMENT.findall(found[1].decode(errors="replace"))}
-            return True
-        found = RATE.search(line) if b"learning rate to" in line else None
-        if found:
-            self.lr = _number(found[1].decode())
-            return True
-        return self._line_of_results(line) or self._precision(line) or \
-            self._segmentation(line) or self._worker(line)
+        begin = max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0)
+        for found, read in ((HEADER.search(line), self._arguments),
+                            (RATE.search(line), self._rate),
+                            (RESULTS.match(line, begin), self._line_of_results),
+                            (SEGMENTATION.search(line), self._segmentation)):
+            if found and read(found):
+                return True
+        return self._precision(line)
 
-    def _line_of_results(self, line: bytes) -> bool:
-        found = RESULTS.match(line, max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0))
-        if not found:
-            return False
-        number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
-        values = _values(text)
-        if not values and text.strip() == b"Validation:":  # of detection: what follows is its
-            self._go_to(int(number))
-            return True
-        if not values:
-            return False
-        self._go_to(int(number))
-        self._results((kind or b"").lower(), values)
+    def _arguments(self, found: "re.Match[bytes]") -> bool:
+        self.header = {name: _literal(value) for name, value in
+                       ARGUMENT.findall(found[1].decode(errors="replace"))}
         return True
+
+    def _rate(self, found: "re.Match[bytes]") -> bool:
+        self.lr = _number(found[1].decode())
+        return True
+
+    def _line_of_results(self, found: "re.Match[bytes]") -> bool:
+        number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
+        values = _values(text.replace(b"Validation-", b""))
+        of_detection = text.strip() == b"Validation:"  # what follows is its
+        if values or of_detection:
+            self._go_to(int(number))
+        if values:
+            self._results((kind or b"").lower(), values)
+        return bool(values or of_detection)
 
     def _precision(self, line: bytes) -> bool:
         """Parses a line of detection: mAP follows the lines of the classes."""
@@ -258,20 +259,7 @@ class _Reader:
             return False
         return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
 
-    def _worker(self, line: bytes) -> bool:
-        """Parses a line of GluonCV's train_horovod.py, where rank 0 logs."""
-        found = WORKER.search(line) if b"Epoch[" in line else None
-        if not found:
-            return False
-        kind = b"validation" if found[2].startswith(b"Validation-") else b""
-        self._go_to(int(found[1]))
-        self._results(kind, _values(found[2].replace(b"Validation-", b"")))
-        return True
-
-    def _segmentation(self, line: bytes) -> bool:
-        found = SEGMENTATION.search(line) if line.find(b"Epoch ") >= 0 else None
-        if not found:
-            return False
+    def _segmentation(self, found: "re.Match[bytes]") -> bool:
         self._go_to(int(found[1]))
         if not found[2]:
             self.epoch.loss = float(found[4])  # so far; the last one is the epoch's
@@ -390,10 +378,7 @@ def _number(value: Any) -> Optional[float]:
 def _first(values: Dict[str, float], names: Sequence[str],
            known: Optional[float]) -> Optional[float]:
     """Returns the value of the first of these names, or else the known value."""
-    for name in names:
-        if name in values:
-            return values[name]
-    return known
+    return next((values[name] for name in names if name in values), known)
 
 
 def _error(values: Dict[str, float], errors: Sequence[str], accuracies: Sequence[str],
