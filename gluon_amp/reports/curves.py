@@ -1,6 +1,7 @@
 """The lines of a plot: the means or medians of the runs of a group, and their spread."""
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -24,16 +25,15 @@ class Point(NamedTuple):
 
 @dataclass
 class Line:
-    """A line; `low` and `high` are the band around `y`, or None for a single run. With `is_range`
-    they are the lowest and the highest run."""
+    """A line; `band` is the low and the high end of its spread, or None for a single run. With
+    `is_range` they are the lowest and the highest run."""
     name: str
     dtype: str
     model: str
     runs: int
     x: "np.ndarray[Any, Any]"
     y: "np.ndarray[Any, Any]"
-    low: Optional["np.ndarray[Any, Any]"] = None
-    high: Optional["np.ndarray[Any, Any]"] = None
+    band: Optional["np.ndarray[Any, Any]"] = None
     recipes: int = 1  # more than one: y is a median
     is_range: bool = False
 
@@ -73,42 +73,34 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
     first = groups[0]
     made = Line(name, first.dtype, first.model, len(each), np.nanmean(x, 0), np.nanmean(y, 0),
                 recipes=len(groups))
-    if len(groups) > 1:
-        made.low, made.y, made.high = np.nanquantile(y, [0.05, 0.5, 0.95], axis=0)
-    elif steps and len(each) > 1:
-        made.low, made.y, made.high = np.nanquantile(y, [0, 0.5, 1], axis=0)
-        made.is_range = True
-    elif 1 < len(each) < FEW_RUNS:
-        made.low, made.high = np.nanmin(y, 0), np.nanmax(y, 0)
-        made.is_range = True
+    made.is_range = len(groups) == 1 and len(each) > 1 and (steps or len(each) < FEW_RUNS)
+    if len(groups) > 1 or made.is_range:
+        ends = [0.0, 1.0] if made.is_range else [0.05, 0.95]
+        made.band = np.nanquantile(y, ends, axis=0)
+        if steps or not made.is_range:
+            made.y = np.nanquantile(y, 0.5, axis=0)
     elif len(each) > 1:
         deviation = np.nanstd(y, 0) * np.sqrt(known / np.maximum(known - 1, 1))
         half = stats.t.ppf(0.975, np.maximum(known - 1, 1)) * deviation / np.sqrt(known)
         half = np.where(known > 1, half, 0)
-        made.low, made.high = made.y - half, made.y + half
+        made.band = np.stack([made.y - half, made.y + half])
     return made
 
 
 def _table(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
     """Returns x and y of each run (row) at each index (column); NaN if a run has none."""
-    places = sorted({point.at for points in each for point in points})
+    row = np.repeat(np.arange(len(each)), [len(points) for points in each])
+    at, xs, ys = np.array([point for points in each for point in points]).T
+    places, column = np.unique(at, return_inverse=True)
     if len(places) > MOST_POINTS:
         edges = np.linspace(places[0], places[-1], MOST_POINTS + 1)[1:]
-        column = {at: int(np.searchsorted(edges, at)) for at in places}
-        count = MOST_POINTS
-    else:
-        column, count = {at: i for i, at in enumerate(places)}, len(places)
-    x, y, n = (np.zeros((len(each), count)) for _ in range(3))
-    for row, points in enumerate(each):
-        for point in points:
-            at = min(column[point.at], count - 1)
-            x[row, at] += point.x
-            y[row, at] += point.y
-            n[row, at] += 1
+        column = np.minimum(np.searchsorted(edges, at), MOST_POINTS - 1)
+    x, y, n = (np.zeros((len(each), min(len(places), MOST_POINTS))) for _ in range(3))
+    for sums, values in ((x, xs), (y, ys), (n, 1)):
+        np.add.at(sums, (row, column), values)
     some = n.any(0)
-    x, y, n = x[:, some], y[:, some], n[:, some]
     n[n == 0] = np.nan
-    return x / n, y / n
+    return (x / n)[:, some], (y / n)[:, some]
 
 
 def _steps(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
@@ -137,17 +129,13 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
         return None
     when = Counter(at for at in (reached_at(run, accuracy, by_time) for run in runs)
                    if at is not None)
-    xs, counts = [0.0], [0]
-    for at in sorted(when):
-        xs.append(at)
-        counts.append(counts[-1] + when[at])
+    xs = [0.0, *sorted(when)]
     xs.append(max(end, xs[-1]))
-    counts.append(counts[-1])
+    counts = list(accumulate([0, *(when[at] for at in sorted(when)), 0]))
     each = [stats.binomtest(count, len(runs)).proportion_ci(method="wilson") for count in counts]
     first = groups[0]
     return Line(name, first.dtype, first.model, len(runs), np.array(xs),
-                np.array(counts) / len(runs), np.array([ci.low for ci in each]),
-                np.array([ci.high for ci in each]))
+                np.array(counts) / len(runs), np.array(each).T)
 
 
 def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:

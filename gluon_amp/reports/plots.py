@@ -180,8 +180,8 @@ def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
 
 
 def _varies(lines: Sequence[Optional[Line]]) -> bool:
-    drawn = [y for one in lines if one for y in (one.y, one.low, one.high) if y is not None]
-    return len(np.unique(np.concatenate(drawn))) > 1
+    drawn = [y for one in lines if one for y in (one.y, one.band) if y is not None]
+    return len(np.unique(np.concatenate(drawn, axis=None))) > 1
 
 
 def _worded(chart: Chart, run: Run) -> Chart:
@@ -214,8 +214,8 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
     unit, factor = unit_of_time(list(runs)) if chart.x == "hours" else (chart.x, 1.0)
     for one in lines:
         one.x = one.x * factor
-        if chart.scale.percent and one.low is not None and one.high is not None:
-            one.low, one.high = np.clip((one.low, one.high), 0, 1)  # no error is below 0 %
+        if chart.scale.percent and one.band is not None:
+            one.band = np.clip(one.band, 0, 1)  # no error is below 0 %
     models = list(dict.fromkeys(one.model for one in lines))
     marked: Counter[Tuple[str, str]] = Counter()
     with _style():
@@ -234,8 +234,8 @@ def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) ->
             drawstyle = "steps-post" if chart.steps else "default"
             axes.plot(one.x, one.y, **look, linewidth=2.6 if beneath else 1.4,
                       zorder=2 if beneath else 3, drawstyle=drawstyle)
-            if one.low is not None and one.high is not None and not _is_too_wide(chart, one):
-                axes.fill_between(one.x, one.low, one.high, color=place[0], alpha=0.15, zorder=1,
+            if one.band is not None and not _is_too_wide(chart, one):
+                axes.fill_between(one.x, *one.band, color=place[0], alpha=0.15, zorder=1,
                                   linewidth=0, step="post" if chart.steps else None)
         axes.set_title(chart.title, loc="left", fontsize=10)
         axes.set_xlabel(unit)
@@ -262,11 +262,10 @@ def _style() -> Iterator[None]:
 
 def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
     values = np.concatenate([one.y for one in lines])
-    bands = np.concatenate([values, *(band for one in lines for band in (one.low, one.high)
-                                      if band is not None)])
+    banded = [one for one in lines if one.band is not None]
+    bands = np.concatenate([values, *(one.band for one in banded)], axis=None)
     # a range's ends are values; an interval or quantile can be much wider than the values
-    inside = np.concatenate([values, *(band for one in lines if one.is_range
-                                       for band in (one.low, one.high) if band is not None)])
+    inside = np.concatenate([values, *(one.band for one in banded if one.is_range)], axis=None)
     room = 0.4 * np.ptp(inside)
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -351,9 +350,9 @@ def _cut(text: str, longest: int) -> str:
 def _words(chart: Chart, one: Line, i: int) -> str:
     """Returns a value and its uncertainty as text."""
     value = chart.scale.write(one.y[i])
-    if one.low is None or one.high is None:
+    if one.band is None:
         return value
-    return f"{value} ({chart.scale.write(one.low[i])} to {chart.scale.write(one.high[i])})"
+    return f"{value} ({' to '.join(map(chart.scale.write, one.band[:, i]))})"
 
 
 def _caption(chart: Chart, lines: List[Line]) -> str:
