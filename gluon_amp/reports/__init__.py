@@ -1,8 +1,9 @@
 """Reports from training logs: a verdict, tables and plots."""
 import math
 import re
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
+from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from ..checks import imports_of
 from ..files import replace_file
@@ -55,7 +56,7 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        replace_file(str(folder / name), _writer(content))
+        replace_file(str(folder / name), partial(_write, content))
     return folder / "report.html"
 
 
@@ -113,10 +114,8 @@ def _name_apart(made: List[Any]) -> None:
         taken.add(section.prefix)
 
 
-def _writer(content: bytes) -> Callable[[str], None]:
-    def write(path: str) -> None:
-        Path(path).write_bytes(content)
-    return write
+def _write(content: bytes, path: str) -> None:
+    Path(path).write_bytes(content)
 
 
 def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:

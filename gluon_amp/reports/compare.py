@@ -68,6 +68,11 @@ class Group:
         behind = [run.done - run.validated for run in trained]  # not 0 if every tenth is validated
         return tuple(run for run, epochs in zip(trained, behind) if epochs == min(behind))
 
+    @property
+    def ends(self) -> List[float]:
+        """The final results of the finished runs."""
+        return [run.final for run in self.finished if run.final is not None]
+
     def named(self, several: bool) -> str:
         """Returns its name, with that of its section if there are several."""
         return f"{self.first.dataset or self.first.measure}: {self.name}" if several else self.name
@@ -117,10 +122,9 @@ class Comparison:
     @cached_property
     def factor(self) -> float:
         """The factor from measured values to that unit."""
-        ends = [run.final for run in self.float32.finished if run.final is not None]
-        if self.low.first.is_share or not ends:
+        if self.low.first.is_share or not self.float32.ends:
             return 1.0
-        return 100 / (abs(mean(ends)) or 1.0)
+        return 100 / (abs(mean(self.float32.ends)) or 1.0)
 
     @cached_property
     def difference(self) -> Optional[Difference]:
@@ -130,7 +134,7 @@ class Comparison:
         Runs with the same seed are pairs. If pairs would leave out most runs, or a diverged one, it
         is the difference of two samples.
         """
-        low, high = ([self.factor * run.final for run in group.finished if run.final is not None]
+        low, high = ([self.factor * end for end in group.ends]
                      for group in (self.low, self.float32))
         pairs = self.pairs
         if len(pairs) > 1 and 4 * len(pairs) >= len(low) + len(high) and not any(
@@ -286,22 +290,18 @@ NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"
 def compare(found: Sequence[Group]) -> List[Comparison]:
     """Returns a comparison for each group of lower precision with a float32 counterpart, in the
     order of the groups."""
-    high: Dict[Any, List[Group]] = {}
+    high: Dict[Any, List[Group]] = {}  # by network, and also by recipe: most find theirs at once
     for group in found:
         if group.dtype == FLOAT32:
-            high.setdefault((group.section, group.model), []).append(group)
-    alike: Dict[Any, List[Group]] = {}  # by recipe: most groups find theirs at once
-    for each in high.values():
-        for group in each:
-            alike.setdefault((group.section, group.model, group.items), []).append(group)
+            for key in ((group.section, group.model), (group.section, group.model, group.items)):
+                high.setdefault(key, []).append(group)
     compared: List[Comparison] = []
     taken: Counter[int] = Counter()
     for low in found:
-        candidates = high.get((low.section, low.model))
+        items = low.items
+        candidates = high.get((low.section, low.model, items), high.get((low.section, low.model)))
         if low.dtype in (FLOAT32, "unknown") or not candidates:
             continue
-        items = low.items
-        candidates = alike.get((low.section, low.model, items), candidates)
         nearest = min(candidates, key=lambda group: (len(group.items ^ items), taken[id(group)]))
         taken[id(nearest)] += 1
         compared.append(Comparison(nearest, low, _differences(nearest, low)))
@@ -327,8 +327,8 @@ def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
 
 def _by_seed(group: Group) -> Dict[str, float]:
     seeds = Counter(run.seed for run in group.finished)
-    return {run.seed: run.final for run in group.finished
-            if run.seed is not None and run.final is not None and seeds[run.seed] == 1}
+    return {run.seed: end for run, end in zip(group.finished, group.ends)
+            if run.seed is not None and seeds[run.seed] == 1}
 
 
 def _far(end: float, others: Sequence[float]) -> bool:

@@ -19,8 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 from .runs import Epoch, Run, measurable
 from .tables import QUANTITIES, VALIDATION, quantity_of
 
-STEPS = {"loss": "loss", "lr": "lr", "scale": "scale", "skipped": "skipped",
-         "gradient_norm": "gradient_norm"}
+STEPS = ("loss", "lr", "scale", "skipped", "gradient_norm")
 Series = Dict[int, float]  # step: value
 
 
@@ -53,7 +52,7 @@ def read(path: Path, name: str) -> List[Run]:
         by_step = quantity in STEPS and not tag.startswith("epoch")
         (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
     results = of_epochs.keys() & {"top1", "top5"} or \
-        of_epochs.keys() - {*QUANTITIES, *STEPS.values()} or of_epochs.keys() & {"validation_loss"}
+        of_epochs.keys() - {*QUANTITIES, *STEPS} or of_epochs.keys() & {"validation_loss"}
     steps = sorted({step for name in results for step in of_epochs[name]})
     if not steps:
         raise ValueError(f"{path} has no scalar of validation by epoch. Known: epoch/err_top1, "
@@ -124,7 +123,7 @@ def _add_steps(run: Run, series: Dict[str, Series]) -> None:
             if quantity == "scale":
                 run.follow(epoch, batch, value, skipped.get(step))
             elif quantity != "skipped":
-                run.add_step(STEPS[quantity], epoch, batch, value)
+                run.add_step(quantity, epoch, batch, value)
 
 
 # ---- the file

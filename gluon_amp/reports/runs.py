@@ -124,9 +124,8 @@ class Run:
     def count_from_0(self) -> None:
         """Renumbers epochs to start at 0, as in other logs."""
         self.epochs = {n - 1: epoch for n, epoch in self.epochs.items()}
-        self.trace = [(n - 1, batch, scale, skipped) for n, batch, scale, skipped in self.trace]
-        self.steps = {name: [(n - 1, batch, value) for n, batch, value in series]
-                      for name, series in self.steps.items()}
+        for series in (self.trace, *self.steps.values()):  # type: Any
+            series[:] = [(n - 1, *rest) for n, *rest in series]
 
     def follow(self, epoch: int, batch: int, scale: Optional[float],
                skipped: Optional[float]) -> None:
@@ -150,9 +149,8 @@ class Run:
     def forget_from(self, epoch: int) -> None:
         """Removes this epoch and all later ones, because the run was resumed there."""
         self.epochs = {n: e for n, e in self.epochs.items() if n < epoch}
-        self.trace = [point for point in self.trace if point[0] < epoch]
-        self.steps = {name: [point for point in series if point[0] < epoch]
-                      for name, series in self.steps.items()}
+        for series in (self.trace, *self.steps.values()):  # type: Any
+            series[:] = [point for point in series if point[0] < epoch]
 
     def go_on(self, later: "Run") -> None:
         """Adds the epochs of a resumed run."""

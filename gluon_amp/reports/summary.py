@@ -72,18 +72,16 @@ def _verdict(comparison: Comparison, margin: float) -> str:
     high = comparison.float32.name
     if comparison.low.model and high.startswith(f"{comparison.low.model}, "):
         high = high[len(f"{comparison.low.model}, "):]  # the name of low includes the model
-    ends = [[run.final for run in group.finished if run.final is not None]
-            for group in (comparison.low, comparison.float32)]
-    apart = comparison.factor * (mean(ends[0]) - mean(ends[1])) if all(ends) else 0.0
-    ended = f"{low} ends {from_float32(apart, high, comparison.unit)}" if all(ends) else ""
-    if ended:
-        ended = f"The {comparison.low.first.measured} of {ended}"
+    ends, ended = (comparison.low.ends, comparison.float32.ends), ""
+    if all(ends):
+        apart = comparison.factor * (mean(ends[0]) - mean(ends[1]))
+        ended = f"The {comparison.low.first.measured} of {low} ends " \
+                f"{from_float32(apart, high, comparison.unit)}"
+    said = f" {ended}, which is no evidence about the type." if ended else ""
     if comparison.recipe_unknown:
-        said = f" {ended}, which is no evidence about the type." if ended else ""
         return f"The logs do not show whether {low} and {high} have the same recipe: no verdict." \
                f"{said}"
     if comparison.differences:
-        said = f" {ended}, which is no evidence about the type." if ended else ""
         return f"{low} and {high} have different recipes: no verdict. They differ " \
                f"in: {comparison.explain()}.{said}"
     if not ended:
@@ -139,8 +137,7 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
                 "seeds needed": _text(difference.seeds_for(margin), "d")})
         row["speedup"] = _text(comparison.speedup, ".2f")
         found.append(row)
-    columns = [column for row in sorted(found, key=len, reverse=True)[:1] for column in row]
-    return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
+    return _table(found)
 
 
 def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
@@ -151,12 +148,9 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
     metrics = _metrics(runs)
     found = []
     for group in groups:
-        ends = [run.final for run in group.finished if run.final is not None]
+        ends = group.ends
         hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
         tried = group.finished or group.runs
-        when = [reached_at(run, accuracy, False) for run in tried] if accuracy else []
-        times = [reached_at(run, accuracy, True) for run in tried] if accuracy else []
-        to = sorted(at for at in when if at is not None)
         row = {"runs": group.name, "dataset": group.first.dataset, "model": group.model,
                "dtype": group.dtype,
                "batch size": _text(group.first.batch_size, "d"), "n": str(len(group.runs)),
@@ -172,12 +166,13 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
                unit: _text(median(hours) if hours else None, ".3g")}
         if accuracy:
             name = f"{100 * accuracy:g} %"
-            row[f"reach {name}"] = f"{len(to)} of {len(tried)}"
-            row[f"epochs to {name}"] = _text(median(to) if to else None, "g")
-            known = [at * per_hour for at in times if at is not None]
-            row[f"{unit} to {name}"] = _text(median(known) if known else None, ".3g")
+            epochs, times = ([at for at in (reached_at(run, accuracy, by_time) for run in tried)
+                              if at is not None] for by_time in (False, True))
+            row[f"reach {name}"] = f"{len(epochs)} of {len(tried)}"
+            row[f"epochs to {name}"] = _text(median(epochs) if epochs else None, "g")
+            row[f"{unit} to {name}"] = _text(median(times) * per_hour if times else None, ".3g")
         found.append(row)
-    return _without_empty(found)
+    return _table(found)
 
 
 def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
@@ -199,7 +194,8 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
             "dtype": run.dtype,
             "epochs": str(run.done),
             run.heading: _value(run, run.final),
-            "top-5 %": _accuracy(last.top5 if last else None),
+            "top-5 %": _text(100 * (1 - last.top5) if last and last.top5 is not None else None,
+                             ".2f"),
             "best %" if run.is_share else f"best {run.measure}":
                 _value(run, run.told(best[1]) if best else None),
             "after epochs": _text(best[0] + 1 if best else None, "d"),
@@ -209,14 +205,15 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
             unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
             f"{unit} to {100 * (accuracy or 0):g} %": _text(
                 None if to is None else to * per_hour, ".3g")})
-    columns = list(dict.fromkeys(column for row in found for column in row))
-    return _without_empty([{column: row.get(column, "") for column in columns} for row in found])
+    return _table(found)
 
 
-def _without_empty(found: List[Cells]) -> List[Cells]:
-    """Returns the rows without empty columns."""
-    said = [column for column in (found[0] if found else {}) if any(row[column] for row in found)]
-    return [{column: row[column] for column in said} for row in found]
+def _table(rows: List[Cells]) -> List[Cells]:
+    """Returns the rows with the same columns, in the order of the longest row, without empty ones.
+    """
+    columns = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
+    said = [name for name in columns if any(row.get(name) for row in rows)]
+    return [{name: row.get(name, "") for name in said} for row in rows]
 
 
 def _metrics(runs: Sequence[Run]) -> List[str]:
@@ -231,10 +228,6 @@ def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
 def _value(run: Run, value: Optional[float]) -> str:
     """Returns a measured value as text."""
     return _text(value, ".2f" if run.is_share else ".4g")
-
-
-def _accuracy(error: Optional[float]) -> str:
-    return "" if error is None else f"{100 * (1 - error):.2f}"
 
 
 def _speed_text(speed: Optional[float]) -> str:
