@@ -93,7 +93,7 @@ def test_updates_lost_without_master_weights_are_counted(rng):
         held = before.copy()
         added = np.zeros(1, library.structure("Updates"))
         library.count_updates([nd.array(after)], [held], [added])
-        counts = Counts.of_structure(added["counts"])
+        counts = Counts.of_engine(added["counts"])[0]
         changed, lost = added["changed"], added["lost"]
         assert changed == (update != 0).sum()
         assert lost == ((update != 0) & alone).sum()

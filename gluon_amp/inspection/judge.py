@@ -2,26 +2,14 @@
 import math
 import statistics
 from dataclasses import dataclass
-from typing import (
-    Any,
-    Callable,
-    Collection,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Set,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, PRODUCTS, numbers
 from ..training.loss_scale import as_power
-from .layout import Layout, counted_reads
+from .layout import Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
 FIRST_SCALE = 2.0 ** 16  # the first loss scale of a step
@@ -216,27 +204,17 @@ class _Judge:
 
     def __init__(self, layout: Layout, scale: float, training: Training) -> None:
         self.layout, self.scale, self.training = layout, scale, training
-        tensors = layout.tensors
-        self.counts = {t.key: t.counts for t in tensors if t.counts is not None}
-        self.reads = counted_reads(tensors, self.counts)
-        self.seen = {t.key: t for t in tensors if t.key in self.counts}
-        self.forward = sorted((t for t in self.seen.values() if not t.key.backward),
-                              key=lambda t: t.place)
-        self.readers: Dict[Key, List[Key]] = {}
-        for tensor in self.forward:
-            for key in self.reads[tensor.key]:
-                self.readers.setdefault(key, []).append(tensor.key)
-        self.broken = {t.key for t in unsound(tensors, self.counts)}
+        self.flow = Flow(layout.tensors, {t.key: t.counts for t in layout.tensors
+                                          if t.counts is not None})
+        self.seen, self.reads = self.flow.seen, self.flow.reads
+        self.forward = [t for t in self.seen.values() if not t.key.backward]
+        self.broken = {t.key for t in self.flow.broken}
         self.notes: List[str] = []
         self.least_snr = min((t.low_snr for t in self.seen.values()), default=0.0)
 
-    def before(self, tensor: Tensor) -> List[Tensor]:
-        """Returns the inputs of a tensor's operator."""
-        return [self.seen[key] for key in self.reads[tensor.key]]
-
     def findings(self) -> List[Finding]:
         endless = [t for t in self.forward if not t.counts.stay_finite]
-        made = [finding for t in beginnings(endless, self.reads, self.counts)
+        made = [finding for t in self.flow.beginnings(endless)
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
         for finding in made:
             finding.certain, finding.severity = True, "error"
@@ -245,8 +223,7 @@ class _Judge:
         if made:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
             made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
-        runs_forward = all(key.backward for key in self.broken)
-        if runs_forward:
+        if self.flow.goes_forward:
             made += self._endless_gradients()
         near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
         for found in (
@@ -259,7 +236,7 @@ class _Judge:
             made = [finding for finding in made if finding.certain or finding.remedy]
         if not made:  # keeping nodes changes the gradients
             made += self._moving_the_loss()
-            if runs_forward:
+            if self.flow.goes_forward:
                 made += self._gradients()
         self._note_headroom(made)
         return made
@@ -302,7 +279,7 @@ class _Judge:
             return []  # its input was not finite, such as the result of a plain Block
         if not counts.overflowed:
             return self._of_rounding(tensor, tensor)
-        reads = self.before(tensor) if tensor.op in PRODUCTS else []
+        reads = self.flow.before(tensor) if tensor.op in PRODUCTS else []
         for data in [tensor, *reads]:
             size = data.counts.range[1] if data.counts.range else 0
             if size >= _NOT_NORMALIZED and self.layout.data_of(data.key):
@@ -346,7 +323,7 @@ class _Judge:
     def _endless_gradients(self) -> List[Finding]:
         """Finds gradients that are not finite at any loss scale."""
         endless = [t for t in self.seen.values() if t.key.backward and not t.counts.stay_finite]
-        made = [finding for tensor in beginnings(endless, self.reads, self.counts)
+        made = [finding for tensor in self.flow.beginnings(endless)
                 if not tensor.counts.overflowed
                 for output in [self.seen.get(Key(tensor.key.node, False, 0))] if output
                 for finding in self._of_rounding(tensor, output)]
@@ -360,7 +337,7 @@ class _Judge:
         known = {tensor.key}
         while True:
             carried = [self.seen[key] for key in tensor.carried if key in self.seen]
-            before = [t for t in self.before(tensor) + carried if t.key not in known
+            before = [t for t in self.flow.before(tensor) + carried if t.key not in known
                       and not t.is_low and t.op not in CASTS and lies_beyond(t)]
             if not before:
                 return self.layout.blamed(tensor.key)
@@ -376,7 +353,7 @@ class _Judge:
     def _cancelled(self, tensor: Tensor, snr: float) -> List[Finding]:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
         errors of its rounded inputs."""
-        read = [t for t in self.before(tensor) if t.snr is not None or t.op in CASTS]
+        read = [t for t in self.flow.before(tensor) if t.snr is not None or t.op in CASTS]
         if not read or any(self._truth(t) < snr + _CANCELS for t in read) \
                 or self._is_made_good(tensor):
             return []
@@ -393,7 +370,7 @@ class _Judge:
     def _is_made_good(self, tensor: Tensor) -> bool:
         """Whether only sums with a high SNR read a tensor, so that its error has no effect: such as
         the difference in x + BlockGrad(round(x) - x)."""
-        behind = [self.seen[key] for key in self.readers.get(tensor.key, ())]
+        behind = [self.seen[key] for key in self.flow.readers.get(tensor.key, ())]
         return bool(behind) and not self.layout.is_output(tensor.key) and all(
             self._is_made_good(t) if t.op in CASTS else
             t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
@@ -403,20 +380,20 @@ class _Judge:
         a cast is that of its input with the noise of its own rounding."""
         if tensor.op not in CASTS:
             return math.inf if tensor.snr is None else tensor.snr
-        noises = [10 ** (-self._truth(t) / 10) for t in self.before(tensor)]
+        noises = [10 ** (-self._truth(t) / 10) for t in self.flow.before(tensor)]
         return decibels(1.0, sum(noises) + 10 ** (-tensor.counts.own_snr / 10))
 
     def _before_cast(self, tensor: Tensor) -> Tensor:
         """Returns the input of a cast to float32, and any other tensor unchanged."""
         while tensor.op in CASTS and not tensor.is_low and self.reads[tensor.key]:
-            tensor = self.before(tensor)[0]
+            tensor = self.flow.before(tensor)[0]
         return tensor
 
     def _rounded_before(self, tensor: Tensor) -> List[Tensor]:
         """Returns the rounded tensor from which a float32 tensor inherits most of its error."""
         known = {tensor.key}
         while not tensor.is_low:
-            read = [t for t in self.before(tensor) if t.key not in known]
+            read = [t for t in self.flow.before(tensor) if t.key not in known]
             if not read:
                 return []
             tensor = min(read, key=self._truth)
@@ -452,7 +429,7 @@ class _Judge:
 
     def _next_to(self, tensor: Tensor) -> Set[str]:
         """Returns the nearest products before and after a tensor."""
-        found = [key for ways in (self.reads, self.readers)
+        found = [key for ways in (self.reads, self.flow.readers)
                  for key in reached([tensor.key], ways, lambda key: self.seen[key].by_chance)]
         return {key.node for key in found if self.seen[key].by_chance} - {tensor.key.node}
 
@@ -464,8 +441,7 @@ class _Judge:
         need a lower scale, and the finding names it instead of nodes to keep.
         """
         scale, smallest = self.scale, self.training.smallest
-        backward = sorted((t for t in self.seen.values() if t.key.backward and t.counts.range),
-                          key=lambda t: t.place)
+        backward = [t for t in self.seen.values() if t.key.backward and t.counts.range]
         gradients = [t for t in backward if t.is_low]
         found = window(gradients, scale, _MOST_LOST)
         if found is None or found.fits(self.training):
@@ -524,7 +500,7 @@ class _Judge:
         best, most = None, _JUMPS
         for tensor in backward:
             here = tensor.counts.middle
-            before = [t.counts.middle for t in self.before(tensor) if t.op not in LOSSES]
+            before = [t.counts.middle for t in self.flow.before(tensor) if t.op not in LOSSES]
             steps = [abs(b - here) for b in before if b is not None and here is not None]
             if tensor.kind == "gradient" and steps and min(steps) > most:
                 best, most = tensor, min(steps)
@@ -543,24 +519,17 @@ def without_scale(found: Iterable[Finding]) -> bool:
     return any(finding.backward and finding.certain for finding in found)
 
 
-def outcome(losses: List[float], forward: bool, fits: Optional[Window], found: List[Finding],
-            training: Training) -> str:
-    """Returns what the training does on these batches.
-
-    Args:
-        losses: the losses of the batches.
-        forward: whether the forward pass is finite.
-        fits: the loss scales that fit.
-        found: the findings.
-        training: the training.
-    """
+def outcome(view: Any) -> str:
+    """Returns what the training does on the batches of an X-ray."""
+    training, fits, found = view.training, view.window, view.findings
+    losses = [loss for i, loss in enumerate(view.losses) if i not in view.left_out]
     lost = sum(not math.isfinite(loss) for loss in losses)
     fails = f"Training {training.fails}, because"
     if lost and lost < len(losses) and training.checks:
         return f"Training skips {lost} of {len(losses)} batches, because the loss is not finite"
     if lost:
         return f"{fails} the loss is not finite"
-    if not forward:
+    if not view.goes_forward:
         return "Training runs with numbers that are not finite"
     if without_scale(found):
         return f"{fails} gradients are not finite at any loss scale"
@@ -619,33 +588,6 @@ class Overflow:
                f"finite{which}{where}. Inputs: {ranges}{too}"
 
 
-def unsound(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> List[Tensor]:
-    """Returns the tensors that are not finite, in order of computation.
-
-    It leaves out infinities that did not overflow and that all readers turn into finite numbers,
-    such as those of a softmax's mask.
-    """
-    found = [t for t in tensors if t.key in counts and not counts[t.key].stay_finite]
-    if not found:
-        return []
-    found, tensors = (sorted(some, key=lambda t: t.place) for some in (found, tensors))
-    reads, readers = counted_reads(tensors, counts), {}  # type: Any, Dict[Key, List[Key]]
-    for tensor in tensors:
-        for key in reads[tensor.key] if tensor.key in counts and not tensor.key.backward else ():
-            readers.setdefault(key, []).append(tensor.key)
-    made: Dict[Key, Tensor] = {}
-    for tensor in reversed(found):
-        held, behind = counts[tensor.key], readers.get(tensor.key, [])
-        if held.overflowed or held.nan or not behind or any(key in made for key in behind):
-            made[tensor.key] = tensor
-    return list(made.values())[::-1]
-
-
-def goes_forward(tensors: Collection[Tensor], counts: Mapping[Key, Counts]) -> bool:
-    """Whether the forward pass is finite."""
-    return all(t.key.backward for t in unsound(tensors, counts))
-
-
 def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, scale: float,
                    arrays: Mapping[str, Any]) -> Optional[Overflow]:
     """Returns the first overflow in one step's counts, if any.
@@ -657,13 +599,11 @@ def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, sca
         scale: the loss scale.
         arrays: the data and parameters, by name.
     """
-    broken = unsound(layout.tensors, counts)
-    if not broken:
+    flow = Flow(layout.tensors, counts)
+    if not flow.broken:
         return None
-    by_key = {tensor.key: tensor for tensor in layout.tensors}
-    reads_of = counted_reads(by_key.values(), counts)
-    tensor = beginnings(broken, reads_of, counts)[0]
-    cast = [by_key[key] for key in reads_of[tensor.key] if key in by_key]
+    tensor = flow.beginnings(flow.broken)[0]
+    cast = flow.before(tensor)
     if tensor.op in CASTS and cast and layout.is_cast_back(layout.nodes[cast[0].key.node]):
         tensor = cast[0]  # it computes in float32, and this cast rounds its result
     given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
@@ -671,49 +611,9 @@ def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, sca
     for name, held in given.items():
         if not held.finite:
             return Overflow(name, name, "", False, batch, scale, {})
-    output = by_key.get(Key(tensor.key.node, False, 0))
-    all_reads = dict.fromkeys(reads_of[tensor.key] + (reads_of[output.key] if output else []))
-    inputs = {by_key[key].name: counts[key].range for key in all_reads if key in by_key}
+    output = Key(tensor.key.node, False, 0)
+    inputs = {flow.seen[key].name: counts[key].range
+              for key in [*flow.reads[tensor.key], *flow.reads.get(output, [])]}
     inputs.update((name, held.range) for name, held in given.items())
     return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch, scale,
                     inputs)
-
-
-def beginnings(broken: Collection[Tensor], reads: Mapping[Key, List[Key]],
-               counts: Mapping[Key, Counts]) -> List[Tensor]:
-    """Returns the tensors that are not finite and have no such input, in order.
-
-    Counts cover all iterations, so loops and blocks that are called several times form cycles. Of a
-    cycle, this returns the tensor that overflowed, and of several that with the fewest infinities.
-    """
-    def order(tensor: Tensor) -> Tuple[bool, float, int]:
-        held = counts[tensor.key]
-        return not held.overflowed, (held.infinite + held.nan) / held.numbers, tensor.place
-    left = {t.key: t for t in sorted(broken, key=order)}
-    before = {key: [k for k in reads[key] + t.carried if k in left] for key, t in left.items()}
-    behind: Dict[Key, List[Key]] = {key: [] for key in left}
-    for key, found in before.items():
-        for read in found:
-            behind[read].append(key)
-    made = [t for key, t in left.items() if not before[key]]
-    follow = reached([t.key for t in made], behind)
-    for key, tensor in left.items():
-        if key in follow or not before[key]:
-            continue
-        round_ = reached([key], behind)
-        if round_ >= reached([key], before):
-            made.append(tensor)
-            follow |= round_
-    return sorted(made, key=lambda t: t.place)
-
-
-def reached(keys: List[Key], ways: Mapping[Key, List[Key]],
-            ends: Callable[[Key], Any] = lambda key: False) -> Set[Key]:
-    """All that is reached from some keys, by one step or more, and not through where it ends."""
-    found: Set[Key] = set()
-    left = list(keys)
-    while left:
-        new = [key for key in ways.get(left.pop(), ()) if key not in found]
-        found.update(new)
-        left += [key for key in new if not ends(key)]
-    return found

@@ -1,5 +1,6 @@
 """The nodes and tensors of a converted network, in order of computation."""
-from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
+from functools import cached_property
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from ..cpu import library
 from ..formats import FORMATS
@@ -7,7 +8,7 @@ from ..graph import operators
 from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
 from ..graph.operators import PRODUCTS
 from ..policy import Policy
-from .tensors import Key, Tensor
+from .tensors import Counts, Key, Tensor
 
 # Operators whose gradients are copies of the output's gradient; these are not counted.
 _HANDS_ON = frozenset(["elemwise_add"])
@@ -42,7 +43,6 @@ class Layout:
                  parameters: Collection[str], keep: Collection[str] = (),
                  data: Collection[str] = ()) -> None:
         self._moves = library.operators("moves")
-        self.nodes: Dict[str, Node] = {}
         self.keep, self.data = keep, data
         self.formats = {**FORMATS, policy.between.name: policy.between}
         self.parameters = set(parameters)
@@ -58,7 +58,7 @@ class Layout:
         self._carried: Dict[Entry, Found] = {}
         for graph, types in graphs:
             self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
-        self.order = {name: i for i, name in enumerate(self.nodes)}
+        self.nodes = {name: alike[-1] for name, alike in self._alike.items()}
         # for each output, the tensors that sum to its gradient
         self._gradients: Dict[Entry, List[Key]] = {}
         for node in reversed(self._reads):
@@ -98,7 +98,6 @@ class Layout:
                 for i, one in enumerate(reads):
                     for e in self._at_first(one):
                         self._readers.setdefault(e, []).append((node, i))
-            self.nodes[node.name] = node
             self._alike.setdefault(node.name, []).append(node)
         return [found[e] for e in graph.outputs]
 
@@ -119,15 +118,15 @@ class Layout:
     def _find_tensors(self) -> List[Tensor]:
         """Returns all tensors that may be counted. Nodes with the same name count as one."""
         made: Dict[Key, Tensor] = {}
-        for nodes in self._alike.values():
+        for place, nodes in enumerate(self._alike.values()):
             for tensor in (t for node in nodes if node in self._reads
-                           for t in self._tensors_of(node)):
+                           for t in self._tensors_of(node, place)):
                 if made.setdefault(tensor.key, tensor) is not tensor:
                     made[tensor.key].join(tensor)
         return list(made.values())
 
-    def _tensors_of(self, node: Node) -> List[Tensor]:
-        name, place = node.name, self.order[node.name]
+    def _tensors_of(self, node: Node, place: int) -> List[Tensor]:
+        name = node.name
         formats = {e: self.formats[self._types[e] or ""] for e in [*self._made[node], *node.inputs]
                    if self._types[e] in self.formats}
         outputs = [e for e in self._made[node] if e in self._read]
@@ -227,12 +226,101 @@ class Layout:
         return maker.name
 
 
-def counted_reads(tensors: Iterable[Tensor], counted: Collection[Key]) -> Dict[Key, List[Key]]:
-    """Returns the counted inputs of each tensor. Tensors that were not counted, such as the
-    gradients of a sum, are replaced by their inputs."""
-    found: Dict[Key, List[Key]] = {}
-    for tensor in sorted(tensors, key=lambda t: t.place):
-        found[tensor.key] = list(dict.fromkeys(
-            key for read in tensor.reads
-            for key in ([read] if read in counted else found.get(read, []))))
+class Flow:
+    """The tensors that were counted, in order of computation, and which of them read which.
+
+    Attributes:
+        seen: the counted tensors.
+        counts: their counts.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> None:
+        self._tensors = sorted(tensors, key=lambda t: t.place)
+        self.seen = {t.key: t for t in self._tensors if t.key in counts}
+        self.counts = {key: counts[key] for key in self.seen}
+
+    @cached_property
+    def reads(self) -> Dict[Key, List[Key]]:
+        """The counted inputs of each tensor. Tensors that were not counted, such as the gradients
+        of a sum, are replaced by their inputs."""
+        found: Dict[Key, List[Key]] = {}
+        for tensor in self._tensors:
+            found[tensor.key] = list(dict.fromkeys(
+                key for read in tensor.reads
+                for key in ([read] if read in self.seen else found.get(read, []))))
+        return found
+
+    @cached_property
+    def readers(self) -> Dict[Key, List[Key]]:
+        """The forward tensors that read each tensor."""
+        found: Dict[Key, List[Key]] = {}
+        for key in self.seen:
+            for read in self.reads[key] if not key.backward else ():
+                found.setdefault(read, []).append(key)
+        return found
+
+    def before(self, tensor: Tensor) -> List[Tensor]:
+        """Returns the inputs of a tensor's operator."""
+        return [self.seen[key] for key in self.reads[tensor.key]]
+
+    @cached_property
+    def broken(self) -> List[Tensor]:
+        """The tensors that are not finite.
+
+        It leaves out infinities that did not overflow and that all readers turn into finite
+        numbers, such as those of a softmax's mask.
+        """
+        made: Dict[Key, Tensor] = {}
+        for key, tensor in reversed([*self.seen.items()]):
+            held = self.counts[key]
+            if held.stay_finite:
+                continue
+            behind = self.readers.get(key, [])
+            if held.overflowed or held.nan or not behind or any(read in made for read in behind):
+                made[key] = tensor
+        return [*made.values()][::-1]
+
+    @property
+    def goes_forward(self) -> bool:
+        """Whether the forward pass is finite."""
+        return all(t.key.backward for t in self.broken)
+
+    def beginnings(self, broken: Iterable[Tensor]) -> List[Tensor]:
+        """Returns the tensors that are not finite and have no such input, in order.
+
+        Counts cover all iterations, so loops and blocks that are called several times form cycles.
+        Of a cycle, this returns the tensor that overflowed, and of several that with the fewest
+        infinities.
+        """
+        def order(tensor: Tensor) -> Tuple[bool, float, int]:
+            held = self.counts[tensor.key]
+            return not held.overflowed, (held.infinite + held.nan) / held.numbers, tensor.place
+        left = {t.key: t for t in sorted(broken, key=order)}
+        before = {key: [k for k in self.reads[key] + t.carried if k in left]
+                  for key, t in left.items()}
+        behind: Dict[Key, List[Key]] = {key: [] for key in left}
+        for key, found in before.items():
+            for read in found:
+                behind[read].append(key)
+        made = [t for key, t in left.items() if not before[key]]
+        follow = reached([t.key for t in made], behind)
+        for key, tensor in left.items():
+            if key in follow or not before[key]:
+                continue
+            round_ = reached([key], behind)
+            if round_ >= reached([key], before):
+                made.append(tensor)
+                follow |= round_
+        return sorted(made, key=lambda t: t.place)
+
+
+def reached(keys: List[Key], ways: Mapping[Key, List[Key]],
+            ends: Callable[[Key], Any] = lambda key: False) -> Set[Key]:
+    """All that is reached from some keys, by one step or more, and not through where it ends."""
+    found: Set[Key] = set()
+    left = list(keys)
+    while left:
+        new = [key for key in ways.get(left.pop(), ()) if key not in found]
+        found.update(new)
+        left += [key for key in new if not ends(key)]
     return found

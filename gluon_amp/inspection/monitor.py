@@ -17,6 +17,7 @@ from ..annotations import Block, Network
 from ..checks import imports_of, nearest, whole_number
 from ..formats import FORMATS
 from ..graph.graph import Graph
+from ..graph.keep import operator_names
 from .tensors import Counts, Key
 from .watch import Watch, hand_out, hybrid_blocks
 
@@ -125,9 +126,8 @@ class Monitor:
 
     def _write(self) -> None:
         if not self._watch.nodes and self._watch.ops:
-            names = sorted({n.name for block in self._blocks if block._cached_graph
-                            for n in Graph.read(block._cached_graph[1]).nodes()
-                            if not n.is_variable})
+            names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
+                                         for block in self._blocks if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
             raise ValueError("layers match no operator of the network. Similar names: "
                              f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")

@@ -61,13 +61,11 @@ def read(folder: str, format_: Format) -> View:
             view.steps.append((scale, {}))
         view.steps[number][1][key] = counts
         if number not in view.left_out:
-            tensor = tensors.setdefault(key, Tensor(key, line["kind"], line["operator"],
-                                                    line["place"], given,
-                                                    parameter=line.get("parameter", "")))
-            added = counts.times(view.steps[0][0] / scale) if key.backward else counts
-            tensor.counts = added if tensor.counts is None else tensor.counts + added
+            tensors[key] = Tensor(key, line["kind"], line["operator"], line["place"], given,
+                                  parameter=line.get("parameter", ""))
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
+    view.add_up()
     finite = [t for t in view.tensors if t.counts.finite]
     view.window = window(finite, view.scale, view.lost)
     best = view.window.high / view.scale if view.window else 1.0

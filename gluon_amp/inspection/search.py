@@ -169,13 +169,9 @@ class _State:
         self.verified: Optional[Nodes] = None
         self.failed: List[Nodes] = []
         self.advised: Nodes = frozenset()
-        low = trials.session.low()
-        self.layout = low.layout
-        self.all: Nodes = frozenset(name for tensor in low.tensors if tensor.is_low
+        self.layout = trials.session.inspected().layout
+        self.all: Nodes = frozenset(name for tensor in self.layout.tensors if tensor.is_low
                                     for name in self.layout.kept_for(tensor.key))
-        if not self.all:
-            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
-                             "only products round their inputs")
         ranks = {name: i for i, name in enumerate(self.advice())}
         last = len(ranks)
         self.groups = sorted(in_groups(trials.session.net, sorted(self.all)), key=lambda group: (

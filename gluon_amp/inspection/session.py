@@ -21,11 +21,10 @@ from ..graph.casts import insert_casts
 from ..graph.graph import Graph
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
-from .judge import goes_forward
-from .layout import Layout
+from .layout import Flow, Layout
 from .modules import HeadLosses, ModuleBlock, looked_at
 from .network import can_be_named, outputs_of
-from .tensors import Counts, Key, Tensor
+from .tensors import Counts, Key
 from .watch import counted_apart, hybrid_blocks, lent, observed, read, symbol_for
 
 
@@ -214,6 +213,14 @@ class Session:
         """Returns the network in its policy, with these nodes in float32 too."""
         return Graphs(self, keep, watch=watch)
 
+    def inspected(self) -> "Graphs":
+        """Returns the network in its policy. Refuses one without tensors in its format."""
+        low = self.low()
+        if not any(tensor.is_low for tensor in low.layout.tensors):
+            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
+                             "only products round their inputs")
+        return low
+
     def float32(self, watch: bool = True, samples: bool = False) -> "Graphs":
         """Returns the network in float32."""
         return Graphs(self, is_float32=True, watch=watch, samples=samples)
@@ -306,10 +313,6 @@ class Graphs:
         kept = self.keep.union(*(of.kept for of in self.session.graphs.values()))
         return Layout(self.mixed(), self.policy, self.session.parameters, kept, self.session.data)
 
-    @property
-    def tensors(self) -> List[Tensor]:
-        return self.layout.tensors
-
     def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
         """Returns the CachedOp that replaces a block's."""
         which = self.session.add_graph(block, key, arrays)
@@ -398,7 +401,7 @@ class Graphs:
                 prepare()
                 ran = self.run(batch, scale)
                 if ran.finite or not (math.isfinite(ran.loss) and (
-                        not self.watch or goes_forward(self.tensors, ran.counts))):
+                        not self.watch or Flow(self.layout.tensors, ran.counts).goes_forward)):
                     break
         return ran
 

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Any, Container, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array
@@ -66,11 +66,6 @@ class Counts:
         return [cls(*row) for row in zip(bins, *(column.tolist() for column in columns))]
 
     @classmethod
-    def of_structure(cls, counts: Any) -> "Counts":
-        """Returns the counts in an array of one structure of the engine."""
-        return cls.of_engine(counts)[0]
-
-    @classmethod
     def of_array(cls, array: Array, half: bool = False) -> "Counts":
         """Counts the values of a float array; with `half`, as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
@@ -78,7 +73,7 @@ class Counts:
         library.load()
         counts = np.zeros(1, library.structure("Counts"))
         library.table().count(numbers.ctypes.data, numbers.size, int(half), counts.ctypes.data)
-        return cls.of_structure(counts)
+        return cls.of_engine(counts)[0]
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, name) + getattr(other, name) for name in _ADDED))
@@ -291,18 +286,6 @@ class Tensor:
         """Returns the smallest power of two times which the tensor loses at most this share."""
         fits = self.counts.lost_at(self.format, _POWERS) <= lost  # monotonic in the powers
         return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
-
-
-def added_up(steps: Iterable[Tuple[float, Mapping[Key, Counts]]],
-             stay: Container[Key] = ()) -> Dict[Key, Counts]:
-    """Sums the counts of steps. Each step has a factor for its gradients, except those in `stay`.
-    """
-    total: Dict[Key, Counts] = {}
-    for factor, counts in steps:
-        for key, held in counts.items():
-            moved = held.times(factor) if key.backward and key not in stay else held
-            total[key] = total[key] + moved if key in total else moved
-    return total
 
 
 # ---- what a step shows --------------------------------------------------------------------------

@@ -85,7 +85,7 @@ class Updates:
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
-                made[-1].updates = Counts.of_structure(added["counts"])
+                made[-1].updates = Counts.of_engine(added["counts"])[0]
                 if not half or self.master(p) is not None:  # otherwise updates are already lost
                     made[-1].without_master = added["lost"].item() / max(added["changed"].item(), 1)
         return made

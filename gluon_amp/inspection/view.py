@@ -2,10 +2,11 @@
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import List, Mapping, Optional, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Tuple, Union
 
 from . import render
-from .judge import Finding, Overflow, Training, Window, goes_forward, window
+from .judge import Finding, Overflow, Training, Window, window
+from .layout import Flow
 from .tensors import Counts, Key, Tensor, decibels
 from .updates import Weight
 
@@ -56,10 +57,27 @@ class View:
     outcome: str = ""
 
     @property
+    def advising(self) -> List[Tuple[float, Mapping[Key, Counts]]]:
+        """The steps that are not left out."""
+        return [step for i, step in enumerate(self.steps) if i not in self.left_out]
+
+    def add_up(self) -> None:
+        """Sets the tensors' counts to the sums of these steps, with gradients at one loss scale,
+        except those that a loss operator starts."""
+        total: Dict[Key, Counts] = {}
+        scaled = {t.key for t in self.tensors if t.key.backward and not t.begins}
+        for at, counts in self.advising:
+            for key, held in counts.items():
+                held = held.times(self.scale / at) if key in scaled else held
+                total[key] = total[key] + held if key in total else held
+        for tensor in self.tensors:
+            tensor.counts = total.get(tensor.key)
+
+    @property
     def windows(self) -> List[Optional[Window]]:
         """The loss scales that fit each step; None if a forward tensor overflows."""
         return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
-                       self.lost) if goes_forward(self.tensors, counts) else None
+                       self.lost) if Flow(self.tensors, counts).goes_forward else None
                 for scale, counts in self.steps]
 
     @property

@@ -6,18 +6,7 @@ each backward pass. The others continue when it ends.
 import ctypes
 import functools
 from contextlib import ExitStack, contextmanager
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 from mxnet import autograd
 
@@ -54,7 +43,7 @@ def hybrid_blocks(net: Network) -> List[Any]:
 
 
 @contextmanager
-def observed(blocks: Sequence[Any], make: Callable[..., Op], trainer: Optional[Trainer] = None,
+def observed(blocks: List[Any], make: Callable[..., Op], trainer: Optional[Trainer] = None,
              after_pass: Optional[Callable[[float], None]] = None) -> Iterator[None]:
     """Replaces the CachedOps of a network's blocks by the results of `make(block, key, arrays)`.
 
@@ -69,7 +58,7 @@ def observed(blocks: Sequence[Any], make: Callable[..., Op], trainer: Optional[T
 
 
 @contextmanager
-def lent(blocks: Sequence[Any]) -> Iterator[None]:
+def lent(blocks: List[Any]) -> Iterator[None]:
     """Frees the CachedOps of a network's blocks, which may hold much memory. The network creates
     them again on demand. Those that replace them meanwhile leave nothing behind."""
     with ExitStack() as stack:

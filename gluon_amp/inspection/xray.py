@@ -14,21 +14,12 @@ from ..annotations import Batch as GivenBatch
 from ..annotations import LossFunction, Network, Trainer
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
-from .judge import (
-    FIRST_SCALE,
-    Overflow,
-    Training,
-    findings,
-    first_overflow,
-    goes_forward,
-    left_in_format,
-    outcome,
-    window,
-    without_scale,
-)
+from . import judge
+from .judge import FIRST_SCALE, Overflow, Training
+from .layout import Flow
 from .network import keep_for, kept_already, line_of
 from .session import Batch, Graphs, Ran, Session
-from .tensors import Key, added_up, compare, note_largest, weigh
+from .tensors import Key, compare, note_largest, weigh
 from .updates import ModuleUpdates, TrainerUpdates, Updates
 from .view import View
 
@@ -72,10 +63,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     if trainer is not None and isinstance(net, mx.mod.BaseModule):
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
-        low = session.low()
-        if not any(t.is_low for t in low.tensors):
-            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
-                             "only products round their inputs")
+        low = session.inspected()
         updates = ModuleUpdates(session) if session.is_module else Updates(session) \
             if trainer is None else TrainerUpdates(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
@@ -124,7 +112,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
         while found is None and len(losses) < _DRAWS:
             low.restore()
             ran = low.run(first, loss_scale)
-            found = first_overflow(low.layout, ran.counts, 0, loss_scale,
+            found = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
                                    session.known(first, low))
             if ran.loss in losses:  # the network is deterministic
                 break
@@ -164,7 +152,8 @@ class Looking:
     def look(self, low: Graphs, batches: List[Any], scale: float,
              updates: Optional[Updates] = None) -> View:
         """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
-        view = View(self.session.net.name, low.tensors, lost=self.lost, training=self.training)
+        view = View(self.session.net.name, low.layout.tensors, lost=self.lost,
+                    training=self.training)
         steps = updates or Updates(self.session)
         for batch in batches:
             whole = self._whole(batch, scale)
@@ -224,7 +213,7 @@ def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[st
     number = len(view.steps)
     if ran.finite and not view.scale:
         view.scale = ran.scale
-    overflow = first_overflow(low.layout, ran.counts, number, ran.scale, known)
+    overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, known)
     view.first_overflow = view.first_overflow or overflow
     if whole is not None:
         view.reference_losses.append(whole.loss)
@@ -250,18 +239,13 @@ def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[st
 def _conclude(view: View, low: Graphs) -> None:
     """Sums the counts of all steps, with gradients at one scale, and derives the findings."""
     view.scale = view.scale or FIRST_SCALE
-    sound = [step for i, step in enumerate(view.steps) if i not in view.left_out]
-    total = added_up([(view.scale / at, counts) for at, counts in sound],
-                     {t.key for t in view.tensors if t.begins})
-    for tensor in view.tensors:
-        tensor.counts = total.get(tensor.key)
-    view.goes_forward = all(goes_forward(view.tensors, counts) for _, counts in sound)
-    view.findings, notes = findings(low.layout, view.scale, view.training)
+    view.add_up()
+    view.goes_forward = all(Flow(view.tensors, counts).goes_forward for _, counts in view.advising)
+    view.findings, notes = judge.findings(low.layout, view.scale, view.training)
     view.notes += notes
-    fits = view.goes_forward and not without_scale(view.findings)
-    view.window = window(view.tensors, view.scale, view.lost) if fits else None
-    losses = [loss for i, loss in enumerate(view.losses) if i not in view.left_out]
-    view.outcome = outcome(losses, view.goes_forward, view.window, view.findings, view.training)
+    fits = view.goes_forward and not judge.without_scale(view.findings)
+    view.window = judge.window(view.tensors, view.scale, view.lost) if fits else None
+    view.outcome = judge.outcome(view)
 
 
 def _try_keeping(looking: Looking, view: View) -> None:
@@ -278,7 +262,7 @@ def _try_keeping(looking: Looking, view: View) -> None:
         if view.window:
             view.notes.append("the loss scales are those of the network after keep=")
     format_ = session.policy.between
-    view.notes += left_in_format(format_, view.tensors, again.tensors)
+    view.notes += judge.left_in_format(format_, view.tensors, again.tensors)
     left = [finding.node for finding in again.findings if not finding.remedy]
     if left:
         view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
