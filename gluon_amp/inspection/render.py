@@ -11,8 +11,8 @@ from .._mxnet import np
 from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, Format
 from ..reports.colors import COLORS, GREY, INK
+from ..reports.page import cell, part, table
 from ..reports.page import page as page_of
-from ..reports.page import part, table
 from .tensors import Counts, Tensor
 
 _MOST_SAID = 10  # printed findings
@@ -84,19 +84,19 @@ def save(view: Any, folder: str) -> str:
         replace_text(os.path.join(beside, "xray.jsonl"), "".join(
             json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
         with open(os.path.join(beside, "summary.csv"), "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows({key: _cell(value) for key, value in row.items()}
+            writer = csv.writer(file)
+            writer.writerow(_COLUMNS)
+            writer.writerows([_written(row.get(column)) for column in _COLUMNS]
                              for row in rows(view))
         with suppress(ImportError):  # matplotlib is in the extra `tools`
             _draw(view, beside)
     return os.path.join(folder, "xray.html")
 
 
-def _cell(value: object) -> Any:
-    if isinstance(value, str) and value[:1] in "=+-@":
-        return "'" + value  # a spreadsheet would interpret it as a formula
-    return f"{value:.6g}" if isinstance(value, float) else value
+def _written(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) else cell(str(value))
 
 
 def lines(view: Any) -> Iterator[Dict[str, Any]]:

@@ -1,5 +1,7 @@
-"""The page of a report or an X-ray, from the files in `pages`; it loads no other files."""
+"""The page and the tables of a report or an X-ray. The page, from the files in `pages`, loads no
+other files."""
 import pkgutil
+import re
 from html import escape
 from string import Template
 from typing import Collection, Dict, Mapping, Sequence
@@ -47,6 +49,12 @@ def table(rows: Sequence[Mapping[str, str]], texts: Collection[str], most: int,
     return f'<div class=wide>\n<table class="{" ".join(kinds).strip()}">\n<thead><tr>{head}</tr>' \
            f"</thead>\n<tbody>\n{body}\n</tbody>\n</table>\n</div>\n" \
            "<p class=hint>→ The table goes on to the right.</p>"
+
+
+def cell(text: str) -> str:
+    """Returns text that a spreadsheet does not interpret as a formula; numbers stay numbers."""
+    return f"'{text}" if re.match(r"[=+\-@\t\r]", text) and not re.fullmatch(
+        r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text) else text
 
 
 def _cut(text: str) -> str:

@@ -9,7 +9,7 @@ from typing import List, Sequence
 
 from .colors import COLORS
 from .compare import Group
-from .page import page, part, table
+from .page import cell, page, part, table
 from .plots import Plot
 from .runs import plain
 from .summary import Cells, Verdict
@@ -189,13 +189,7 @@ def table_csv(rows: List[Cells]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(map(_cell, columns))
+    writer.writerow(map(cell, columns))
     for row in rows:
-        writer.writerow([_cell(row.get(column, "")) for column in columns])
+        writer.writerow([cell(row.get(column, "")) for column in columns])
     return file.getvalue()
-
-
-def _cell(text: str) -> str:
-    """Returns text that a spreadsheet does not interpret as a formula; numbers stay numbers."""
-    return f"'{text}" if re.match(r"[=+\-@\t\r]", text) and not re.fullmatch(
-        r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?", text) else text
