@@ -27,11 +27,10 @@ from ..cpu.arrays import HALVES
 from ..cpu.scales import Scales
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
-from .accumulate import accumulate
 from .blocks import blocked_entries, setting
 from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
-from .high_precision import in_high_precision
 from .operators import BATCH_NORMS, factors, numbers
+from .products import set_products
 
 # Operators that draw a mask or update statistics: recomputation in the backward pass
 # (__force_mirroring__) would change the result.
@@ -175,10 +174,8 @@ class _Rewriting:
         low = rounded or node in self.without_casts or any(map(self._is_half, entries))
         if low and node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
-        if low and self.policy.accumulate is not None:
-            accumulate(new, self.policy.accumulate, self.policy.split)
-        if self.policy.high_precision and (node.rounds_inputs or "accumulate" in new.settings):
-            in_high_precision(new, self.policy.high_precision, self.policy.name)
+        if low and (self.policy.accumulate or self.policy.high_precision):
+            set_products(new, self.policy)
         if _is_better_in_the_engine(node) or node in self.without_casts:
             new.settings["engine"] = "1"
         if self.blocked:
