@@ -15,6 +15,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 from .._mxnet import mx
 from ..checks import Parser, counted, positive
 from ..cpu.library import KernelError
+from ..files import replace_text
 from ..version import __version__
 
 _USER_ERRORS = (ValueError, OSError, ImportError, KernelError)
@@ -131,9 +132,9 @@ def _verify(options: argparse.Namespace) -> int:
         raise ValueError("--verify needs a GPU that MXNet finds: "
                          f"{machine['why_no_gpus'] or 'this MXNet is a CPU build'}")
     facts = {**verify.verify(mx.gpu(0)), "machine": machine}
-    verify.write(facts, Path(options.verify))
-    print(json.dumps(facts, indent=2) if options.json else
-          f"{verify.describe(facts)}\n\nwrote {options.verify}")
+    text = json.dumps(facts, indent=2)
+    replace_text(options.verify, f"{text}\n")
+    print(text if options.json else f"{verify.describe(facts)}\n\nwrote {options.verify}")
     return 1 if facts["failed"] else 0
 
 

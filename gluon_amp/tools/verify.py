@@ -3,16 +3,13 @@
 Operators run forward and backward, and small networks train some steps, in float32 and float16. The
 reference is the CPU's float32 result for the same inputs, rounded to the type that is verified.
 """
-import json
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Context
 from ..checks import aligned, counted
-from ..files import replace_text
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
 from ..version import __version__
@@ -240,8 +237,3 @@ def describe(facts: Dict[str, Any]) -> str:
     verdict = f"{failed} of {total} fail" if failed else f"all {total} agree with the CPU"
     conclusion = f"{facts['device']}: {verdict} ({facts['seconds']:g} s)."
     return "\n".join([conclusion, "", *aligned(rows)])
-
-
-def write(facts: Dict[str, Any], path: Path) -> None:
-    """Writes the facts as JSON."""
-    replace_text(str(path), json.dumps(facts, indent=2) + "\n")
