@@ -10,11 +10,10 @@ from typing import Any, Optional, Union
 
 from ._mxnet import mx, np
 
-_TYPES_OF_NO_FORMAT = frozenset("uint8 int8 int32 int64 bool None".split())  # in MXNet
 ROUNDINGS = ("nearest", "zero", "stochastic")  # in the engine's order (GridRounding)
-
-
+# MXNet's array types that are formats, by their bits; and the others
 _ARRAY_TYPES = {(5, 10): "float16", (8, 7): "bfloat16", (8, 23): "float32"}
+_OTHER_TYPES = frozenset("float64 uint8 int8 int32 int64 bool None".split())
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Format:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"a format's name must be a string. Received: {self.name!r}")
-        if self.name in _TYPES_OF_NO_FORMAT:
-            raise ValueError(f"{self.name} is a type of MXNet's arrays: choose another name")
         for what in ("infinities", "saturate"):
             if not isinstance(getattr(self, what), bool):
                 raise ValueError(f"{what} must be True or False. Received: {getattr(self, what)!r}")
@@ -61,30 +58,23 @@ class Format:
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"rounding must be one of {', '.join(ROUNDINGS)}. "
                              f"Received: {self.rounding!r}")
-        known = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
-        if known.get(self.name, self._bits) != self._bits or \
-                self.name in known and not self._is_ieee:
+        if self.name in {*_ARRAY_TYPES.values(), *_OTHER_TYPES} and self.name != self._array_type:
             raise ValueError(f"{self.name} is a type of MXNet's arrays: choose another name")
 
     @property
-    def _bits(self) -> Any:
-        return self.exponent, self.fraction
-
-    @property
-    def _is_ieee(self) -> bool:
-        return self.infinities and not self.saturate and self.rounding == "nearest"
+    def _array_type(self) -> Optional[str]:
+        ieee = self.infinities and not self.saturate and self.rounding == "nearest"
+        return _ARRAY_TYPES.get((self.exponent, self.fraction)) if ieee else None
 
     @cached_property
     def is_array_type(self) -> bool:
         """Whether MXNet has arrays of it: float16, bfloat16 and float32."""
-        return self._is_ieee and self._bits in _ARRAY_TYPES
+        return self._array_type is not None
 
     @cached_property
     def type_name(self) -> str:
         """The name of the format in graphs."""
-        if not self.is_array_type:
-            return self.name
-        return _ARRAY_TYPES[self._bits]
+        return self._array_type or self.name
 
     @cached_property
     def bias(self) -> int:

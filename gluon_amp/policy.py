@@ -82,7 +82,8 @@ class Policy:
         for role in ("norm", "sensitive"):
             self._one_of(role, (FLOAT32, between))
         if self.batched is None:
-            object.__setattr__(self, "batched", FLOAT32 if self._float16_alone else product)
+            float16 = self.one_format and product == FLOAT16
+            object.__setattr__(self, "batched", FLOAT32 if float16 else product)
         self._one_of("batched", (FLOAT32, product))
         check_split(self.split)
         if self.split is not None and self.accumulate is None:
@@ -96,10 +97,6 @@ class Policy:
                                  f"float16 products. Received: product={product.name}, "
                                  f"gradient={self.gradient.name}")
         self._check_high_precision()
-
-    @property
-    def _float16_alone(self) -> bool:
-        return self.product == self.between == self.gradient == FLOAT16
 
     def _take_compute(self, compute: FormatOrName) -> None:
         """Sets `product` and `between` to `compute`."""
@@ -197,14 +194,8 @@ class Policy:
     @property
     def is_emulated(self) -> bool:
         """Whether a CPU emulates a format on float32 arrays, or a GPU's accumulation."""
-        return self.accumulate is not None or self.has_other_formats
-
-    @property
-    def has_other_formats(self) -> bool:
-        """Whether MXNet lacks arrays of one of its formats."""
-        formats = (self.product, self.between, self.gradient)
-        return self.gradient != self.product \
-            or not all(format_.is_array_type for format_ in formats)
+        return self.accumulate is not None or self.gradient != self.product \
+            or not (self.product.is_array_type and self.between.is_array_type)
 
 
 POLICIES = {policy.name: policy for policy in (
