@@ -2,9 +2,19 @@
 import gc
 import inspect
 from collections import OrderedDict
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Set, Tuple, Union
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Union,
+)
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.gluon.block import _flatten
@@ -74,17 +84,18 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
-    kept = _resolve_keep(net, keep)
+    keep = tuple(keep)
+    kept, nodes = _resolve_keep(net, keep)
     blocks = list(blocks_in(net))
     if policy.is_float32:
-        _check_parameters(_parameter_types(blocks, policy, kept))
+        _check_parameters(_parameter_types(blocks, policy, kept, nodes))
         return restore(net)
     for block in blocks:
         if isinstance(block, HybridBlock):
             check_backend(block._backend)
         _check_symbol(block)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
-    _convert_blocks(blocks, kept, policy, Scales(), paths_in(net))
+    _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net))
     for outer in blocks_around(net, set(blocks)):
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
@@ -116,13 +127,19 @@ def restore(net: Block) -> Block:
     return net
 
 
-def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: Scales,
-                    paths: Dict[Block, str]) -> None:
-    """Sets the classes and states of blocks, and the types of their parameters."""
-    types = _parameter_types(blocks, policy, kept)
+def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], policy: Policy,
+                    keep: Sequence[Any], scales: Scales, paths: Dict[Block, str]) -> None:
+    """Sets the classes and states of blocks, and the types of their parameters.
+
+    Args:
+        kept: the blocks that stay float32.
+        nodes: the names of the nodes that stay float32.
+        keep: what stays float32 in new children.
+    """
+    types = _parameter_types(blocks, policy, kept, nodes)
     _check_parameters(types)
-    states = [State(policy, _was_hybridized(block), block in kept.inside, frozenset(kept.nodes),
-                    partial(_convert_new_child, policy, kept.entries, block in kept.inside, scales),
+    states = [State(policy, _was_hybridized(block), block in kept, frozenset(nodes),
+                    partial(_convert_new_child, policy, keep, block in kept, scales),
                     scales, paths[block]) for block in blocks]
     _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
     for block, state in zip(blocks, states):
@@ -131,7 +148,7 @@ def _convert_blocks(blocks: List[Block], kept: "_Kept", policy: Policy, scales: 
     _cast(types)
 
 
-def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
+def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
                        scales: Scales, child: Block, path: str) -> None:
     """Converts a block that becomes the child of a converted one, with the arguments of `convert`.
 
@@ -139,9 +156,8 @@ def _convert_new_child(policy: Policy, keep: Tuple[Any, ...], inside_kept: bool,
     """
     new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
-        kept = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, _Kept(keep, kept.blocks, kept.inside, kept.nodes), policy, scales,
-                        paths_in(child, path))
+        kept, nodes = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
+        _convert_blocks(new, kept, nodes, policy, keep, scales, paths_in(child, path))
 
 
 def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
@@ -192,15 +208,6 @@ def _swap(block: Any, state: State) -> None:
             block._flags = block._flags or []
 
 
-@dataclass
-class _Kept:
-    """The parts of a network that stay float32."""
-    entries: Tuple[Any, ...]  # the user's `keep`
-    blocks: Set[Block]        # blocks that match
-    inside: Set[Block]        # these blocks and their descendants
-    nodes: Set[str]
-
-
 def _graphs(block: Block) -> List[Graph]:
     """Returns all graphs that a converted block has run, or the last one of any other block."""
     last = getattr(block, "_cached_graph", None)
@@ -232,12 +239,14 @@ def _node_names(blocks: Iterable[Block]) -> Set[str]:
     return names
 
 
-def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _Kept:
-    """Resolves `keep` to blocks and nodes of a network."""
+def _resolve_keep(net: Block, keep: Iterable[Any],
+                  must_match: bool = True) -> Tuple[Set[Block], Set[str]]:
+    """Returns the blocks that `keep` lists, with those inside them, and the names of its nodes."""
     blocks = list(blocks_in(net))
     nodes: Set[str] = set().union(*(operator_names(g) for b in blocks for g in _graphs(b)))
-    kept = _Kept(tuple(keep), set(), set(), set())
-    for entry in kept.entries:
+    kept: Set[Block] = set()
+    kept_nodes: Set[str] = set()
+    for entry in keep:
         names: Set[str] = set()
         if isinstance(entry, Block):
             found = {b for b in blocks if b is entry}
@@ -254,10 +263,9 @@ def _resolve_keep(net: Block, keep: Iterable[Any], must_match: bool = True) -> _
                             f"Received: {entry!r}")
         if must_match and not found and not names:
             raise ValueError(_matches_nothing(entry, blocks, nodes))
-        kept.blocks |= found
-        kept.nodes |= names
-    kept.inside = {inner for block in kept.blocks for inner in blocks_in(block)}
-    return kept
+        kept.update(inner for block in found for inner in blocks_in(block))
+        kept_nodes |= names
+    return kept, kept_nodes
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
@@ -272,8 +280,8 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(blocks: List[Block], policy: Policy,
-                     kept: _Kept) -> Dict[Parameter, str]:
+def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block],
+                     nodes: Set[str]) -> Dict[Parameter, str]:
     """Returns the type of each floating-point parameter that these hybrid blocks own.
 
     A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable),
@@ -281,10 +289,8 @@ def _parameter_types(blocks: List[Block], policy: Policy,
     MXNet supports no other type for them. Constants stay float32, because they may be ids or beyond
     float16's range.
     """
-    float32: Set[Parameter] = set()
+    float32: Set[Parameter] = {p for block in kept for p in block.params.values()}
     mutated = _mutated(blocks)
-    for block in kept.blocks:
-        float32.update(block.collect_params().values())
     owned: Dict[Parameter, None] = {}
     for block in blocks:
         parameters = list(block.params.values())
@@ -296,7 +302,7 @@ def _parameter_types(blocks: List[Block], policy: Policy,
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
-            names = float32_variables(Graph.read(block._cached_graph[1]), policy, kept.nodes)
+            names = float32_variables(Graph.read(block._cached_graph[1]), policy, nodes)
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable or p.name in mutated
                        or isinstance(p, mx.gluon.Constant)

@@ -109,6 +109,10 @@ class State:
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
 
+    def record(self, name: str) -> None:
+        for recorder in self.recorders:
+            recorder(name)
+
 
 def _recording() -> ContextManager[Any]:
     """Lets one thread at a time record a graph."""
@@ -204,7 +208,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         try:
             if traced and isinstance(self, mx.gluon.SymbolBlock):  # its nodes have their names
                 for name in operator_names(Graph.read(self._cached_graph[1])):
-                    _record(self._amp.recorders, name)
+                    self._amp.record(name)
                 if isinstance(self._cached_graph[1], mx.sym.numpy._Symbol):
                     return self._compose(args)
             return super().forward(*args, **kwargs)
@@ -233,8 +237,8 @@ class ConvertedHybridBlock(ConvertedBlock):
 
     def name_scope(self) -> Any:
         """Returns the scope of the block's names. During a trace, it records them."""
-        scope, recorders = super().name_scope(), self._amp.recorders
-        return _recorded(scope, recorders) if recorders else scope
+        scope = super().name_scope()
+        return _recorded(scope, self._amp.record) if self._amp.recorders else scope
 
     def _may_run_imperatively(self) -> bool:
         return self._amp.keep and not self._amp.active
@@ -590,25 +594,20 @@ def _on_plain_cpu(array: Array) -> Array:
 class _Names(mx.name.NameManager):
     """Records the names that the enclosing manager gives to nodes."""
 
-    def __init__(self, recorders: Iterable[Callable[[str], object]]) -> None:
+    def __init__(self, record: Callable[[str], None]) -> None:
         super().__init__()
-        self._recorders = recorders
+        self._record = record
 
     def get(self, name: Optional[str], hint: str) -> str:
         given: str = self._old_manager.get(name, hint)
-        _record(self._recorders, given)
+        self._record(given)
         return given
 
 
-def _record(recorders: Iterable[Callable[[str], object]], name: str) -> None:
-    for record in recorders:
-        record(name)
-
-
 @contextmanager
-def _recorded(scope: Any, recorders: Iterable[Callable[[str], object]]) -> Iterator[Any]:
+def _recorded(scope: Any, record: Callable[[str], None]) -> Iterator[Any]:
     """Enters a block's scope and records the names that it gives."""
-    with scope as entered, _Names(recorders):
+    with scope as entered, _Names(record):
         yield entered
 
 

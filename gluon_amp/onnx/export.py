@@ -145,9 +145,7 @@ def _block(net: Network, count: int, dtype: str,
     arrays = {p.name: value_of(p) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
-    kept = [] if calibration is None else _calibrated(
-        clean, {name: _numbers(array, "float32") for name, array in arrays.items()}, calibration,
-        dtype)
+    kept = _calibrated(clean, arrays, calibration, dtype)
     if dtype == "float32":
         types = {name: "float32" if t in HALVES else t for name, t in types.items()}
         graph = clean
@@ -175,9 +173,12 @@ def _check_policy(policy: Policy, dtype: str) -> None:
                          f"converted to {' or '.join(names)}")
 
 
-def _calibrated(graph: Graph, arrays: Mapping[str, Any], calibration: Iterable[Any],
+def _calibrated(graph: Graph, arrays: Mapping[str, Array], calibration: Optional[Iterable[Any]],
                 dtype: str) -> List[str]:
-    return nodes_to_keep(graph, arrays, _inputs(graph, arrays), calibration, FORMATS[dtype])
+    if calibration is None:
+        return []
+    numbers = {name: _numbers(array, "float32") for name, array in arrays.items()}
+    return nodes_to_keep(graph, numbers, _inputs(graph, numbers), calibration, FORMATS[dtype])
 
 
 def _symbol(symbol: Symbol, params: Any, dtype: str,
@@ -189,9 +190,7 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     aux = {n: a for n, a in everything.items() if n in auxiliary}
     check_parameters(symbol, args, aux)
     outputs = symbol.list_outputs()
-    kept = [] if calibration is None else _calibrated(
-        Graph.read(symbol), {n: _numbers(a, "float32") for n, a in everything.items()},
-        calibration, dtype)
+    kept = _calibrated(Graph.read(symbol), everything, calibration, dtype)
     if dtype != "float32":
         symbol, args, aux = convert_model(symbol, args, aux, dtype, map(re.escape, kept))
     graph = Graph.read(symbol)
