@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, List
+from typing import TYPE_CHECKING, Any, Callable, List
 
 import numpy as np
 
@@ -86,19 +86,28 @@ def _import_mxnet() -> Any:
     return mxnet
 
 
+def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces a function of MXNet by one that gets the original as its first argument."""
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        theirs = getattr(owner, name)
+
+        @functools.wraps(theirs)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return function(theirs, *args, **kwargs)
+        setattr(owner, name, replaced)
+        return replaced
+    return decorate
+
+
 def _refuse_symbols(function: Any, symbol: Any) -> None:
     """Refuses symbols in an `autograd.Function`: MXNet would pass them to its library as arrays,
     which crashes."""
-    call = function.__call__
-
-    @functools.wraps(call)
-    def checked(self: Any, *inputs: Any) -> Any:
+    @replace(function, "__call__")
+    def call(theirs: Any, self: Any, *inputs: Any) -> Any:
         if any(isinstance(each, symbol) for each in inputs):
             raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "
                             f"{type(self).__name__} received: a Symbol")
-        return call(self, *inputs)
-
-    function.__call__ = checked
+        return theirs(self, *inputs)
 
 
 # Messages of MXNet about operands that differ in type or shape, and the advice for each.
@@ -117,29 +126,23 @@ _ADVICE = (
 
 def _add_advice(base: Any, functions: Any) -> None:
     """Adds advice to some of MXNet's error messages. Both modules raise them."""
-    theirs = base.get_last_ffi_error
-
-    @functools.wraps(theirs)
-    def get_last_ffi_error() -> Any:
+    @replace(base, "get_last_ffi_error")
+    def get_last_ffi_error(theirs: Any) -> Any:
         error = theirs()
         said = next((advice for found, advice in _ADVICE if re.search(found, str(error))), "")
         return type(error)(f"{error}\ngluon_amp: {said}") if said else error
 
-    base.get_last_ffi_error = functions.get_last_ffi_error = get_last_ffi_error
+    functions.get_last_ffi_error = get_last_ffi_error
 
 
 def _leave_batch_unknown(layer: Any, mxnet: Any) -> None:
     """Lets RNN layers in graphs create their states in numpy mode, where an unknown size is -1:
     MXNet writes 0, which is the size of an empty array."""
-    begin = layer.begin_state
-
-    @functools.wraps(begin)
-    def begin_state(self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros,
+    @replace(layer, "begin_state")
+    def begin_state(theirs: Any, self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros,
                     **kwargs: Any) -> Any:
         unknown = batch_size == 0 and func is mxnet.sym.zeros and mxnet.util.is_np_shape()
-        return begin(self, -1 if unknown else batch_size, func, **kwargs)
-
-    layer.begin_state = begin_state
+        return theirs(self, -1 if unknown else batch_size, func, **kwargs)
 
 
 def _sum_in_float64(metric: Any) -> None:

@@ -106,14 +106,19 @@ def _import(name: str, *args: Any, **kwargs: Any) -> Any:
 BUILTINS = {**vars(builtins), "__import__": _import}
 
 
-class _IsStr(type):
+class StandsFor(type):
+    """The metaclass of a class that replaces another in MXNet's modules: `isinstance` tests the
+    class `replaced`."""
+    replaced: Any
+
     def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, str)
+        return isinstance(instance, cls.replaced)
 
 
-class _Str(str, metaclass=_IsStr):  # type: ignore[misc]
+class _Str(str, metaclass=StandsFor):  # type: ignore[misc]
     """`str` for the attributes that MXNet passes to its library. numpy 2 writes a shape as
     `(np.int64(4),)`, which the library cannot parse."""
+    replaced = str
 
     def __new__(cls, value: object) -> str:  # type: ignore[misc]
         text = str(value)

@@ -6,7 +6,7 @@ from typing import Any, Hashable, Iterator, List
 
 from ._mxnet import mx, np
 from .annotations import Array
-from .cpu.arrays import dtype_name, narrow
+from .cpu.arrays import dtype_name, to_half
 from .formats import FLOAT16
 
 
@@ -94,9 +94,6 @@ def _is_float(dtype: Hashable) -> bool:
 def _cast(data: Array, dtype: str) -> Any:
     if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
         return data
-    ours = isinstance(data, mx.nd.NDArray) and dtype_name(data.dtype) == "float32"
-    if ours and dtype == "float16":
-        half = mx.nd.empty(data.shape, data.ctx, dtype)
-        narrow(data, half)
-        return half
+    if isinstance(data, mx.nd.NDArray) and dtype == "float16":
+        return to_half(data, dtype)
     return data.astype(dtype)

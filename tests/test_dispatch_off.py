@@ -86,6 +86,7 @@ try:
     raise AssertionError
 except amp.KernelError as error:
     assert "GLUON_AMP_ENGINE=off" in str(error)
+assert amp.data.Cast()(nd.ones(2)).dtype == halves.dtype
 """
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any, Callable, Iterator, Sequence
 
 from .. import _numpy
-from .._mxnet import mx, np
+from .._mxnet import mx, np, replace
 
 
 class bfloat(np.void):
@@ -20,13 +20,9 @@ class bfloat(np.void):
 BFLOAT16 = np.dtype((bfloat, mx.nd.ndarray._DTYPE_MX_TO_NP[12]))
 
 
-class _IsDtype(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, np.dtype)
-
-
-class _Dtype(metaclass=_IsDtype):
+class _Dtype(metaclass=_numpy.StandsFor):
     """numpy's dtype for MXNet, which also accepts "bfloat16"."""
+    replaced = np.dtype
 
     def __new__(cls, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         named = isinstance(dtype, str) and dtype == "bfloat16"
@@ -45,19 +41,6 @@ def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     def made(source: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         return function(source, np.float32 if is_bfloat16(dtype) else dtype, *args, **kwargs)
     return made
-
-
-def _instead(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a function of MXNet by one that gets the original as its first argument."""
-    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
-        theirs = getattr(owner, name)
-
-        @functools.wraps(theirs)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return function(theirs, *args, **kwargs)
-        setattr(owner, name, replaced)
-        return function
-    return replace
 
 
 def _cast(array: Any, dtype: Any, out: Any = None) -> Any:
@@ -90,13 +73,13 @@ def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
 
 def _patch_casts(array_class: Any) -> None:
     """Lets `astype` and `copyto` of an array class convert from and to bfloat16."""
-    @_instead(array_class, "astype")
+    @replace(array_class, "astype")
     def astype(theirs: Any, self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
             return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
         return _cast(self, dtype)
 
-    @_instead(array_class, "copyto")
+    @replace(array_class, "copyto")
     def copyto(theirs: Any, self: Any, other: Any) -> Any:
         if isinstance(other, mx.nd.NDArray) and other is not self \
                 and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
@@ -106,7 +89,7 @@ def _patch_casts(array_class: Any) -> None:
 
 def _draw_into_bfloat16(name: str) -> None:
     """Lets a generator of `mx.np.random` write into bfloat16 arrays."""
-    @_instead(mx.np.random, name)
+    @replace(mx.np.random, name)
     def draw(theirs: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None or out.dtype is not BFLOAT16:
             return theirs(*args, out=out, **kwargs)
@@ -126,14 +109,14 @@ def install() -> None:
     for scalar in (bfloat, np.void):  # the types of BFLOAT16 and of MXNet's dtype
         mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = 12
 
-    @_instead(mx.nd.NDArray, "asnumpy")
+    @replace(mx.nd.NDArray, "asnumpy")
     def asnumpy(theirs: Any, self: Any) -> Any:
         return theirs(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
     for array_class in (mx.nd.NDArray, mx.np.ndarray):
         _patch_casts(array_class)
 
-    @_instead(mx.nd.NDArray, "_sync_copyfrom")
+    @replace(mx.nd.NDArray, "_sync_copyfrom")
     def copy_from_numpy(theirs: Any, self: Any, source: Any) -> None:
         if self.dtype is not BFLOAT16:
             return theirs(self, source)
@@ -141,12 +124,12 @@ def install() -> None:
         wide._sync_copyfrom(np.asarray(source, np.float32))
         _cast(wide, BFLOAT16, out=self)
 
-    @_instead(mx.np.ndarray, "__repr__")
+    @replace(mx.np.ndarray, "__repr__")
     def show(theirs: Any, self: Any) -> str:
         text: str = theirs(self)
         return text.replace("dtype=float32", "dtype=bfloat16") if self.dtype is BFLOAT16 else text
 
-    @_instead(mx.nd.numpy, "zeros")  # MXNet's own does not support bfloat16, as its `full` does
+    @replace(mx.nd.numpy, "zeros")  # MXNet's own does not support bfloat16, as its `full` does
     def zeros(theirs: Any, shape: Any, dtype: Any = None, order: str = "C", ctx: Any = None) -> Any:
         if is_bfloat16(dtype):
             return mx.nd.numpy.full(shape, 0, BFLOAT16, order, ctx)
@@ -155,16 +138,16 @@ def install() -> None:
     for name in ("uniform", "normal"):  # of initializers, which pass `out`
         _draw_into_bfloat16(name)
 
-    @_instead(mx.gluon.Parameter, "_load_init")
+    @replace(mx.gluon.Parameter, "_load_init")
     def load(theirs: Any, self: Any, data: Any, *args: Any, **kwargs: Any) -> None:
         from_file = is_bfloat16(self.dtype) and data.dtype == np.float32
         theirs(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
 
-    @_instead(mx.gluon.nn.basic_layers._BatchNorm, "cast")
+    @replace(mx.gluon.nn.basic_layers._BatchNorm, "cast")
     def cast(theirs: Any, self: Any, dtype: Any) -> None:
         theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
 
-    @_instead(mx.gluon.SymbolBlock, "cast")
+    @replace(mx.gluon.SymbolBlock, "cast")
     def cast_symbol(theirs: Any, self: Any, dtype: Any) -> None:
         if not is_bfloat16(dtype):
             return theirs(self, dtype)
@@ -173,8 +156,12 @@ def install() -> None:
         for name in _parameters_of_norms(self._cached_graph[1].get_internals().list_inputs()):
             self.params.get(name).cast("float32")
 
-    save, save_numpy = mx.nd.save, mx.npx.save
-    mx.nd.save = mx.nd.utils.save = functools.wraps(save)(
-        lambda fname, data: save(fname, _in_files(data)))
-    mx.npx.save = mx.npx.utils.save = functools.wraps(save_numpy)(
-        lambda file, arr: save_numpy(file, _in_files(arr)))
+    @replace(mx.nd, "save")
+    def save(theirs: Any, fname: Any, data: Any) -> None:
+        theirs(fname, _in_files(data))
+
+    @replace(mx.npx, "save")
+    def save_numpy(theirs: Any, file: Any, arr: Any) -> None:
+        theirs(file, _in_files(arr))
+
+    mx.nd.utils.save, mx.npx.utils.save = save, save_numpy

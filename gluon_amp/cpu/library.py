@@ -16,13 +16,12 @@ import functools
 import importlib
 import itertools
 import json
+import mmap
 import os
-import struct
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import (
     Any,
-    BinaryIO,
     Callable,
     FrozenSet,
     Iterator,
@@ -35,7 +34,7 @@ from typing import (
 from mxnet._ctypes.ndarray import _imperative_invoke
 from mxnet.ndarray.sparse import _ndarray_cls
 
-from .._mxnet import mx, np
+from .._mxnet import mx, np, replace
 from .._numpy import CORE
 from ..annotations import DType
 from . import bfloat16
@@ -118,47 +117,29 @@ def choose() -> str:
     return wanted
 
 
-def compilers(library: Path) -> bytes:
-    """Returns the compilers' names in an ELF library, its section .comment; empty without one."""
+def compiler_of(library: Path) -> bytes:
+    """Returns the name of GCC in an ELF library, the last one there; empty without one."""
     try:
         with open(library, "rb") as file:
-            return _comment(file, library)
-    except (struct.error, IndexError, ValueError, OSError, OverflowError, MemoryError):
+            header = file.read(20)
+            if header[:5] != b"\x7fELF\x02":
+                raise KernelError(f"{library} is not a 64-bit ELF library")
+            machine = int.from_bytes(header[18:], "little")
+            if machine != X86_64:
+                given = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
+                raise KernelError("float16 on a CPU needs MXNet's wheel for x86-64. Received: "
+                                  f"{library}, for {given}")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                at = data.rfind(b"GCC: (")  # 2 kB before the end
+                return data[at:data.find(b"\0", at)] if at >= 0 else b""
+    except OSError:
         return b""
-
-
-def _comment(file: BinaryIO, library: Path) -> bytes:
-    header = file.read(64)
-    if header[:5] != b"\x7fELF\x02":
-        raise KernelError(f"{library} is not a 64-bit ELF library")
-    machine, = struct.unpack_from("<H", header, 18)
-    if machine != X86_64:
-        given = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
-        raise KernelError("float16 on a CPU needs MXNet's wheel for x86-64. Received: "
-                          f"{library}, for {given}")
-    at, = struct.unpack_from("<Q", header, 40)
-    size, count, names = struct.unpack_from("<HHH", header, 58)
-    sections = []
-    for i in range(count):
-        file.seek(at + i * size)
-        section = file.read(size)
-        name, = struct.unpack_from("<I", section)
-        offset, length = struct.unpack_from("<QQ", section, 24)
-        sections.append((name, offset, length))
-    _, offset, length = sections[names]
-    file.seek(offset)
-    strings = file.read(length)
-    for name, offset, length in sections:
-        if strings[name:name + 9] == b".comment\0":
-            file.seek(offset)
-            return file.read(length)
-    return b""
 
 
 def check_mxnet(version: str, compiler: bytes) -> None:
     """Refuses an MXNet whose binary layout differs from native.h."""
     if version != VERSION or COMPILER not in compiler:
-        said = compiler.decode("ascii", "replace").replace("\0", " ").strip() or "no name"
+        said = compiler.decode("ascii", "replace") or "no name"
         raise KernelError(
             f"float16 on a CPU needs the wheel mxnet {VERSION} (or mxnet-cu112 {VERSION}), as it "
             f"was compiled for PyPI by GCC 4.8.5. Received: MXNet {version}, compiled by {said}")
@@ -198,13 +179,13 @@ def structure(name: str) -> "np.dtype[Any]":
         "offsets": [f.offset for f in fields], "itemsize": fields[0].size})
 
 
-def _start() -> str:
+def _start() -> Any:
     if os.environ.get("GLUON_AMP_ENGINE") == "off":
         raise KernelError("GLUON_AMP_ENGINE=off leaves MXNet as it is: float16 does not run on a "
                           "CPU. Unset it")
     variant = choose()
     library = Path(mx.base._LIB._name)
-    check_mxnet(mx.__version__, compilers(library))
+    check_mxnet(mx.__version__, compiler_of(library))
     engine = table()
     names = _operator_names()
     variable = mx.sym.var("x")
@@ -217,10 +198,9 @@ def _start() -> str:
     if engine.start(variant.encode(), len(names), _encoded(names),
                     len(constants), _encoded(constants)) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
-    global _table
-    _table = engine
     _end_after_user_code(engine)
-    return variant
+    engine.variant = variant
+    return engine
 
 
 def _end_after_user_code(engine: Any) -> None:
@@ -228,31 +208,26 @@ def _end_after_user_code(engine: Any) -> None:
 
     Otherwise MXNet would deadlock or abort. MXNet calls this function at exit.
     """
-    notify = mx.base._LIB.MXNotifyShutdown
-
-    def end_and_notify() -> int:
+    @replace(mx.base._LIB, "MXNotifyShutdown")
+    def end_and_notify(theirs: Any) -> Any:
         engine.end_user_code()
-        failed: int = notify()
-        return failed
-
-    mx.base._LIB.MXNotifyShutdown = end_and_notify
+        return theirs()
 
 
 def _encoded(names: Sequence[str]) -> Any:
     return (c_char_p * len(names))(*(name.encode() for name in names))
 
 
-_variant: Optional[str] = None
+_table: Any = None  # the functions of the engine that runs
 _error: Optional[KernelError] = None
-_table: Any = None  # set by `start`
 
 
 def start() -> None:
     """Replaces MXNet's operators, once; `load` raises the reason if that failed."""
-    global _variant, _error
-    if _variant is None:
+    global _table, _error
+    if _table is None:
         try:
-            _variant, _error = _start(), None
+            _table = _start()
             bfloat16.install()
         except KernelError as error:
             _error = error
@@ -260,9 +235,9 @@ def start() -> None:
 
 def load() -> str:
     """Returns the name of the engine's variant, or raises KernelError if it does not run."""
-    if _variant is None:
+    if _table is None:
         raise _error or KernelError("gluon_amp's CPU kernels were not started")
-    return _variant
+    return str(_table.variant)
 
 
 def started() -> bool:
@@ -430,7 +405,6 @@ def call(name: str, inputs: Sequence["mx.nd.NDArray"], out: Any = None, **attrs:
 
 def on_one_cpu(arrays: Sequence["mx.nd.NDArray"], dtype: Optional[DType] = None) -> bool:
     """Whether these are dense arrays on one CPU, of one type if given. False without the engine."""
-    if _variant is None:
-        return False
     wanted = -1 if dtype is None else mx.nd.ndarray._DTYPE_NP_TO_MX[dtype]
-    return bool(table().on_one_cpu(_handles(arrays), len(arrays), wanted))
+    return _table is not None and bool(
+        _table.on_one_cpu(_handles(arrays), len(arrays), wanted))

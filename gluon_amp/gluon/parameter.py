@@ -1,10 +1,9 @@
 """16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
-import functools
 import logging
 import weakref
-from typing import Any, Callable, Optional, Sequence
+from typing import Any, Optional, Sequence
 
-from .._mxnet import mx, np
+from .._mxnet import mx, np, replace
 from ..annotations import Array, Context, Parameter
 from ..cpu.arrays import HALVES, beyond_float16, dtype_name, on_device, to_float32, to_half
 from ..formats import FLOAT16, Format
@@ -66,24 +65,15 @@ def wrap_mxnet() -> None:
     gradients. `ParameterDict.get` shares 16-bit parameters with new blocks, which expect float32.
     """
     for name in ("step", "update"):
-        setattr(mx.gluon.Trainer, name, _with_warning(getattr(mx.gluon.Trainer, name)))
-    mx.gluon.utils.clip_global_norm = _of_float32(mx.gluon.utils.clip_global_norm)
-    mx.gluon.ParameterDict.get = _of_any_type(mx.gluon.ParameterDict.get)
+        @replace(mx.gluon.Trainer, name)
+        def take_step(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self not in _seen:
+                _seen.add(self)
+                _warn_of_plain_trainer(self)
+            return theirs(self, *args, **kwargs)
 
-
-def _with_warning(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def take_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self not in _seen:
-            _seen.add(self)
-            _warn_of_plain_trainer(self)
-        return theirs(self, *args, **kwargs)
-    return take_step
-
-
-def _of_float32(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def clip_global_norm(arrays: Sequence[Array], *args: Any, **kwargs: Any) -> Any:
+    @replace(mx.gluon.utils, "clip_global_norm")
+    def clip_global_norm(theirs: Any, arrays: Sequence[Array], *args: Any, **kwargs: Any) -> Any:
         if any(dtype_name(array.dtype) in HALVES for array in arrays):
             raise TypeError(
                 "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
@@ -91,17 +81,13 @@ def _of_float32(theirs: Callable[..., Any]) -> Callable[..., Any]:
                 "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
                 "trainer.unscale() returns")
         return theirs(arrays, *args, **kwargs)
-    return clip_global_norm
 
-
-def _of_any_type(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
-    def get(self: Any, name: str, **kwargs: Any) -> Any:
+    @replace(mx.gluon.ParameterDict, "get")
+    def get(theirs: Any, self: Any, name: str, **kwargs: Any) -> Any:
         if isinstance(self._get_impl(self.prefix + name), ConvertedParameter) \
                 and dtype_name(kwargs.get("dtype")) == "float32":
             del kwargs["dtype"]
         return theirs(self, name, **kwargs)
-    return get
 
 
 def _warn_of_plain_trainer(trainer: Any) -> None:
