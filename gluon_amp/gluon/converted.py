@@ -157,7 +157,7 @@ class ConvertedBlock:
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
                 state.update(_cached_graph=())
-        return (_made_anew, (original_class(type(self)), *arguments[1:]), state, *rest)
+        return (_empty_block, (original_class(type(self)), *arguments[1:]), state, *rest)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         fill = getattr(super(), "__setstate__", self.__dict__.update)  # the user's own, or Python's
@@ -676,7 +676,7 @@ def _item_or_part(self: Any, key: Any) -> Any:
     return found
 
 
-def _made_anew(cls: type, *args: Any) -> Any:
+def _empty_block(cls: type, *args: Any) -> Any:
     """Returns an empty converted block of this class, which pickle and copy fill."""
     made = cls.__new__(cls, *args)
     made.__class__ = converted_class(cls)
