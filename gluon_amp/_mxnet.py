@@ -87,15 +87,13 @@ def _import_mxnet() -> Any:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a function of MXNet by one that gets the original as its first argument."""
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces a function of MXNet by one that has the original as its argument `theirs`."""
+    def decorate(function: Any) -> Callable[..., Any]:
         theirs = getattr(owner, name)
-
-        @functools.wraps(theirs)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return function(theirs, *args, **kwargs)
-        setattr(owner, name, replaced)
-        return replaced
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "theirs": theirs}
+        functools.update_wrapper(function, theirs)
+        setattr(owner, name, function)
+        return function
     return decorate
 
 
@@ -103,7 +101,7 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
     """Refuses symbols in an `autograd.Function`: MXNet would pass them to its library as arrays,
     which crashes."""
     @replace(function, "__call__")
-    def call(theirs: Any, self: Any, *inputs: Any) -> Any:
+    def call(self: Any, *inputs: Any, theirs: Any) -> Any:
         if any(isinstance(each, symbol) for each in inputs):
             raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "
                             f"{type(self).__name__} received: a Symbol")
@@ -127,7 +125,7 @@ _ADVICE = (
 def _add_advice(base: Any, functions: Any) -> None:
     """Adds advice to some of MXNet's error messages. Both modules raise them."""
     @replace(base, "get_last_ffi_error")
-    def get_last_ffi_error(theirs: Any) -> Any:
+    def get_last_ffi_error(*, theirs: Any) -> Any:
         error = theirs()
         said = next((advice for found, advice in _ADVICE if re.search(found, str(error))), "")
         return type(error)(f"{error}\ngluon_amp: {said}") if said else error
@@ -139,7 +137,7 @@ def _leave_batch_unknown(layer: Any, mxnet: Any) -> None:
     """Lets RNN layers in graphs create their states in numpy mode, where an unknown size is -1:
     MXNet writes 0, which is the size of an empty array."""
     @replace(layer, "begin_state")
-    def begin_state(theirs: Any, self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros,
+    def begin_state(self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros, *, theirs: Any,
                     **kwargs: Any) -> Any:
         unknown = batch_size == 0 and func is mxnet.sym.zeros and mxnet.util.is_np_shape()
         return theirs(self, -1 if unknown else batch_size, func, **kwargs)

@@ -74,13 +74,13 @@ def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
 def _patch_casts(array_class: Any) -> None:
     """Lets `astype` and `copyto` of an array class convert from and to bfloat16."""
     @replace(array_class, "astype")
-    def astype(theirs: Any, self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
+    def astype(self: Any, dtype: Any, *args: Any, theirs: Any, **kwargs: Any) -> Any:
         if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
             return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
         return _cast(self, dtype)
 
     @replace(array_class, "copyto")
-    def copyto(theirs: Any, self: Any, other: Any) -> Any:
+    def copyto(self: Any, other: Any, *, theirs: Any) -> Any:
         if isinstance(other, mx.nd.NDArray) and other is not self \
                 and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
             return _cast(self, other.dtype, out=other)
@@ -90,7 +90,7 @@ def _patch_casts(array_class: Any) -> None:
 def _draw_into_bfloat16(name: str) -> None:
     """Lets a generator of `mx.np.random` write into bfloat16 arrays."""
     @replace(mx.np.random, name)
-    def draw(theirs: Any, *args: Any, out: Any = None, **kwargs: Any) -> Any:
+    def draw(*args: Any, theirs: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None or out.dtype is not BFLOAT16:
             return theirs(*args, out=out, **kwargs)
         return theirs(*args, **kwargs).as_in_ctx(out.ctx).copyto(out)
@@ -110,14 +110,14 @@ def install() -> None:
         mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = 12
 
     @replace(mx.nd.NDArray, "asnumpy")
-    def asnumpy(theirs: Any, self: Any) -> Any:
+    def asnumpy(self: Any, *, theirs: Any) -> Any:
         return theirs(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
     for array_class in (mx.nd.NDArray, mx.np.ndarray):
         _patch_casts(array_class)
 
     @replace(mx.nd.NDArray, "_sync_copyfrom")
-    def copy_from_numpy(theirs: Any, self: Any, source: Any) -> None:
+    def copy_from_numpy(self: Any, source: Any, *, theirs: Any) -> None:
         if self.dtype is not BFLOAT16:
             return theirs(self, source)
         wide = mx.nd.empty(self.shape, ctx=self.ctx)
@@ -125,12 +125,13 @@ def install() -> None:
         _cast(wide, BFLOAT16, out=self)
 
     @replace(mx.np.ndarray, "__repr__")
-    def show(theirs: Any, self: Any) -> str:
+    def show(self: Any, *, theirs: Any) -> str:
         text: str = theirs(self)
         return text.replace("dtype=float32", "dtype=bfloat16") if self.dtype is BFLOAT16 else text
 
     @replace(mx.nd.numpy, "zeros")  # MXNet's own does not support bfloat16, as its `full` does
-    def zeros(theirs: Any, shape: Any, dtype: Any = None, order: str = "C", ctx: Any = None) -> Any:
+    def zeros(shape: Any, dtype: Any = None, order: str = "C", ctx: Any = None, *,
+              theirs: Any) -> Any:
         if is_bfloat16(dtype):
             return mx.nd.numpy.full(shape, 0, BFLOAT16, order, ctx)
         return theirs(shape, dtype, order, ctx)
@@ -139,16 +140,16 @@ def install() -> None:
         _draw_into_bfloat16(name)
 
     @replace(mx.gluon.Parameter, "_load_init")
-    def load(theirs: Any, self: Any, data: Any, *args: Any, **kwargs: Any) -> None:
+    def load(self: Any, data: Any, *args: Any, theirs: Any, **kwargs: Any) -> None:
         from_file = is_bfloat16(self.dtype) and data.dtype == np.float32
         theirs(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
 
     @replace(mx.gluon.nn.basic_layers._BatchNorm, "cast")
-    def cast(theirs: Any, self: Any, dtype: Any) -> None:
+    def cast(self: Any, dtype: Any, *, theirs: Any) -> None:
         theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
 
     @replace(mx.gluon.SymbolBlock, "cast")
-    def cast_symbol(theirs: Any, self: Any, dtype: Any) -> None:
+    def cast_symbol(self: Any, dtype: Any, *, theirs: Any) -> None:
         if not is_bfloat16(dtype):
             return theirs(self, dtype)
         self._clear_cached_op()
@@ -157,11 +158,11 @@ def install() -> None:
             self.params.get(name).cast("float32")
 
     @replace(mx.nd, "save")
-    def save(theirs: Any, fname: Any, data: Any) -> None:
+    def save(fname: Any, data: Any, *, theirs: Any) -> None:
         theirs(fname, _in_files(data))
 
     @replace(mx.npx, "save")
-    def save_numpy(theirs: Any, file: Any, arr: Any) -> None:
+    def save_numpy(file: Any, arr: Any, *, theirs: Any) -> None:
         theirs(file, _in_files(arr))
 
     mx.nd.utils.save, mx.npx.utils.save = save, save_numpy

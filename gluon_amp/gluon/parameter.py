@@ -66,14 +66,14 @@ def wrap_mxnet() -> None:
     """
     for name in ("step", "update"):
         @replace(mx.gluon.Trainer, name)
-        def take_step(theirs: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        def take_step(self: Any, *args: Any, theirs: Any, **kwargs: Any) -> Any:
             if self not in _seen:
                 _seen.add(self)
                 _warn_of_plain_trainer(self)
             return theirs(self, *args, **kwargs)
 
     @replace(mx.gluon.utils, "clip_global_norm")
-    def clip_global_norm(theirs: Any, arrays: Sequence[Array], *args: Any, **kwargs: Any) -> Any:
+    def clip_global_norm(arrays: Sequence[Array], *args: Any, theirs: Any, **kwargs: Any) -> Any:
         if any(dtype_name(array.dtype) in HALVES for array in arrays):
             raise TypeError(
                 "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
@@ -83,7 +83,7 @@ def wrap_mxnet() -> None:
         return theirs(arrays, *args, **kwargs)
 
     @replace(mx.gluon.ParameterDict, "get")
-    def get(theirs: Any, self: Any, name: str, **kwargs: Any) -> Any:
+    def get(self: Any, name: str, *, theirs: Any, **kwargs: Any) -> Any:
         if isinstance(self._get_impl(self.prefix + name), ConvertedParameter) \
                 and dtype_name(kwargs.get("dtype")) == "float32":
             del kwargs["dtype"]
