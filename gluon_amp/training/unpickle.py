@@ -1,13 +1,13 @@
 """A reader of pickled optimizer states.
 
-A pickle is a program that may call any function. This reader runs only the opcodes that Python 3
-writes for optimizer states. The functions of this file build MXNet's optimizers, schedulers and
-arrays, numpy's arrays and Python's values, and check their arguments. Classes of the user are built
-as `pickle` builds them.
+A pickle is a program that may call any function. This reader is Python's own, `pickle._Unpickler`,
+with only the opcodes that Python 3 writes for optimizer states. The functions of this file build
+MXNet's optimizers, schedulers and arrays, numpy's arrays and Python's values, and check their
+arguments. Classes of the user are built as `pickle` builds them.
 """
 import io
 import math
-import pickletools
+import pickle
 import re
 import struct
 import sys
@@ -40,39 +40,28 @@ def load(data: bytes, own: Mapping[Tuple[str, str], Any]) -> Any:
     Raises:
         Exception: it has other opcodes, classes or functions, or it is damaged.
     """
-    return _Machine(data, own).run()
+    stream = io.BytesIO(data)
+    reader = _Reader(stream, own)
+    value = reader.load()
+    if reader.stack or reader.metastack or stream.read(1):
+        raise ValueError("it has data after its end")
+    if any(isinstance(one, mx.nd.NDArray) and one.handle is None for one in reader.made):
+        raise ValueError("it has an array without values")
+    _check_size([value, *(vars(one) for one in reader.made if isinstance(one, _OBJECTS))],
+                10 * len(data) + 1000)
+    return value
 
 
-class _Machine:
-    """The stack machine that runs one pickle."""
+_PythonReader: Any = getattr(pickle, "_Unpickler")  # noqa: B009 (without type hints)
 
-    def __init__(self, data: bytes, own: Mapping[Tuple[str, str], Any]) -> None:
-        self.stream, self.own = io.BytesIO(data), own
-        self.stack: List[Any] = []
-        self.below: List[List[Any]] = []  # the stacks below each MARK
-        self.memo: Dict[int, Any] = {}
+
+class _Reader(_PythonReader):
+    """Python's unpickler with the opcodes of `_OPCODES` alone, some of which it checks."""
+
+    def __init__(self, stream: io.BytesIO, own: Mapping[Tuple[str, str], Any]) -> None:
+        super().__init__(stream)
+        self.own = own
         self.made: List[Any] = []  # MXNet's arrays, optimizers and schedulers
-
-    def run(self) -> Any:
-        """Runs the pickle, and returns its value."""
-        steps = 0
-        while True:
-            steps += 1
-            opcode = _BY_CODE.get(self.stream.read(1).decode("latin-1"))
-            if opcode is None:
-                raise ValueError(f"it is no optimizer state from byte {self.stream.tell()} on")
-            argument = opcode.arg.reader(self.stream) if opcode.arg else None
-            if opcode.name == "STOP":
-                break
-            _OPCODES[opcode.name](self, argument)
-        value, = self.stack
-        if self.below or self.stream.read(1):
-            raise ValueError("it has data after its end")
-        if any(isinstance(one, mx.nd.NDArray) and one.handle is None for one in self.made):
-            raise ValueError("it has an array without values")
-        _check_size([value, *(vars(one) for one in self.made if isinstance(one, _OBJECTS))],
-                    10 * steps + 1000)
-        return value
 
     def take(self, count: int) -> List[Any]:
         """Removes and returns the last values."""
@@ -81,26 +70,6 @@ class _Machine:
         values = self.stack[-count:]
         del self.stack[-count:]
         return values
-
-    def take_to_mark(self) -> List[Any]:
-        """Removes and returns the values since the last MARK."""
-        values, self.stack = self.stack, self.below.pop()
-        return values
-
-    # ---- opcodes
-
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def mark(self, _: Any) -> None:
-        self.below.append(self.stack)
-        self.stack = []
-
-    def memoize(self, at: Any) -> None:
-        self.memo[len(self.memo) if at is None else at] = self.stack[-1]
-
-    def get(self, at: int) -> None:
-        self.stack.append(self.memo[at])
 
     def extend(self, values: List[Any]) -> None:
         _exactly(self.stack[-1], list).extend(values)
@@ -114,8 +83,8 @@ class _Machine:
         into = _exactly(self.stack[-1], *_DICTIONARIES)
         into.update(zip(map(_key, items[::2]), items[1::2]))
 
-    def find(self, module: str, name: str) -> None:
-        """Pushes a class of the user, a class that stays a value, or the function that builds the
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns a class of the user, a class that stays a value, or the function that builds the
         objects of a class. Imports nothing."""
         # Files of numpy 1 have numpy.core and those of numpy 2 numpy._core; each reads both.
         module = re.sub(r"^numpy\._?core\b", CORE, _MOVED.get(module, module))
@@ -128,7 +97,7 @@ class _Machine:
             raise ValueError(
                 f"it names {module}.{name}, which was not called. Valid: optimizers, schedulers "
                 "and arrays of MXNet's, and the classes of the optimizer and scheduler in use")
-        self.stack.append(found)
+        return found
 
     def call(self, function: Any, arguments: Any) -> None:
         """Calls a function of this file, or a class of the user."""
@@ -141,7 +110,7 @@ class _Machine:
     def create(self, cls: Any, arguments: Any, keywords: Any = None) -> None:
         """Creates an object without a call of its `__init__`."""
         if cls is _decimal:
-            self.push(_decimal(*arguments))
+            self.stack.append(_decimal(*arguments))
         elif _is_in(cls, self.own.values()):
             self.push_object(cls.__new__(cls, *arguments, **(keywords or {})))
         elif isinstance(cls, type) and issubclass(cls, _OBJECTS) and arguments == ():
@@ -172,6 +141,10 @@ class _Machine:
             getattr(made, "__setstate__", made.__dict__.update)(state)
         else:
             raise ValueError(f"it sets the state of a {type(made).__name__}")
+
+
+def _refuse(reader: _Reader) -> None:
+    raise ValueError("it has an opcode that no optimizer state has")
 
 
 def _is_in(value: Any, values: Iterable[Any]) -> bool:
@@ -367,36 +340,25 @@ _BUILDERS: Dict[str, Callable[..., Any]] = {
     f"{CORE}.multiarray.scalar": _scalar,
     f"{CORE}.numeric._frombuffer": _from_buffer,
 }
-_OPCODES: Dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda m, _: None),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE",
-                     "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
-                     "BYTEARRAY8"), _Machine.push),
-    **dict.fromkeys(("MEMOIZE", "BINPUT", "LONG_BINPUT"), _Machine.memoize),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
-    "MARK": _Machine.mark,
-    "NONE": lambda m, _: m.push(None),
-    "NEWTRUE": lambda m, _: m.push(True),
-    "NEWFALSE": lambda m, _: m.push(False),
-    "EMPTY_LIST": lambda m, _: m.push([]),
-    "EMPTY_DICT": lambda m, _: m.push({}),
-    "EMPTY_SET": lambda m, _: m.push(set()),
-    "EMPTY_TUPLE": lambda m, _: m.push(()),
-    "TUPLE1": lambda m, _: m.push(tuple(m.take(1))),
-    "TUPLE2": lambda m, _: m.push(tuple(m.take(2))),
-    "TUPLE3": lambda m, _: m.push(tuple(m.take(3))),
-    "TUPLE": lambda m, _: m.push(tuple(m.take_to_mark())),
-    "FROZENSET": lambda m, _: m.push(frozenset(map(_key, m.take_to_mark()))),
-    "APPEND": lambda m, _: m.extend(m.take(1)),
-    "APPENDS": lambda m, _: m.extend(m.take_to_mark()),
-    "ADDITEMS": lambda m, _: m.add(m.take_to_mark()),
-    "SETITEM": lambda m, _: m.set_items(m.take(2)),
-    "SETITEMS": lambda m, _: m.set_items(m.take_to_mark()),
-    "GLOBAL": lambda m, names: m.find(*names.split(" ")),
-    "STACK_GLOBAL": lambda m, _: m.find(*m.take(2)),
-    "REDUCE": lambda m, _: m.call(*m.take(2)),
-    "NEWOBJ": lambda m, _: m.create(*m.take(2)),
-    "NEWOBJ_EX": lambda m, _: m.create(*m.take(3)),
-    "BUILD": lambda m, _: m.build(*m.take(1)),
+# What Python 3 writes for optimizer states, and how they are read; by default as Python does.
+_OPCODES: Dict[str, Callable[[_Reader], None]] = {
+    **{name: _PythonReader.dispatch[getattr(pickle, name)[0]]
+       for name in """
+        PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL
+        NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
+        SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8
+        EMPTY_LIST EMPTY_DICT EMPTY_SET EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE
+    """.split()},
+    "FROZENSET": lambda reader: reader.append(frozenset(map(_key, reader.pop_mark()))),
+    "APPEND": lambda reader: reader.extend(reader.take(1)),
+    "APPENDS": lambda reader: reader.extend(reader.pop_mark()),
+    "ADDITEMS": lambda reader: reader.add(reader.pop_mark()),
+    "SETITEM": lambda reader: reader.set_items(reader.take(2)),
+    "SETITEMS": lambda reader: reader.set_items(reader.pop_mark()),
+    "REDUCE": lambda reader: reader.call(*reader.take(2)),
+    "NEWOBJ": lambda reader: reader.create(*reader.take(2)),
+    "NEWOBJ_EX": lambda reader: reader.create(*reader.take(3)),
+    "BUILD": lambda reader: reader.build(*reader.take(1)),
 }
-_BY_CODE = {opcode.code: opcode for opcode in pickletools.opcodes if opcode.name in _OPCODES}
+_Reader.dispatch = defaultdict(
+    lambda: _refuse, {getattr(pickle, name)[0]: read for name, read in _OPCODES.items()})
