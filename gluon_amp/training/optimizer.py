@@ -383,13 +383,33 @@ class _WithMasters:
     def _one_pass(self, indices: Sequence[int], weights: Sequence[Array],
                   grads: Sequence[Array], states: Sequence[Any], several: bool,
                   has_masters: bool) -> bool:
-        """Updates in one fused call, if the optimizer supports it; returns whether it did."""
+        """Updates weights, master weights, states and counts in one fused call, if the optimizer
+        supports it; returns whether it did. Float32 weights have no master weights."""
         masters, inner = _split(self, states) if has_masters else ((), states)
-        row = _row_for(self._base(), self, inner)
+        row = next((row for row in ROWS.get(self._base(), ()) if row.fits(self, inner)), None)
         # MXNet's LAMB sums norms in another order without lists
         if row is None or not several and isinstance(self, mx.optimizer.LAMB):
             return False
-        _update_at_once(row, self, indices, weights, grads, masters, inner)
+        lrs: List[float] = []
+        wds: List[float] = []
+        for part in [indices] if isinstance(self, _IN_LISTS) else [[index] for index in indices]:
+            self._update_count(part)
+            lrs += self._get_lrs(part)
+            wds += self._get_wds(part)
+        steps = [self._index_update_count[index] for index in indices]
+        lrs, wds = zip(*(row.rate_and_decay(self, *numbers)  # type: ignore[assignment]
+                         for numbers in zip(lrs, wds, steps)))
+        settings = {name: getattr(self, its) for name, its in row.settings.items()}
+        settings.update(clip_gradient=self.clip_gradient, rescale_grad=self.rescale_grad)
+        for name in _NONE_IF_0:
+            if name in settings:
+                settings[name] = settings[name] or -1
+        kept = () if row.stateless else \
+            zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in inner))
+        library.call("_gluon_amp_update",
+                     [*weights, *grads, *masters, *(array for column in kept for array in column)],
+                     out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
+                     wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
         return True
 
     def _check_types(self, indices: List[Any], types: List[str]) -> None:
@@ -427,40 +447,6 @@ def _class_with_masters(cls: type) -> Any:
 def _revive(cls: type) -> Optimizer:
     made = _class_with_masters(cls)
     return made.__new__(made)
-
-
-# ---- fused updates
-
-
-def _row_for(cls: type, made: Optimizer, states: Sequence[Any]) -> Optional[_Row]:
-    """Returns the row of an optimizer of exactly this class of MXNet, if any."""
-    return next((row for row in ROWS.get(cls, ()) if row.fits(made, states)), None)
-
-
-def _update_at_once(row: _Row, made: Optimizer, indices: Sequence[Any], weights: Sequence[Any],
-           grads: Sequence[Any], masters: Sequence[Any], states: Sequence[Any]) -> None:
-    """Updates weights, master weights, states and the optimizer's counts, in one call. Float32
-    weights have no master weights."""
-    lrs: List[float] = []
-    wds: List[float] = []
-    for part in [indices] if isinstance(made, _IN_LISTS) else [[index] for index in indices]:
-        made._update_count(part)
-        lrs += made._get_lrs(part)
-        wds += made._get_wds(part)
-    steps = [made._index_update_count[index] for index in indices]
-    lrs, wds = zip(*(row.rate_and_decay(made, *numbers)  # type: ignore[assignment]
-                     for numbers in zip(lrs, wds, steps)))
-    settings = {name: getattr(made, its) for name, its in row.settings.items()}
-    settings.update(clip_gradient=made.clip_gradient, rescale_grad=made.rescale_grad)
-    for name in _NONE_IF_0:
-        if name in settings:
-            settings[name] = settings[name] or -1
-    kept = () if row.stateless else \
-        zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in states))
-    library.call("_gluon_amp_update",
-                 [*weights, *grads, *masters, *(array for column in kept for array in column)],
-                 out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
-                 wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
 
 
 def _text(numbers: Sequence[float]) -> str:
