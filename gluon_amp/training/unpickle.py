@@ -52,7 +52,7 @@ def load(data: bytes, own: Mapping[Tuple[str, str], Any]) -> Any:
     return value
 
 
-_PythonReader: Any = getattr(pickle, "_Unpickler")  # noqa: B009 (without type hints)
+_PythonReader: Any = pickle._Unpickler
 
 
 class _Reader(_PythonReader):
