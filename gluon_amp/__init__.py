@@ -26,8 +26,7 @@ from .tools.types import types
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
-from .training.scale_loss import scale_loss
-from .training.trainer import Trainer, backward
+from .training.trainer import Trainer, backward, scale_loss
 from .version import __version__ as __version__
 
 library.start()

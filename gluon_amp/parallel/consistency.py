@@ -140,11 +140,6 @@ def check_can_exchange(workers: Workers, call: str, instead: str) -> None:
         raise RuntimeError(f"{call} needs {instead}")
 
 
-def on_any(workers: Workers, flags: Sequence[bool]) -> List[bool]:
-    """Returns for each flag whether it is true on any rank. All ranks must call it."""
-    return [any(column) for column in zip(*workers.gather(bytes(flags)))]
-
-
 def average_statistics(trainer: Trainer) -> None:
     """Averages the moving averages of batch norms over all ranks and devices.
 

@@ -6,8 +6,8 @@
                      (step.py), which divides by scale and n
 """
 import copy
-from contextlib import ExitStack
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Optimizer
@@ -414,9 +414,8 @@ class Trainer(mx.gluon.Trainer):
     def _reached(self) -> Tuple[List[int], List[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
         reached = {g.number for g in self._step.to_use()}
-        anywhere = consistency.on_any(self._workers,
-                                      [i in reached for i in range(len(self._params))])
-        return sorted(reached), [i for i, flag in enumerate(anywhere) if flag]
+        flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
+        return sorted(reached), [i for i, column in enumerate(zip(*flags)) if any(column)]
 
     # ---- files
 
@@ -546,14 +545,14 @@ def _backward(call: str, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]]
                 step.reset()  # results of `unscale` and `clip_norm`
                 step.end(1.0, [loss.detach() for loss in losses])
             return
-        scale = begin(trainers, losses)
+        scale = _begin(trainers, losses)
         parameters = [p for trainer in trainers for p in trainer._params]
         if Recorded(steps, scale, losses, parameters, after_pass, retain_graph).go():
             for step in steps:
                 step.heads_checked = True
 
 
-def begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
+def _begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
     """Prepares a backward pass and returns its scale, which is that of earlier ones in the step."""
     check_losses(losses)
     for trainer in trainers:
@@ -568,3 +567,34 @@ def begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
     for step in steps:
         step.begin(scale)
     return scale
+
+
+@contextmanager
+def scale_loss(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+               trainer: Trainer) -> Iterator[Any]:
+    """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
+
+    Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step,
+    and refuses loss heads that no scale reaches.
+
+        with gluon_amp.scale_loss(loss, trainer) as scaled:
+            autograd.backward(scaled)
+    """
+    if not isinstance(trainer, Trainer):
+        raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
+                        f"{type(trainer).__module__}.{type(trainer).__name__}")
+    if not trainer._step.scaling:
+        yield loss
+        return
+    several = isinstance(loss, (list, tuple))
+    losses = list(loss) if several else [loss]
+    with trainer._step.in_thread("scale_loss()"):
+        with mx.autograd.pause():
+            scale = _begin([trainer], losses)
+        with mx.autograd.record(mx.autograd.is_training()):
+            scaled = [one * scale for one in losses]
+        with weights_unwritten(trainer._optimizer):
+            yield scaled if several else scaled[0]
+        trainer._step.note_written()
+        trainer._step.end(scale, [one.detach() for one in losses])
+        trainer._step.guard(trainer._step.new())
