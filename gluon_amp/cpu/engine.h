@@ -159,6 +159,17 @@ inline int64_t bytes_of(int type) { return static_cast<int64_t>(mshadow::mshadow
 inline void* at(const TBlob& array, int64_t element) {
   return static_cast<char*>(array.dptr_) + element * bytes_of(array.type_flag_);
 }
+// Whether two arrays share memory.
+inline bool overlap(const TBlob& a, const TBlob& b) {
+  const auto* const from = static_cast<const char*>(a.dptr_);
+  const auto* const other = static_cast<const char*>(b.dptr_);
+  return from < other + size(b) * bytes_of(b.type_flag_) && other < from + size(a) * bytes_of(a.type_flag_);
+}
+// Writes numbers of the array's type to it, or adds them.
+inline void put(const void* made, const TBlob& to, Write write) {
+  if (write == kStore) kernels->copy(made, to.dptr_, size(to) * bytes_of(to.type_flag_));
+  if (write == kAdd) kernels_of(to)->sum(&made, 1, to.dptr_, size(to), kAdd);
+}
 // Copies an array of halves or floats to floats.
 inline void widen(const TBlob& from, float* to) { kernels_of(from)->widen(from.dptr_, to, size(from)); }
 
@@ -193,6 +204,8 @@ class Lease {
   ~Lease();
   NDArray array(const mxnet::TShape& shape);
   float* memory(int64_t count);
+  Half* halves(int64_t count) { return reinterpret_cast<Half*>(memory((count + 1) / 2)); }
+  TBlob like(const TBlob& array);  // of its shape and type
 
  private:
   std::vector<NDArray> held_;
@@ -251,34 +264,14 @@ struct Emulation {
 inline Emulation emulation;
 void register_tensor_core();  // tensor_core/operator.cc
 
-// A stateful RNN as our loop over time: for emulated Tensor Cores, or products with another format than other
-// tensors (rnn_loop.cc).
-class RnnLoop {
+// A stateful RNN as our loop over time (rnn.cc).
+class Rnn {
  public:
-  RnnLoop(const NodeAttrs& attrs, const Settings& settings);
-  ~RnnLoop();
-  static bool runs(const Settings& settings);  // whether it runs a node
-  void run(const Call& call, bool forward);
-
- private:
-  struct Layers;
-  std::unique_ptr<Layers> layers_;
-  bool drops_;
-};
-
-// An RNN of bfloat16 arrays: its products read bfloat16 numbers; all else is float32 (bfloat16_rnn.cc).
-class Bfloat16Rnn {
- public:
-  explicit Bfloat16Rnn(const NodeAttrs& attrs);
-  ~Bfloat16Rnn();
-  // Whether it supports a node.
-  static bool runs(const NodeAttrs& attrs, const Settings& settings, int half);
-  bool serves(const Call& call) const;                 // whether it supports a forward call
-  void run(const Call& call, bool forward);
-
- private:
-  struct Layers;
-  std::unique_ptr<Layers> layers_;
+  static std::unique_ptr<Rnn> make(const NodeAttrs& attrs, const Settings& settings, int half);  // null: MXNet's runs
+  virtual ~Rnn() = default;
+  virtual bool serves(const Call& call) const = 0;  // whether it supports a forward call
+  virtual void forward(const Call& call) = 0;
+  virtual void backward(const Call& call) = 0;
 };
 
 // ---- functions for Python (library.py) ------------------------------------------------
@@ -290,6 +283,11 @@ bool is_dispatched_here(const nnvm::Op* x);
 bool is_taken(const NodeAttrs& attrs, int half);
 std::string operator_rows();  // a line for each: its name, and words for what it supports
 void register_training();  // training.cc
+// An operator that MXNet does not have, with one output.
+nnvm::Op& add_operator(const std::string& name, uint32_t inputs,
+                       bool (*shapes)(const NodeAttrs&, mxnet::ShapeVector*, mxnet::ShapeVector*),
+                       bool (*types)(const NodeAttrs&, std::vector<int>*, std::vector<int>*),
+                       const mxnet::FCompute& compute);
 
 // For tests: the generic operator runs instead of hand-written kernels.
 extern bool generic_only;

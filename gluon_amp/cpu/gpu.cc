@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "dispatch/attributes.h"
 #include "gpu.h"
 
 // From the libraries that libmxnet.so loads; null in a build for CPUs.
@@ -33,15 +34,14 @@ struct DropoutState {
 void keep_masks(nnvm::Op& backward) {
   const auto* found = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
   if (!found) return;
-  set<mxnet::FStatefulCompute>(backward, "FStatefulCompute<gpu>", mxnet::FStatefulCompute(
-      [theirs = mxnet::FStatefulCompute(*found)](
-          const OpStatePtr& state, const OpContext& context, const std::vector<TBlob>& in,
-          const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+  set<mxnet::FStatefulCompute>(
+      backward, "FStatefulCompute<gpu>",
+      [theirs = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
         bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
         const bool passed = passes;
-        theirs(state, context, in, req, out);
+        theirs(state, call...);
         passes = passed;
-      }));
+      });
 }
 
 // ---- batch_dot ---------------------------------------------------------------------
@@ -82,32 +82,23 @@ void add_in_float32(nnvm::Op& op) {
   if (!found) return;
   if (!cublasGemmStridedBatchedEx) throw dmlc::Error("cuBLAS lacks cublasGemmStridedBatchedEx");
   if (!cublasGetStream_v2) throw dmlc::Error("cuBLAS lacks cublasGetStream_v2");
-  set<mxnet::FCompute>(op, "FCompute<gpu>", mxnet::FCompute(
-      [theirs = mxnet::FCompute(*found)](
-          const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-          const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+  set<mxnet::FCompute>(
+      op, "FCompute<gpu>",
+      [theirs = mxnet::FCompute(*found)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
+                                         const auto& req, const auto& out) {
         if (!is_half(out[0]) || !settings_of(attrs).engine || !size(in[0]) || !size(in[1]))
           return theirs(attrs, context, in, req, out);
         if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
-      }));
+      });
 }
 
 }  // namespace
 
 OpStatePtr dropout_state() {
   const nnvm::Op* op = nnvm::Op::Get("Dropout");
-  const char *keys[] = {"p", "mode", "axes"}, *values[] = {"0.25", "always", "(1, 2)"};
-  void* symbol;
-  if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), 3, keys, values, &symbol))
-    throw dmlc::Error(MXGetLastError());
-  const auto& outputs = *static_cast<const std::vector<nnvm::NodeEntry>*>(symbol);  // its first member
-  const OpStatePtr made =
-      call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
-                  const std::vector<int>&>(*get<mxnet::FCreateOpState>(op, "FCreateOpState"),
-                                           outputs[0].node->attrs, mxnet::Context::CPU(),
-                                           {mxnet::TShape({2, 3, 5})}, {mshadow::kFloat32});
-  MXSymbolFree(symbol);
-  return made;
+  const Attributes attributes(op, {{"p", "0.25"}, {"mode", "always"}, {"axes", "(1, 2)"}});
+  return call_theirs(*get<mxnet::FCreateOpState>(op, "FCreateOpState"), attributes.get(), mxnet::Context::CPU(),
+                     mxnet::ShapeVector{mxnet::TShape({2, 3, 5})}, std::vector<int>{mshadow::kFloat32});
 }
 
 int dropout_fits(const unsigned char* state) {

@@ -63,11 +63,11 @@ std::function<R(A...)> by_value(R (*f)(A...)) {
   return made;
 }
 
-template <class R, class... A>
-R call_theirs(const std::function<R(A...)>& f, A... arguments) {
+template <class R, class... A, class... Given>
+R call_theirs(const std::function<R(A...)>& f, Given&&... given) {
   using Invoker = R (*)(const std::_Any_data&, A...);
   auto invoker = reinterpret_cast<Invoker>(reinterpret_cast<void* const*>(&f)[kInvoker]);
-  return invoker(*reinterpret_cast<const std::_Any_data*>(&f), std::move(arguments)...);
+  return invoker(*reinterpret_cast<const std::_Any_data*>(&f), std::forward<Given>(given)...);
 }
 
 // Replacements of Op::set_attr and Op::GetAttr, which pass such functions.

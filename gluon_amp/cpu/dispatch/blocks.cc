@@ -15,18 +15,13 @@ bool has_blocks(const TBlob& array) {
 
 int64_t places_of(const TBlob& array) { return array.shape_.ProdShape(2, array.ndim()); }
 
-TBlob scratch_like(const TBlob& array, Lease* lease) {
-  return TBlob(lease->memory((size(array) + 1) / 2), array.shape_, mshadow::cpu::kDevMask, array.type_flag_, 0);
-}
-
 // A plain array into one in blocks.
-void put(const TBlob& made, const TBlob& to, Write write) {
+void put_in_blocks(const TBlob& made, const TBlob& to, Write write) {
   if (write == kStore) return block(made, halves(to));
   Lease lease;
-  const TBlob blocks = scratch_like(made, &lease);
+  const TBlob blocks = lease.like(made);
   block(made, halves(blocks));
-  const void* const added = blocks.dptr_;
-  kernels_of(to)->sum(&added, 1, to.dptr_, size(to), write);
+  put(blocks.dptr_, to, write);
 }
 
 }  // namespace
@@ -62,9 +57,9 @@ void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write) {
     return kernels_of(to)->narrow(static_cast<const float*>(made.storage_handle().dptr), halves(to), size(to),
                                   write);
   Lease lease;
-  const TBlob plain = scratch_like(to, &lease);
+  const TBlob plain = lease.like(to);
   narrow(made, plain, kStore);
-  put(plain, to, write);
+  put_in_blocks(plain, to, write);
 }
 
 void in_plain(const Call& call, const std::function<void(const Call&)>& run) {
@@ -73,17 +68,17 @@ void in_plain(const Call& call, const std::function<void(const Call&)>& run) {
   std::vector<OpReqType> req(call.req);
   for (size_t i = 0; i < in.size(); ++i) {
     if (!call.blocked.input(i)) continue;
-    in[i] = scratch_like(call.in[i], &lease);
+    in[i] = lease.like(call.in[i]);
     unblock(call.in[i], halves(in[i]));
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (!call.blocked.output(i) || call.write(i) == kNothing) continue;
-    out[i] = scratch_like(call.out[i], &lease);
+    out[i] = lease.like(call.out[i]);
     req[i] = mxnet::kWriteTo;
   }
   run(call.on(in, req, out));
   for (size_t i = 0; i < out.size(); ++i)
-    if (out[i].dptr_ != call.out[i].dptr_) put(out[i], call.out[i], call.write(i));
+    if (out[i].dptr_ != call.out[i].dptr_) put_in_blocks(out[i], call.out[i], call.write(i));
 }
 
 }  // namespace gluon_amp

@@ -43,6 +43,7 @@ bool taken(const Operator& of, const Settings& settings, int half) {
   return half == mshadow::kBfloat16 || (half != kNoHalf && !of.is(kMoves)) || has_settings(settings);
 }
 
+bool all_dense(const std::vector<TBlob>&) { return true; }
 bool all_dense(const std::vector<NDArray>& arrays) {
   return std::all_of(arrays.begin(), arrays.end(), [](const NDArray& array) {
     return array.storage_type() == mxnet::kDefaultStorage;
@@ -51,8 +52,10 @@ bool all_dense(const std::vector<NDArray>& arrays) {
 
 // Arrays in the plain layout. Inputs in oneDNN's blocked layout are copied, and so are outputs with kAddTo,
 // whose data the copy replaces.
+const std::vector<TBlob>& plain(const std::vector<TBlob>& in, std::vector<NDArray>*) { return in; }
 std::vector<TBlob> plain(const std::vector<NDArray>& in, std::vector<NDArray>* copies) {
   std::vector<TBlob> made;
+  copies->reserve(in.size());
   for (const NDArray& array : in) {
     if (array.IsMKLDNNData()) copies->push_back(array.Reorder2Default());
     made.push_back(array.IsMKLDNNData() ? copies->back().data() : array.data());
@@ -60,6 +63,7 @@ std::vector<TBlob> plain(const std::vector<NDArray>& in, std::vector<NDArray>* c
   return made;
 }
 
+const std::vector<TBlob>& plain_outputs(const std::vector<TBlob>& out, const std::vector<OpReqType>&) { return out; }
 std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vector<OpReqType>& req) {
   std::vector<TBlob> made;
   for (size_t i = 0; i < out.size(); ++i) {
@@ -78,16 +82,10 @@ std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vec
 // Whether an output shares memory with an input that the hand-written kernel still reads.
 bool overlaps(const Call& call, const OwnCode& own) {
   if (own.places == kAnyPlace) return false;
-  const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
-  const auto end = [&](const TBlob& array) {
-    return begin(array) + size(array) * mshadow::mshadow_sizeof(array.type_flag_);
-  };
   for (size_t o = 0; o < call.out.size(); ++o)
     for (size_t i = 0; i < call.in.size(); ++i) {
-      const TBlob &from = call.in[i], &to = call.out[o];
-      const bool in_place = begin(from) == begin(to) && o == 0 && i < own.places;
-      if (call.req[o] != mxnet::kNullOp && begin(from) < end(to) && begin(to) < end(from) && !in_place)
-        return true;
+      const bool in_place = call.in[i].dptr_ == call.out[o].dptr_ && o == 0 && i < own.places;
+      if (call.req[o] != mxnet::kNullOp && overlap(call.in[i], call.out[o]) && !in_place) return true;
     }
   return false;
 }
@@ -135,16 +133,18 @@ void run_stateless(const Operator& of, const NodeAttrs& attrs, const Settings& s
   run_plain(call);
 }
 
-void compute(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
-             const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
-             const std::vector<TBlob>& out) {
+// `theirs`: MXNet's function.
+template <class F, class T>
+void compute(const Operator& of, const F& theirs, const NodeAttrs& attrs, const OpContext& context,
+             const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
   const Averages finite(of, in);
   const Settings& settings = settings_of(attrs);
   const int half = half_of(in, out);
-  if (taken(of, settings, half))
-    run_stateless(of, attrs, settings, half, context, in, req, out);
-  else
-    of.compute(attrs, context, in, req, out);
+  if (!taken(of, settings, half) || !all_dense(in) || !all_dense(out))
+    return theirs(attrs, context, in, req, out);
+  std::vector<NDArray> copies;
+  const auto& inputs = plain(in, &copies);
+  run_stateless(of, attrs, settings, half, context, inputs, req, plain_outputs(out, req));
 }
 
 // The second output of max pooling has the indices of maxima for the backward pass. MXNet's code writes them
@@ -157,20 +157,11 @@ bool is_pooling(const Operator& of) {
 void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
                 const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
                 const std::vector<NDArray>& out) {
-  if (!context.is_train && req.size() > 1 && req[1] != mxnet::kNullOp && is_pooling(of)) {
-    OpContext training = context;
-    training.is_train = true;
-    return compute_ex(of, attrs, training, in, req, out);
-  }
-  const Averages finite(of, in);
-  const Settings& settings = settings_of(attrs);
-  const int half = half_of(in, out);
-  if (!taken(of, settings, half) || !all_dense(in) || !all_dense(out))
-    return of.compute_ex(attrs, context, in, req, out);
-  std::vector<NDArray> copies;
-  copies.reserve(in.size());
-  const std::vector<TBlob> inputs = plain(in, &copies);
-  run_stateless(of, attrs, settings, half, context, inputs, req, plain_outputs(out, req));
+  if (context.is_train || req.size() < 2 || req[1] == mxnet::kNullOp || !is_pooling(of))
+    return compute(of, of.compute_ex, attrs, context, in, req, out);
+  OpContext training = context;
+  training.is_train = true;
+  compute(of, of.compute_ex, attrs, training, in, req, out);
 }
 
 // ---- operators with state ----------------------------------------------------------------
@@ -185,18 +176,15 @@ struct State {
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   bool onednn;
-  bool trained = false;           // whether the last forward pass was in training
-  std::unique_ptr<RnnLoop> loop;  // for an RNN that MXNet's code does not support
-  std::unique_ptr<Bfloat16Rnn> bfloat16;
-  bool ran_bfloat16 = false;      // whether Bfloat16Rnn ran the last forward pass
+  bool trained = false;      // whether the last forward pass was in training
+  std::unique_ptr<Rnn> rnn;  // of an RNN that may run as our loop
+  bool ran_rnn = false;      // whether it ran the last forward pass
 
   State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, int half, size_t in,
         size_t out)
       : of(x), attributes(std::move(its)), settings(settings_of(attrs())), outputs_count(out),
         inner(std::move(state)), onednn(prefers_onednn(x, attrs(), in, out)) {
-    if (RnnLoop::runs(settings)) loop = std::make_unique<RnnLoop>(attrs(), settings);
-    if (x.op->name == "RNN" && Bfloat16Rnn::runs(attrs(), settings, half))
-      bfloat16 = std::make_unique<Bfloat16Rnn>(attrs());
+    if (x.op->name == "RNN") rnn = Rnn::make(attrs(), settings, half);
   }
 
   const NodeAttrs& attrs() const { return attributes->get(); }
@@ -232,18 +220,16 @@ struct State {
  private:
   void run_forward(const Call& call) {
     trained = call.context.is_train;
-    if (loop) return loop->run(call, true);
-    ran_bfloat16 = bfloat16 && bfloat16->serves(call);
-    if (ran_bfloat16) return bfloat16->run(call, true);
+    ran_rnn = rnn && rnn->serves(call);
+    if (ran_rnn) return rnn->forward(call);
     // oneDNN's RNN points to scratch only after a forward pass in training
     kept.reset();
     gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !trained ? nullptr : &kept);
   }
 
   void run_backward(const Call& call) {
-    if ((onednn || loop || ran_bfloat16) && !trained) train_again(call);
-    if (loop) return loop->run(call, false);
-    if (ran_bfloat16) return bfloat16->run(call, false);
+    if ((onednn || ran_rnn) && !trained) train_again(call);
+    if (ran_rnn) return rnn->backward(call);
     gluon_amp::run(call, onednn, mutated_by(call.of), &inner, nullptr);
   }
 
@@ -258,8 +244,7 @@ struct State {
     if (states) out.push_back(call.in[5]);
     if (states && lstm) out.push_back(call.in[8]);
     Lease results;
-    for (TBlob& made : out)
-      made = TBlob(results.memory(size(made)), made.shape_, mshadow::cpu::kDevMask, made.type_flag_, 0);
+    for (TBlob& made : out) made = results.like(made);
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
@@ -273,8 +258,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                         const mxnet::ShapeVector& shapes, const Types& types) {
   const Operator& of = *dispatched.at(attrs.op);
   const auto create = [&](const NodeAttrs& of_node, const Types& its) {
-    return call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
-                       const Types&>(of.create_state, of_node, context, shapes, its);
+    return call_theirs(of.create_state, of_node, context, shapes, its);
   };
   const int half = half_among(types);
   if (context.dev_mask() != mshadow::cpu::kDevMask || (half == kNoHalf && !has_settings(settings_of(attrs))))
@@ -288,23 +272,14 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
   return make_state(new State(of, std::move(kept), inner, half, shapes.size(), outputs));
 }
 
-void stateful(const Operator& of, const OpStatePtr& state, const OpContext& context,
-              const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
-              const std::vector<TBlob>& out) {
-  const Averages finite(of, in);
-  if (State* made = state_of<State>(state)) made->run(of, bool(of.create_state), context, in, req, out);
-  else of.stateful(state, context, in, req, out);
-}
-
-void stateful_ex(const Operator& of, const OpStatePtr& state, const OpContext& context,
-                 const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
-                 const std::vector<NDArray>& out) {
+template <class F, class T>
+void stateful(const Operator& of, const F& theirs, const OpStatePtr& state, const OpContext& context,
+              const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
   const Averages finite(of, in);
   State* made = state_of<State>(state);
-  if (!made) return of.stateful_ex(state, context, in, req, out);
+  if (!made) return theirs(state, context, in, req, out);
   std::vector<NDArray> copies;
-  copies.reserve(in.size());
-  const std::vector<TBlob> inputs = plain(in, &copies);
+  const auto& inputs = plain(in, &copies);
   made->run(of, bool(of.create_state), context, inputs, req, plain_outputs(out, req));
 }
 
@@ -351,33 +326,16 @@ Operator describe(const nnvm::Op* x) {
 void replace_functions(const Operator& of, nnvm::Op& op) {
   const Operator* const x = &of;  // MXNet copies these functions for each call; capturing a pointer is cheap
   if (of.compute)
-    set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(
-        [x](const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-          compute(*x, attrs, context, in, req, out);
-        }));
+    set<mxnet::FCompute>(op, "FCompute<cpu>", [x](const auto&... call) { compute(*x, x->compute, call...); });
   if (of.compute_ex)
-    set<mxnet::FComputeEx>(op, "FComputeEx<cpu>", mxnet::FComputeEx(
-        [x](const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
-            const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
-          compute_ex(*x, attrs, context, in, req, out);
-        }));
-  if (of.create_state)
-    set<mxnet::FCreateOpState>(op, "FCreateOpState",
-                               by_value<OpStatePtr, const NodeAttrs&, mxnet::Context,
-                                        const mxnet::ShapeVector&, const Types&>(&create_state));
+    set<mxnet::FComputeEx>(op, "FComputeEx<cpu>", [x](const auto&... call) { compute_ex(*x, call...); });
+  if (of.create_state) set<mxnet::FCreateOpState>(op, "FCreateOpState", by_value(&create_state));
   if (of.stateful)
-    set<mxnet::FStatefulCompute>(op, "FStatefulCompute<cpu>", mxnet::FStatefulCompute(
-        [x](const OpStatePtr& state, const OpContext& context, const std::vector<TBlob>& in,
-            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-          stateful(*x, state, context, in, req, out);
-        }));
+    set<mxnet::FStatefulCompute>(op, "FStatefulCompute<cpu>",
+                                 [x](const auto&... call) { stateful(*x, x->stateful, call...); });
   if (of.stateful_ex)
-    set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>", mxnet::FStatefulComputeEx(
-        [x](const OpStatePtr& state, const OpContext& context, const std::vector<NDArray>& in,
-            const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
-          stateful_ex(*x, state, context, in, req, out);
-        }));
+    set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>",
+                                   [x](const auto&... call) { stateful(*x, x->stateful_ex, call...); });
 }
 
 // ---- attributes that CPUs and GPUs share -----------------------------------------------------
@@ -400,60 +358,45 @@ std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& att
 }
 
 // MXNet declares that an output is the same memory as an input, so that nothing runs. A node that rounds must
-// not write to an array that others read.
+// not write to an array that others read. hard_sigmoid's gradient is not its head gradient, as MXNet declares.
 void wrap_identity(const Operator& of, nnvm::Op& op) {
-  set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
-      [of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
+  const bool never = op.name == "_backward_hard_sigmoid";
+  set<nnvm::FInplaceIdentity>(
+      op, "FInplaceIdentity",
+      [never, of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
         std::vector<bool> made = of_theirs(attrs);
-        if (settings_of(attrs).rounds()) made.assign(made.size(), false);
+        if (never || settings_of(attrs).rounds()) made.assign(made.size(), false);
         return made;
-      }));
-}
-
-// MXNet declares that hard_sigmoid's gradient is its head gradient, so that both share memory even if others
-// read the latter.
-void mend_identity(nnvm::Op& op) {
-  set<nnvm::FInplaceIdentity>(op, "FInplaceIdentity", nnvm::FInplaceIdentity(
-      [of_theirs = *get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")](const NodeAttrs& attrs) {
-        return std::vector<bool>(of_theirs(attrs).size(), false);
-      }));
+      });
 }
 
 void wrap_places(const Operator& of, nnvm::Op& op) {
-  set<nnvm::FInplaceOption>(op, "FInplaceOption", nnvm::FInplaceOption(
-      [x = &of, of_theirs = found<nnvm::FInplaceOption>(of.op, "FInplaceOption")](
-          const NodeAttrs& attrs) {
+  set<nnvm::FInplaceOption>(
+      op, "FInplaceOption",
+      [x = &of, of_theirs = found<nnvm::FInplaceOption>(of.op, "FInplaceOption")](const NodeAttrs& attrs) {
         if (is_planned(attrs)) return places(*x, attrs);
         return of_theirs ? of_theirs(attrs) : std::vector<std::pair<int, int>>();
-      }));
+      });
 }
 
 // The resource request of MXNet's random generator, for nodes that run in order.
 using Requests = std::vector<mxnet::ResourceRequest>;
 
 Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
-  auto made = call_theirs<Requests, const NodeAttrs&, int, mxnet::DispatchMode>(
-      dispatched.at(attrs.op)->resources, attrs, device, mode);
+  auto made = call_theirs(dispatched.at(attrs.op)->resources, attrs, device, mode);
   if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
   return made;
 }
 
 void wrap_resources(const Operator& of, nnvm::Op& op) {
-  set<mxnet::FResourceRequest>(op, "FResourceRequest", mxnet::FResourceRequest(
+  set<mxnet::FResourceRequest>(
+      op, "FResourceRequest",
       [of_theirs = found<mxnet::FResourceRequest>(of.op, "FResourceRequest")](const NodeAttrs& attrs) {
         auto made = of_theirs ? of_theirs(attrs) : Requests();
         if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
         return made;
-      }));
-  if (of.resources)
-    set<mxnet::FResourceRequestEx>(
-        op, "FResourceRequestEx",
-        by_value<Requests, const NodeAttrs&, int, mxnet::DispatchMode>(&resources));
-}
-
-bool infer_as_mxnet(const NodeAttrs& attrs, Types* in, Types* out) {
-  return call_theirs<bool, const NodeAttrs&, Types*, Types*>(dispatched.at(attrs.op)->types, attrs,
-                                                             in, out);
+      });
+  if (of.resources) set<mxnet::FResourceRequestEx>(op, "FResourceRequestEx", by_value(&resources));
 }
 
 // MXNet's type inference with `stand_in` instead of `type`, which some code refuses.
@@ -474,12 +417,6 @@ bool infer_instead(int type, int stand_in, Types* in, Types* out, F infer) {
   return known;
 }
 
-// Type inference of operators that refuse float16.
-bool infer_halves(const NodeAttrs& attrs, Types* in, Types* out) {
-  return infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out,
-                       [&] { return infer_as_mxnet(attrs, in, out); });
-}
-
 // Type inference of a layer with float32 parameters: data and result have one type, and parameters are float32.
 bool infer_with_parameters(Types* in, Types* out) {
   const int data = in->front() >= 0 ? in->front() : out->front();
@@ -488,12 +425,14 @@ bool infer_with_parameters(Types* in, Types* out) {
   return data >= 0;
 }
 
-// bfloat16 has the rules of float16, except for operators with a `dtype` attribute.
+// Operators that refuse float16 have the rules of float32. bfloat16 has the rules of float16, except for operators with
+// a `dtype` attribute.
 bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
   if (settings_of(attrs).parameters) return infer_with_parameters(in, out);
   const Operator& of = *dispatched.at(attrs.op);
+  const auto as_mxnet = [&] { return call_theirs(of.types, attrs, in, out); };
   const auto infer = [&] {
-    return of.is(kInfersHalves) ? infer_halves(attrs, in, out) : infer_as_mxnet(attrs, in, out);
+    return of.is(kInfersHalves) ? infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out, as_mxnet) : as_mxnet();
   };
   if (std::max(half_among(*in), half_among(*out)) != mshadow::kBfloat16) return infer();
   const std::string dtype = word(attrs, "dtype", "");
@@ -501,22 +440,13 @@ bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
   return infer_instead(mshadow::kBfloat16, mshadow::kFloat16, in, out, infer);
 }
 
-void replace_types(const Operator& of, nnvm::Op& op) {
-  if (of.types)
-    set<nnvm::FInferType>(op, "FInferType",
-                          by_value<bool, const NodeAttrs&, Types*, Types*>(&infer_types));
-}
-
 // Shape inference of the identity with a loss scale: its second input has one element, while MXNet requires
 // the shape of the first.
 bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
-  const auto theirs = [&](mxnet::ShapeVector* from) {
-    return call_theirs<bool, const NodeAttrs&, mxnet::ShapeVector*, mxnet::ShapeVector*>(
-        dispatched.at(attrs.op)->shapes, attrs, from, out);
-  };
-  if (!settings_of(attrs).loss_scale) return theirs(in);
+  const auto& theirs = dispatched.at(attrs.op)->shapes;
+  if (!settings_of(attrs).loss_scale) return call_theirs(theirs, attrs, in, out);
   mxnet::ShapeVector alike(2, in->front());
-  const bool known = theirs(&alike);
+  const bool known = call_theirs(theirs, attrs, &alike, out);
   *in = {alike.front(), mxnet::TShape(1, 1)};
   return known;
 }
@@ -526,20 +456,16 @@ void dispatch(nnvm::Op& op) {
   dispatched[&op] = of;
   undo.push_back([&op] { dispatched.erase(&op); });
   replace_functions(*of, op);
-  replace_types(*of, op);
+  if (of->types) set<nnvm::FInferType>(op, "FInferType", by_value(&infer_types));
   if (op.name == "_identity_with_attr_like_rhs")
-    set<mxnet::FInferShape>(op, "FInferShape",
-                            by_value<bool, const NodeAttrs&, mxnet::ShapeVector*,
-                                     mxnet::ShapeVector*>(&infer_identity));
-  if (op.name == "_backward_hard_sigmoid") mend_identity(op);
+    set<mxnet::FInferShape>(op, "FInferShape", by_value(&infer_identity));
   if (get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")) wrap_identity(*of, op);
   else wrap_places(*of, op);
   wrap_resources(*of, op);
   if (const auto* g = get<nnvm::FGradient>(&op, "FGradient"))
-    set<nnvm::FGradient>(op, "FGradient", nnvm::FGradient(
-        [of_theirs = nnvm::FGradient(*g)](const nnvm::ObjectPtr& n, const Entries& above) {
-          return gradient(of_theirs, n, above);
-        }));
+    set<nnvm::FGradient>(op, "FGradient", [of_theirs = nnvm::FGradient(*g)](const auto&... node) {
+      return gradient(of_theirs, node...);
+    });
 }
 
 // ---- which operators -----------------------------------------------------------------------

@@ -177,10 +177,9 @@ bool is_read(const Operator& of, size_t i) {
 const Grid kBfloat16 = {7, 0x1p-126f, 0x1.fep127f, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
 TBlob copy_of(const TBlob& from, Lease* lease) {
-  const auto bytes = size(from) * static_cast<int64_t>(mshadow::mshadow_sizeof(from.type_flag_));
-  float* memory = lease->memory((bytes + 3) / 4);
-  kernels->copy(from.dptr_, memory, bytes);
-  return TBlob(memory, from.shape_, mshadow::cpu::kDevMask, from.type_flag_, 0);
+  const TBlob made = lease->like(from);
+  put(from.dptr_, made, kStore);
+  return made;
 }
 
 }  // namespace
@@ -190,8 +189,7 @@ bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, s
   if (!(of.compute_ex || of.stateful_ex) || !of.storage) return false;
   auto mode = mxnet::DispatchMode::kUndefined;
   std::vector<int> in(inputs, mxnet::kDefaultStorage), out(outputs, mxnet::kUndefinedStorage);
-  call_theirs<bool, const NodeAttrs&, int, mxnet::DispatchMode*, std::vector<int>*,
-              std::vector<int>*>(of.storage, attrs, mshadow::cpu::kDevMask, &mode, &in, &out);
+  call_theirs(of.storage, attrs, int(mshadow::cpu::kDevMask), &mode, &in, &out);
   return mode == mxnet::DispatchMode::kFComputeEx;
 }
 
@@ -276,24 +274,10 @@ void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
     const TBlob& to = call.out[i];
     const Write write = call.write(i);
     if (write == kNothing) continue;
-    const Grid* grid = is_half(to) || is_float(to) ? call.rounding.written(i) : nullptr;
-    if ((is_half(to) || (is_float(to) && !direct[i])) && !grid) {
+    if ((is_half(to) || is_float(to)) && call.rounding.written(i))
+      give(call, i, floats((out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i]).data()));
+    else if (!direct[i])
       narrow(out[i], to, write);
-    } else if (direct[i]) {
-      if (!grid) continue;
-      show(floats(to), size(to), 0, to.dptr_, grid, to.type_flag_);
-      kernels->round(*grid, floats(to), floats(to), size(to), kStore);
-    } else {
-      NDArray made = out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i];
-      float* from = floats(made.data());
-      show(from, size(to), 0, to.dptr_, grid, to.type_flag_);
-      if (is_float(to)) {
-        kernels->round(*grid, from, floats(to), size(to), write);
-      } else {
-        kernels->round(*grid, from, from, size(to), kStore);
-        kernels_of(to)->narrow(from, to.dptr_, size(to), write);
-      }
-    }
   }
   for (uint32_t i : mutated)
     if (is_half(call.in[i])) narrow(in[i], call.in[i], kStore);

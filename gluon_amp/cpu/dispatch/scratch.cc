@@ -108,6 +108,11 @@ float* Lease::memory(int64_t count) {
   return floats(held_.back().data());
 }
 
+TBlob Lease::like(const TBlob& array) {
+  const int64_t bytes = size(array) * bytes_of(array.type_flag_);
+  return TBlob(memory((bytes + 3) / 4), array.shape_, mshadow::cpu::kDevMask, array.type_flag_, 0);
+}
+
 std::mutex& turn() {
   static std::mutex* made = new std::mutex;
   return *made;

@@ -49,7 +49,7 @@ struct Settings {
   bool ordered = false;
 
   bool parameters = false;  // a convolution or a dense layer of bfloat16 data, which rounds float32 parameters
-  bool loop = false;        // an RNN whose products have another format than its other tensors: RnnLoop
+  bool loop = false;        // an RNN whose products have another format than its other tensors (rnn.cc)
   // _identity_with_attr_like_rhs(x, s) before a loss head returns x. Its gradient is multiplied by the loss
   // scale s, an array of one element.
   bool loss_scale = false;

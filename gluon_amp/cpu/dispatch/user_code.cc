@@ -37,8 +37,7 @@ mxnet::FCreateOpState create_theirs;
 
 OpStatePtr create(const NodeAttrs& attrs, mxnet::Context context, const mxnet::ShapeVector& shapes,
                   const std::vector<int>& types) {
-  OpStatePtr state = call_theirs<OpStatePtr, const NodeAttrs&, mxnet::Context, const mxnet::ShapeVector&,
-                                 const std::vector<int>&>(create_theirs, attrs, context, shapes, types);
+  OpStatePtr state = call_theirs(create_theirs, attrs, context, shapes, types);
   hold(custom_parameters(attrs).python);
   hold(state.get_state<CustomParameters>().python);
   return state;
@@ -85,11 +84,8 @@ void guard(const char* name, bool autograd) {
   auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get(name));
   const auto* theirs = new Theirs{*get<mxnet::FStatefulComputeEx>(&op, "FStatefulComputeEx<cpu>"),
                                   autograd};
-  set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>", mxnet::FStatefulComputeEx(
-      [theirs](const OpStatePtr& state, const OpContext& context, const std::vector<NDArray>& in,
-               const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
-        run(*theirs, state, context, in, req, out);
-      }));
+  set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>",
+                                 [theirs](const auto&... call) { run(*theirs, call...); });
 }
 
 }  // namespace
@@ -97,9 +93,7 @@ void guard(const char* name, bool autograd) {
 void guard_user_code() {
   auto& custom = const_cast<nnvm::Op&>(*nnvm::Op::Get("Custom"));
   create_theirs = *get<mxnet::FCreateOpState>(&custom, "FCreateOpState");
-  set<mxnet::FCreateOpState>(custom, "FCreateOpState",
-                             by_value<OpStatePtr, const NodeAttrs&, mxnet::Context,
-                                      const mxnet::ShapeVector&, const std::vector<int>&>(&create));
+  set<mxnet::FCreateOpState>(custom, "FCreateOpState", by_value(&create));
   guard("Custom", false);
   guard("_backward_Custom", false);
   guard("_backward_CustomFunction", true);

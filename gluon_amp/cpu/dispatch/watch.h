@@ -56,6 +56,19 @@ inline void narrow(const float* exact, const TBlob& to, Write write) {
   }
 }
 
+// Counts floats, which it may change, and writes them to output i, rounded to its grid if it has one.
+inline void give(const Call& call, size_t i, float* exact) {
+  const TBlob& to = call.out[i];
+  const Write write = call.write(i);
+  if (write == kNothing) return;
+  const Grid* const written = call.rounding.written(i);
+  const Grid grid = written ? *written : Grid();
+  show(exact, size(to), 0, to.dptr_, written, to.type_flag_);
+  if (is_float(to)) return kernels->round(grid, exact, floats(to), size(to), write);
+  kernels->round(grid, exact, exact, size(to), kStore);
+  kernels_of(to)->narrow(exact, to.dptr_, size(to), write);
+}
+
 // Whether hand-written kernels of halves run on floats: in an X-ray's float32 step, and in show_own_code.
 bool takes_floats();
 

@@ -66,7 +66,7 @@ bool onednn_convolution(const Call& call, bool backward) {
   Lease lease;
   ByRows rows{rows_of(layer), x};
   if (!is_pointwise(layer)) {
-    rows.x.dptr_ = lease.memory((rows.layer.x[0] * rows.layer.x[1] + 1) / 2);
+    rows.x.dptr_ = lease.halves(rows.layer.x[0] * rows.layer.x[1]);
     unfold(layer, halves(x), halves(rows.x));
   }
   return run_layer(call, backward, layer, &rows);

@@ -27,9 +27,8 @@ bool onednn_deconvolution(const Call& call, bool backward) {
     const NDArray sums = has_bias ? lease.array(y.shape_) : NDArray();
     const TBlob& to = has_bias ? sums.data() : y;
     const bool blocked = call.blocked.output(0);
-    product->run({operand(DNNL_ARG_DIFF_DST, x, layer.y, call.blocked.input(0)),
-                  operand(DNNL_ARG_WEIGHTS, w, layer.w),
-                  operand(DNNL_ARG_DIFF_SRC, to, layer.x, blocked, has_bias ? kStore : call.write(0))});
+    product->run({layer.operand(DNNL_ARG_DIFF_DST, x, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
+                  layer.operand(DNNL_ARG_DIFF_SRC, to, blocked, has_bias ? kStore : call.write(0))});
     if (!has_bias) return true;
     std::vector<float> bias(channels);
     widen(call.in[2], bias.data());
@@ -49,7 +48,7 @@ bool onednn_deconvolution(const Call& call, bool backward) {
     const NDArray sums = lease.array(call.out[2].shape_);
     const Half* gradients = halves(y);
     if (call.blocked.input(0)) {
-      Half* const plain = reinterpret_cast<Half*>(lease.memory((size(y) + 1) / 2));
+      Half* const plain = lease.halves(size(y));
       unblock(y, plain);
       gradients = plain;
     }
@@ -67,13 +66,12 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   Product::Inside read;
   // first the weight: the gradient of x may lie on that of y
   if (weight)
-    weight->run({operand(DNNL_ARG_SRC, y, layer.x, call.blocked.input(0)),
-                 operand(DNNL_ARG_DIFF_DST, x, layer.y, call.blocked.input(1)),
-                 operand(DNNL_ARG_DIFF_WEIGHTS, call.out[1], layer.w, false, call.write(1))}, &read);
+    weight->run({layer.operand(DNNL_ARG_SRC, y, call.blocked.input(0)),
+                 layer.operand(DNNL_ARG_DIFF_DST, x, call.blocked.input(1)),
+                 layer.operand(DNNL_ARG_DIFF_WEIGHTS, call.out[1], false, call.write(1))}, &read);
   if (data)
-    data->run({operand(DNNL_ARG_SRC, y, layer.x, call.blocked.input(0)),
-               operand(DNNL_ARG_WEIGHTS, w, layer.w),
-               operand(DNNL_ARG_DST, call.out[0], layer.y, call.blocked.output(0), call.write(0))}, &read);
+    data->run({layer.operand(DNNL_ARG_SRC, y, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
+               layer.operand(DNNL_ARG_DST, call.out[0], call.blocked.output(0), call.write(0))}, &read);
   return true;
 }
 

@@ -16,28 +16,24 @@ bool onednn_dense(const Call& call, bool backward) {
   return run_layer(call, backward, layer);
 }
 
-bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
                  float* to, Product::Inside* read) {
   if (instructions() == Instructions::kNone) return false;
   Dense layer(rows, inputs, outputs, nullptr);
   layer.result = dnnl_f32;
-  if (of == DensePass::kWeight) layer.parameters = dnnl_f32;
-  const int pass = of == DensePass::kForward ? kForward : of == DensePass::kData ? kBackwardData
-                                                                                 : kBackwardWeights;
+  if (pass == kBackwardWeights) layer.parameters = dnnl_f32;
   const auto product = layer.product(pass);
   if (!product) return false;
   const auto array = [](const void* numbers, const Sizes& dims, int type) {
     return TBlob(const_cast<void*>(numbers), mxnet::TShape({dims[0], dims[1]}), mshadow::cpu::kDevMask, type, 0);
   };
-  const Sizes& made = pass == kForward ? layer.y : pass == kBackwardData ? layer.x : layer.w;
-  const Sizes& first = pass == kForward ? layer.x : layer.y;
-  const Sizes& second = pass == kBackwardWeights ? layer.x : layer.w;
-  const TBlob to_array = array(to, made, mshadow::kFloat32), a_array = array(a, first, mshadow::kBfloat16),
-              b_array = array(b, second, mshadow::kBfloat16);
-  const int to_is[] = {DNNL_ARG_DST, DNNL_ARG_DIFF_SRC, DNNL_ARG_DIFF_WEIGHTS};
-  product->run({{pass == kForward ? DNNL_ARG_SRC : DNNL_ARG_DIFF_DST, a_array, plain_layout(first)},
-                {pass == kBackwardWeights ? DNNL_ARG_SRC : DNNL_ARG_WEIGHTS, b_array, plain_layout(second)},
-                {to_is[static_cast<int>(of)], to_array, plain_layout(made, dnnl_f32), kStore}}, read);
+  const auto half = [&](const Half* numbers, const Sizes& dims) { return array(numbers, dims, mshadow::kBfloat16); };
+  const TBlob x = half(pass == kForward ? a : b, layer.x), y = half(a, layer.y), w = half(b, layer.w);
+  const int to_is = pass == kForward ? DNNL_ARG_DST : pass == kBackwardData ? DNNL_ARG_DIFF_SRC : DNNL_ARG_DIFF_WEIGHTS;
+  const TBlob made = array(to, layer.sizes(to_is), mshadow::kFloat32);
+  product->run({pass == kForward ? layer.operand(DNNL_ARG_SRC, x) : layer.operand(DNNL_ARG_DIFF_DST, y),
+                pass == kBackwardWeights ? layer.operand(DNNL_ARG_SRC, x) : layer.operand(DNNL_ARG_WEIGHTS, w),
+                layer.operand(to_is, made, false, kStore)}, read);
   return true;
 }
 

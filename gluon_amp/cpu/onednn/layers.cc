@@ -111,12 +111,22 @@ onednn::Description Dense::describe(int pass, const onednn::Description* hint, b
 
 // ---- calls -----------------------------------------------------------------------
 
-Operand operand(int argument, const TBlob& array, const Sizes& dims, bool blocked, Write write, int64_t images) {
+const Sizes& Layer::sizes(int argument) const {
+  switch (argument) {
+    case DNNL_ARG_SRC: case DNNL_ARG_DIFF_SRC: return x;
+    case DNNL_ARG_WEIGHTS: case DNNL_ARG_DIFF_WEIGHTS: return w;
+    case DNNL_ARG_DST: case DNNL_ARG_DIFF_DST: return y;
+    default: return *bias;
+  }
+}
+
+Operand Layer::operand(int argument, const TBlob& array, bool blocked, Write write) const {
   constexpr dnnl_format_tag_t kInBlocks[] = {dnnl_format_tag_undef, dnnl_format_tag_undef, dnnl_format_tag_undef,
                                              dnnl_aBc16b, dnnl_aBcd16b, dnnl_aBcde16b};
+  const Sizes& dims = sizes(argument);
   const int type = type_in_memory(array);
   return {argument, array, blocked ? layout(dims, kInBlocks[dims.size()], type) : plain_layout(dims, type), write,
-          images};
+          &dims == &x || &dims == &y ? images : 0};
 }
 
 namespace {
@@ -125,10 +135,9 @@ bool run_forward(const Call& call, const Layer& layer, const TBlob& x) {
   const auto product = layer.product(kForward);
   if (!product) return false;
   std::vector<Operand> all{
-      operand(DNNL_ARG_SRC, x, layer.x, call.blocked.input(0), kNothing, layer.images),
-      operand(DNNL_ARG_WEIGHTS, call.in[1], layer.w),
-      operand(DNNL_ARG_DST, call.out[0], layer.y, call.blocked.output(0), call.write(0), layer.images)};
-  if (layer.bias) all.push_back(operand(DNNL_ARG_BIAS, call.in[2], *layer.bias));
+      layer.operand(DNNL_ARG_SRC, x, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, call.in[1]),
+      layer.operand(DNNL_ARG_DST, call.out[0], call.blocked.output(0), call.write(0))};
+  if (layer.bias) all.push_back(layer.operand(DNNL_ARG_BIAS, call.in[2]));
   product->run(all);
   return true;
 }
@@ -141,10 +150,10 @@ bool run_weight(const Call& call, const Layer& layer, const TBlob& x, bool wants
   const bool unread = call.write(1) == kNothing;
   if (unread) dw.dptr_ = lease.memory(size(dw));
   std::vector<Operand> all{
-      operand(DNNL_ARG_SRC, x, layer.x, call.blocked.input(1), kNothing, layer.images),
-      operand(DNNL_ARG_DIFF_DST, call.in[0], layer.y, call.blocked.input(0), kNothing, layer.images),
-      operand(DNNL_ARG_DIFF_WEIGHTS, dw, layer.w, false, unread ? kStore : call.write(1))};
-  if (wants_bias) all.push_back(operand(DNNL_ARG_DIFF_BIAS, call.out[2], *layer.bias, false, call.write(2)));
+      layer.operand(DNNL_ARG_SRC, x, call.blocked.input(1)),
+      layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.blocked.input(0)),
+      layer.operand(DNNL_ARG_DIFF_WEIGHTS, dw, false, unread ? kStore : call.write(1))};
+  if (wants_bias) all.push_back(layer.operand(DNNL_ARG_DIFF_BIAS, call.out[2], false, call.write(2)));
   product->run(all, read);
   return true;
 }
@@ -165,9 +174,9 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
       !run_weight(call, layer, call.in[1], wants_bias, &read))
     return false;
   if (data)
-    data->run({operand(DNNL_ARG_WEIGHTS, call.in[2], layer.w),
-               operand(DNNL_ARG_DIFF_DST, call.in[0], layer.y, call.blocked.input(0)),
-               operand(DNNL_ARG_DIFF_SRC, call.out[0], layer.x, call.blocked.output(0), call.write(0))}, &read);
+    data->run({layer.operand(DNNL_ARG_WEIGHTS, call.in[2]),
+               layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.blocked.input(0)),
+               layer.operand(DNNL_ARG_DIFF_SRC, call.out[0], call.blocked.output(0), call.write(0))}, &read);
   return true;
 }
 

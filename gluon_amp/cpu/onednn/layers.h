@@ -4,9 +4,6 @@
 
 namespace gluon_amp {
 
-constexpr int kForward = dnnl_forward_training, kBackwardData = dnnl_backward_data,
-              kBackwardWeights = dnnl_backward_weights;
-
 struct Layer {
   const char* name;                 // of its primitives
   Sizes x, w, y;
@@ -20,6 +17,10 @@ struct Layer {
   virtual onednn::Description describe(int pass, const onednn::Description* hint, bool with_bias) const = 0;
   virtual Sizes more() const { return {}; }              // what else differs between layers
   virtual bool supports(int) const { return true; }  // of a pass
+
+  const Sizes& sizes(int argument) const;  // of an argument of its primitives, DNNL_ARG_*
+  // `blocked`: whether the array's channels are in blocks.
+  Operand operand(int argument, const TBlob& array, bool blocked = false, Write write = kNothing) const;
 
   // The primitive of a pass; null where there is none.
   std::shared_ptr<Product> product(int pass, bool with_bias = true) const;
@@ -45,10 +46,6 @@ struct Dense : Layer {
   Dense(int64_t rows, int64_t inputs, int64_t outputs, const Sizes* of_bias);
   onednn::Description describe(int pass, const onednn::Description* hint, bool with_bias) const override;
 };
-
-// `blocked`: whether the array's channels are in blocks.
-Operand operand(int argument, const TBlob& array, const Sizes& dims, bool blocked = false,
-                Write write = kNothing, int64_t images = 0);
 
 // A convolution's pass as a dense layer, from rows.
 struct ByRows {

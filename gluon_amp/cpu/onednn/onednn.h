@@ -13,10 +13,9 @@ bool onednn_deconvolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
 bool onednn_batch_dot(const Call& call);
 
-// Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: forward x and w into
-// y; data dy and w into dx; weight dy and x into dw. Under the lock `turn()`.
-enum class DensePass { kForward, kData, kWeight };
-bool onednn_rows(DensePass of, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+// Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: kForward x and w into y;
+// kBackwardData dy and w into dx; kBackwardWeights dy and x into dw. Under the lock `turn()`.
+bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
                  float* to, Product::Inside* read);
 
 }  // namespace gluon_amp

@@ -60,14 +60,11 @@ onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc
   return primitive(made);
 }
 
-// The memory of this number of elements of a layout's type, in floats.
-int64_t room_for(int64_t numbers, const dnnl_memory_desc_t& layout) {
-  return layout.data_type == dnnl_bf16 ? (numbers + 1) / 2 : numbers;
-}
+// The memory of a layout, in floats.
 int64_t room_for(const dnnl_memory_desc_t& layout) {
   int64_t n = 1;
   for (int i = 0; i < layout.ndims; ++i) n *= layout.padded_dims[i];
-  return room_for(n, layout);
+  return layout.data_type == dnnl_bf16 ? (n + 1) / 2 : n;
 }
 
 }  // namespace
@@ -89,14 +86,6 @@ Instructions instructions() {
 
 bool multiplies(int type) {
   return type == mshadow::kBfloat16 && instructions() != Instructions::kNone && !watching() && !generic_only;
-}
-
-bool overlap(const TBlob& a, const TBlob& b) {
-  const auto begin = [](const TBlob& array) { return static_cast<const char*>(array.dptr_); };
-  const auto end = [&](const TBlob& array) {
-    return begin(array) + size(array) * mshadow::mshadow_sizeof(array.type_flag_);
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
 }
 
 Sizes sizes_of(const TBlob& array) { return Sizes(array.shape_.begin(), array.shape_.end()); }
@@ -224,14 +213,6 @@ Product::Way& Product::way(const Operand& operand) {
   return ways_[key] = way;
 }
 
-namespace {
-
-void add(const void* made, const TBlob& to) {
-  kernels_of(to)->sum(&made, 1, to.dptr_, size(to), kAdd);
-}
-
-}  // namespace
-
 void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Lease lease;
   onednn::Arguments arguments;
@@ -257,16 +238,12 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     const Way& way = this->way(operand);
     const void* made = inside[operand.argument];
     if (operand.write == kNothing || made == operand.array.dptr_) continue;
-    const int64_t n = size(operand.array);
-    if (way.same && operand.write == kStore) {
-      kernels->copy(made, operand.array.dptr_, n * mshadow::mshadow_sizeof(operand.array.type_flag_));
-    } else if (!way.same) {
-      void* const plain = operand.write == kAdd ? lease.memory(room_for(n, operand.plain))
-                                                : operand.array.dptr_;
+    if (!way.same) {
+      void* const plain = operand.write == kAdd ? lease.like(operand.array).dptr_ : operand.array.dptr_;
       way.leave(operand, inside[operand.argument], plain);
       made = plain;
     }
-    if (operand.write == kAdd) add(made, operand.array);
+    if (made != operand.array.dptr_) put(made, operand.array, operand.write);
   }
 }
 

@@ -9,6 +9,9 @@ namespace gluon_amp {
 enum class Instructions { kNone, kBfloat16, kAmx };
 Instructions instructions();
 
+constexpr int kForward = dnnl_forward_training, kBackwardData = dnnl_backward_data,
+              kBackwardWeights = dnnl_backward_weights;
+
 using Sizes = std::vector<int64_t>;
 
 // An array that a primitive reads or writes; `images`: where not 0, its layout is a matrix with a row for
@@ -84,7 +87,6 @@ std::string key_of(const char* name, int pass, std::initializer_list<const Sizes
 
 Sizes sizes_of(const TBlob& array);
 inline int type_in_memory(const TBlob& array) { return is_float(array) ? dnnl_f32 : dnnl_bf16; }
-bool overlap(const TBlob& a, const TBlob& b);
 
 // Whether results of this type are computed by these primitives. Those of watched nodes are not, because they are
 // counted before rounding.

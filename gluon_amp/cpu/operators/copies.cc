@@ -14,13 +14,8 @@ bool copies(const Call& call) {
   const void* from = call.in[0].dptr_;
   // an output that shares memory with the input is written last
   for (bool in_place : {false, true})
-    for (size_t i = 0; i < call.out.size(); ++i) {
-      void* to = call.out[i].dptr_;
-      if ((to == from) != in_place) continue;
-      if (call.write(i) == kStore && !in_place)
-        kernels->copy(from, to, size(call.out[i]) * sizeof(Half));
-      if (call.write(i) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.out[i]), kAdd);
-    }
+    for (size_t i = 0; i < call.out.size(); ++i)
+      if ((call.out[i].dptr_ == from) == in_place) put(from, call.out[i], call.write(i));
   return true;
 }
 
@@ -174,11 +169,8 @@ void copy_row(const TBlob& from, int64_t source, const TBlob& to, int64_t target
 
 // The number of rows of a concatenation: the product of the sizes before its axis.
 int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
-  int axis = static_cast<int>(number(call.attrs, key, 1));
-  if (axis < 0) axis += whole.ndim();
-  int64_t rows = 1;
-  for (int i = 0; i < axis; ++i) rows *= whole[i];
-  return rows;
+  const int axis = static_cast<int>(number(call.attrs, key, 1));
+  return whole.ProdShape(0, axis < 0 ? axis + whole.ndim() : axis);
 }
 
 // A slice of an axis, and its gradient, which is padded with zeros.

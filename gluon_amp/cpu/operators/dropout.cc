@@ -20,11 +20,7 @@ bool dropout(const Call& call) {
   const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
   if (!drops && !call.rounding.any && is_half(call.in[0]) &&
       call.in[0].type_flag_ == call.out[0].type_flag_) {
-    const void* from = call.in[0].dptr_;
-    void* to = call.out[0].dptr_;
-    if (call.write(0) == kStore && from != to)
-      kernels->copy(from, to, size(call.in[0]) * sizeof(Half));
-    if (call.write(0) == kAdd) kernels_of(call.in[0])->sum(&from, 1, to, size(call.in[0]), kAdd);
+    put(call.in[0].dptr_, call.out[0], call.write(0));
   } else {
     run(call, false, {}, call.state, nullptr);
   }
@@ -85,14 +81,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     }
     out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
   }
-  const Grid* grid = call.rounding.written(0);
-  show(out, n, 0, d.dptr_, grid, d.type_flag_);
-  if (is_float(d)) {
-    kernels->round(grid ? *grid : Grid(), out, floats(d), n, call.write(0));
-    return true;
-  }
-  if (grid) kernels->round(*grid, out, out, n, kStore);
-  kernels_of(d)->narrow(out, d.dptr_, n, call.write(0));
+  give(call, 0, out);
   return true;
 }
 

@@ -20,27 +20,19 @@ bool unary_gradient(const Call& call, Unary f, size_t read, float a = 0, float b
   return true;
 }
 
-bool relu(const Call& call) { return unary(call, kReluOf); }
-bool relu_gradient(const Call& call) { return unary_gradient(call, kReluOf, 1); }
-bool sigmoid(const Call& call) { return unary(call, kSigmoidOf); }
-bool sigmoid_gradient(const Call& call) { return unary_gradient(call, kSigmoidOf, 1); }
-bool tanh(const Call& call) { return unary(call, kTanhOf); }
-bool tanh_gradient(const Call& call) { return unary_gradient(call, kTanhOf, 1); }
+template <Unary f> bool forward(const Call& call) { return unary(call, f); }
+template <Unary f> bool backward(const Call& call) { return unary_gradient(call, f, 1); }
 
 bool activation(const Call& call) {
   const std::string type = word(call.attrs, "act_type", "");
-  return type == "relu"      ? relu(call)
-         : type == "sigmoid" ? sigmoid(call)
-         : type == "tanh"    ? tanh(call)
-                             : false;
+  return (type == "relu" && forward<kReluOf>(call)) || (type == "sigmoid" && forward<kSigmoidOf>(call)) ||
+         (type == "tanh" && forward<kTanhOf>(call));
 }
 
 bool activation_gradient(const Call& call) {  // of y; of y and x for all but relu
   const std::string type = word(call.attrs, "act_type", "");
-  return type == "relu"      ? relu_gradient(call)
-         : type == "sigmoid" ? sigmoid_gradient(call)
-         : type == "tanh"    ? tanh_gradient(call)
-                             : false;
+  return (type == "relu" && backward<kReluOf>(call)) || (type == "sigmoid" && backward<kSigmoidOf>(call)) ||
+         (type == "tanh" && backward<kTanhOf>(call));
 }
 
 bool leaky(const Call& call) {
@@ -118,9 +110,9 @@ void add_elementwise(Rows& rows) {
     rows.insert({name, {some_at_a_time, kAnyPlace}});
   constexpr int kEach = kNumbers | kAnyOrder;
   rows.insert({
-      {"relu", {relu, 1, kAnyOrder}}, {"_backward_relu", {relu_gradient, 2, kAnyOrder}},
-      {"sigmoid", {sigmoid, 1, kEach}}, {"_backward_sigmoid", {sigmoid_gradient, 2, kEach}},
-      {"tanh", {tanh, 1, kEach}}, {"_backward_tanh", {tanh_gradient, 2, kEach}},
+      {"relu", {forward<kReluOf>, 1, kAnyOrder}}, {"_backward_relu", {backward<kReluOf>, 2, kAnyOrder}},
+      {"sigmoid", {forward<kSigmoidOf>, 1, kEach}}, {"_backward_sigmoid", {backward<kSigmoidOf>, 2, kEach}},
+      {"tanh", {forward<kTanhOf>, 1, kEach}}, {"_backward_tanh", {backward<kTanhOf>, 2, kEach}},
       {"Activation", {activation, 1, kEach}}, {"_backward_Activation", {activation_gradient, 2, kEach}},
       {"LeakyReLU", {leaky, 1, kEach}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kEach}},
       {"clip", {clip, 1, kAnyOrder}}, {"_backward_clip", {clip_gradient, 2, kAnyOrder}},

@@ -11,9 +11,7 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   if (size(x) == 0) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();
-  int64_t outer = 1, inner = 1;
-  for (int i = 0; i < axis; ++i) outer *= x.shape_[i];
-  for (int i = axis + 1; i < x.ndim(); ++i) inner *= x.shape_[i];
+  const int64_t outer = x.shape_.ProdShape(0, axis), inner = x.shape_.ProdShape(axis + 1, x.ndim());
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
@@ -62,7 +60,7 @@ const void* rounded_input(const Call& call, Lease* lease) {
   widen(from, wide);
   kernels->round(*grid, wide, wide, size(from), kStore);
   if (is_float(from)) return wide;
-  float* const narrowed = lease->memory((size(from) + 1) / 2);
+  Half* const narrowed = lease->halves(size(from));
   kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
   return narrowed;
 }

@@ -4,9 +4,7 @@
 namespace gluon_amp {
 
 TBlob part(const TBlob& whole, int64_t first, const mxnet::TShape& shape) {
-  const auto bytes = static_cast<int64_t>(mshadow::mshadow_sizeof(whole.type_flag_));
-  return TBlob(static_cast<char*>(whole.dptr_) + first * bytes, shape, mshadow::cpu::kDevMask,
-               whole.type_flag_, 0);
+  return TBlob(at(whole, first), shape, mshadow::cpu::kDevMask, whole.type_flag_, 0);
 }
 
 TBlob images(const TBlob& all, int64_t first, int64_t most) {

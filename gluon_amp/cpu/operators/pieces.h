@@ -66,8 +66,7 @@ bool with_rounded_weight(const Call& call, size_t at, F f) {
   Lease lease;
   std::vector<TBlob> in(call.in);
   const TBlob& from = call.in[at];
-  in[at] = TBlob(lease.memory((size(from) + 1) / 2), from.shape_, mshadow::cpu::kDevMask,
-                 call.in[0].type_flag_, 0);
+  in[at] = TBlob(lease.halves(size(from)), from.shape_, mshadow::cpu::kDevMask, call.in[0].type_flag_, 0);
   kernels_of(in[at])->narrow(floats(from), in[at].dptr_, size(from), kStore);
   const Call rounded = call.on(in, call.req, call.out);
   if (!f(rounded)) run(rounded);

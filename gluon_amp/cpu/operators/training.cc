@@ -14,6 +14,8 @@ namespace {
 using Shapes = mxnet::ShapeVector;
 using Types = std::vector<int>;
 
+void parse_nothing(NodeAttrs*) {}
+
 bool one_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
   for (auto& shape : *in)
     if (shape != (*in)[0]) throw dmlc::Error("the inputs differ in shape");
@@ -51,27 +53,8 @@ bool squares_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
   return true;
 }
 
-void parse_nothing(NodeAttrs*) {}
-
-using Shape = bool (*)(const NodeAttrs&, Shapes*, Shapes*);
-using Type = bool (*)(const NodeAttrs&, Types*, Types*);
-using Compute = void (*)(const NodeAttrs&, const OpContext&, const std::vector<TBlob>&,
-                         const std::vector<OpReqType>&, const std::vector<TBlob>&);
-
-nnvm::Op& add(const std::string& name, uint32_t inputs, Shape shape, Type type, Compute compute) {
-  nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(kPrefix + name);
-  op.num_inputs = inputs;
-  op.num_outputs = 1;
-  op.attr_parser = by_value<void, NodeAttrs*>(&parse_nothing);
-  set<mxnet::FInferShape>(op, "FInferShape",
-                          by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(shape));
-  set<nnvm::FInferType>(op, "FInferType", by_value<bool, const NodeAttrs&, Types*, Types*>(type));
-  set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(compute));
-  return op;
-}
-
-void widen(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
-           const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
+void widen_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
+               const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   gluon_amp::widen(in[0], floats(out[0]));
 }
 
@@ -156,7 +139,7 @@ std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count
   return made;
 }
 
-UpdateSettings settings_of(const NodeAttrs& attrs) {
+UpdateSettings update_settings(const NodeAttrs& attrs, bool momentum) {
   auto get = [&](const char* key, float otherwise) { return mxnets_number(attrs, key, otherwise); };
   UpdateSettings made = {};
   made.rescale = get("rescale_grad", 1);
@@ -169,7 +152,7 @@ UpdateSettings settings_of(const NodeAttrs& attrs) {
   made.lower = get("lower_bound", -1);
   made.upper = get("upper_bound", -1);
   made.bias_correction = flag(attrs, "bias_correction", true);
-  made.has_momentum = has_momentum(attrs);
+  made.has_momentum = momentum;
   return made;
 }
 
@@ -192,7 +175,8 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
     for (size_t k = first_state; k * count < in.size(); ++k)
       updates[i].states[k - first_state] = floats(in[k * count + i]);
   }
-  kernels_of(out[0])->update(rule.rule, updates.data(), int(count), settings_of(attrs));
+  kernels_of(out[0])->update(rule.rule, updates.data(), int(count),
+                              update_settings(attrs, has_momentum(attrs)));
 }
 
 // MXNet's multi-precision updates, fused. Their inputs are, for each weight: the weight, its gradient, its
@@ -215,11 +199,6 @@ bool mxnets_update(const Call& call) {
                  : std::vector<float>(count, mxnets_number(call.attrs, one, 0));
   };
   const auto rates = given("lr", "lrs"), decays = given("wd", "wds");
-  UpdateSettings settings = {};
-  settings.rescale = mxnets_number(call.attrs, "rescale_grad", 1);
-  settings.clip = mxnets_number(call.attrs, "clip_gradient", -1);
-  settings.momentum = mxnets_number(call.attrs, "momentum", 0);
-  settings.has_momentum = momentum;
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     const TBlob* const of = &call.in[i * stride];
@@ -227,7 +206,7 @@ bool mxnets_update(const Call& call) {
                   rates[i], decays[i], 0, false};
     if (momentum) updates[i].states[0] = floats(of[2]);
   }
-  kernels_of(call.out[0])->update(rule, updates.data(), int(count), settings);
+  kernels_of(call.out[0])->update(rule, updates.data(), int(count), update_settings(call.attrs, momentum));
   return true;
 }
 
@@ -284,20 +263,32 @@ void add_updates(Rows& rows) {
                {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyPlace}}});
 }
 
+nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(const NodeAttrs&, Shapes*, Shapes*),
+                       bool (*types)(const NodeAttrs&, Types*, Types*), const mxnet::FCompute& compute) {
+  nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(kPrefix + name);
+  op.num_inputs = inputs;
+  op.num_outputs = 1;
+  op.attr_parser = by_value(&parse_nothing);
+  set<mxnet::FInferShape>(op, "FInferShape", by_value(shapes));
+  set<nnvm::FInferType>(op, "FInferType", by_value(types));
+  set<mxnet::FCompute>(op, "FCompute<cpu>", compute);
+  return op;
+}
+
 void register_training() {
-  add("widen", 1, one_shape, types<kF16, kF16, kF32>, widen);
-  add("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
-  add("round_to_grid", 1, one_shape, types<kF32, kF32, kF32>, round);
-  add("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
-  nnvm::Op& updates = add("update", 3, update_shapes, update_types, update);
+  add_operator("widen", 1, one_shape, types<kF16, kF16, kF32>, widen_all);
+  add_operator("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
+  add_operator("round_to_grid", 1, one_shape, types<kF32, kF32, kF32>, round);
+  add_operator("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
+  nnvm::Op& updates = add_operator("update", 3, update_shapes, update_types, update);
   updates.get_num_inputs = [](const NodeAttrs& attrs) { return update_inputs(attrs); };
   updates.get_num_outputs = [](const NodeAttrs& attrs) { return update_weights(attrs); };
-  set<nnvm::FMutateInputs>(updates, "FMutateInputs", nnvm::FMutateInputs([](const NodeAttrs& attrs) {
+  set<nnvm::FMutateInputs>(updates, "FMutateInputs", [](const NodeAttrs& attrs) {
     std::vector<uint32_t> changed;  // master weights and states
     for (uint32_t i = 2 * update_weights(attrs); i < update_inputs(attrs); ++i) changed.push_back(i);
     return changed;
-  }));
-  nnvm::Op& sums = add("squares", 1, squares_shape, squares_types, squares);
+  });
+  nnvm::Op& sums = add_operator("squares", 1, squares_shape, squares_types, squares);
   sums.get_num_inputs = [](const NodeAttrs& attrs) {
     return static_cast<uint32_t>(number(attrs, "num_arrays", 1));
   };

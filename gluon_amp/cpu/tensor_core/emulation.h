@@ -16,7 +16,7 @@ class Products {
 
   bool wants(size_t i) const { return call_.write(i) != kNothing; }
   float* result(size_t i);  // of output i; zeros at first
-  Half* halves_for(int64_t count) { return reinterpret_cast<Half*>(lease_.memory(count / 2 + 1)); }
+  Half* halves_for(int64_t count) { return lease_.halves(count); }
   float* floats_for(int64_t count) { return lease_.memory(count); }
 
   // y = a * b

@@ -57,8 +57,6 @@ void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
   });
 }
 
-void parse_nothing(NodeAttrs*) {}
-
 bool has_code(const std::string& of, const mxnet::TShape& a, const mxnet::TShape& b) {
   if (b.ndim() <= 2) return a.ndim() > 0 && b.ndim() > 0;
   return of == "_npi_matmul" && a.ndim() == b.ndim() &&
@@ -73,8 +71,7 @@ std::map<const nnvm::Op*, mxnet::FInferShape>& mxnets_shapes() {
 // np.dot and np.matmul: other shapes are refused by shape inference, before anything runs.
 bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
   const nnvm::Op* x = attrs.op;
-  const bool known = call_theirs<bool, const NodeAttrs&, Shapes*, Shapes*>(
-      mxnets_shapes().at(x), attrs, in, out);
+  const bool known = call_theirs(mxnets_shapes().at(x), attrs, in, out);
   if (!known || !settings_of(attrs).of_gradients.emulates() ||
       has_code(x->name, (*in)[0], (*in)[1]))
     return known;
@@ -91,20 +88,11 @@ void register_tensor_core() {
   emulation = {};
   add_tensor_core_products(emulation);
   add_tensor_core_convolutions(emulation);
-  nnvm::Op& op = dmlc::Registry<nnvm::Op>::Get()->__REGISTER__(std::string(kPrefix) +
-                                                               "tensor_core_dot");
-  op.num_inputs = 3;
-  op.num_outputs = 1;
-  op.attr_parser = by_value<void, NodeAttrs*>(&parse_nothing);
-  set<mxnet::FInferShape>(op, "FInferShape",
-                          by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(&shapes));
-  set<nnvm::FInferType>(op, "FInferType", by_value<bool, const NodeAttrs&, Types*, Types*>(&types));
-  set<mxnet::FCompute>(op, "FCompute<cpu>", mxnet::FCompute(dot));
+  add_operator("tensor_core_dot", 3, shapes, types, dot);
   for (const char* name : {"_np_dot", "_npi_matmul"}) {
     auto& x = const_cast<nnvm::Op&>(*nnvm::Op::Get(name));
     mxnets_shapes()[&x] = *get<mxnet::FInferShape>(&x, "FInferShape");
-    set<mxnet::FInferShape>(x, "FInferShape",
-                            by_value<bool, const NodeAttrs&, Shapes*, Shapes*>(&shapes_with_code));
+    set<mxnet::FInferShape>(x, "FInferShape", by_value(&shapes_with_code));
   }
 }
 
