@@ -26,7 +26,7 @@ def main(path):
                 failed += not row["difference"] < bound
             except mx.MXNetError as error:
                 row["error"] = str(error).strip().splitlines()[-1][:300]
-                failed += 1
+                failed += not (case.clip and "cuDNN 9 does not clip" in str(error))
             add(path, **row)
     print(f"{len(CASES) * len(BOUNDS)} layers, {failed} fail")
     return bool(failed)

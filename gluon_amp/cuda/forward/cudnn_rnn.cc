@@ -24,7 +24,6 @@ int cudnnGetRNNDescriptor_v8(Rnn, int* algorithm, int* cell, int* bias, int* dir
 int cudnnSetRNNDescriptor_v8(Rnn, int algorithm, int cell, int bias, int direction, int input_mode, int type,
                              int precision, int math, int32_t input, int32_t hidden, int32_t projection, int32_t layers,
                              Dropout, uint32_t flags);
-int cudnnRNNSetClip_v8(Rnn, int mode, int nan, double low, double high);
 int cudnnGetTensorNdDescriptor(Tensor, int wanted, int* type, int* count, int* dims, int* strides);
 int cudnnCreateTensorDescriptor(Tensor*);
 int cudnnDestroyTensorDescriptor(Tensor);
@@ -67,7 +66,7 @@ struct Settings {
     return cudnnGetRNNDescriptor_v8(rnn, &algorithm, &cell, &bias, &direction, &input_mode, &type, &precision, &math,
                                     &input, &hidden, &projection, &layers, &dropout, &flags);
   }
-  int write(Rnn rnn) const {  // also disables clipping, which MXNet sets before each forward pass
+  int write(Rnn rnn) const {
     return cudnnSetRNNDescriptor_v8(rnn, algorithm, cell, bias, direction, input_mode, type, precision, math, input,
                                     hidden, projection, layers, dropout, flags);
   }
@@ -199,8 +198,11 @@ API int cudnnSetRNNPaddingMode(Rnn rnn, unsigned padded) {
   return change(rnn, [&](Settings& settings) { settings.flags = padded; });
 }
 
-API int cudnnRNNSetClip(Handle, Rnn rnn, int mode, int nan, double low, double high) {
-  return cudnnRNNSetClip_v8(rnn, mode, nan, low, high);
+// On an H200, cuDNN 9.19 accepts a range, and returns cells outside of it and other gradients than of clipped cells.
+API int cudnnRNNSetClip(Handle, Rnn, int mode, int, double, double) {
+  return mode ? forward_error(kNotSupported, "cuDNN 9 does not clip the cells of LSTMs to a range; cuDNN 8 does (pip "
+                                             "install 'gluon-amp[cu112]')")
+              : 0;
 }
 
 API int cudnnGetRNNWorkspaceSize(Handle handle, Rnn rnn, int steps, const Tensor* x, size_t* bytes) {

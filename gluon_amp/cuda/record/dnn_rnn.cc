@@ -68,10 +68,6 @@ static int backward_weights(const Rnn& rnn, const T& x, const T& y, const T& h, 
   return then_compute(rnn.call, rnn.checked({x, y, h, dw}, 2, true), EXECUTION_FAILED,
                       [&] { rnn_weights(x.desc, dw.data, rnn.reserve); });
 }
-static int set_clip(D r, int mode, int nan, double low, double high) {
-  r->clip = {mode == 1, nan == 1, low, high};
-  return 0;
-}
 
 // ---- cuDNN 8
 
@@ -89,7 +85,10 @@ API int cudnnSetRNNMatrixMathType(D d, int m) {
 }
 API int cudnnSetRNNProjectionLayers(void*, D d, int projection, int) { d->projection = projection; return 0; }
 API int cudnnSetRNNPaddingMode(D d, int padded) { d->padded = padded; return 0; }
-API int cudnnRNNSetClip(void*, D d, int mode, int nan, double low, double high) { return set_clip(d, mode, nan, low, high); }
+API int cudnnRNNSetClip(void*, D d, int mode, int nan, double low, double high) {
+  d->clip = {mode == 1, nan == 1, low, high};
+  return 0;
+}
 API int cudnnGetRNNParamsSize(void*, D r, D x, size_t* n, int t) {
   *n = rnn_parameters(r, x->dims[1]) * width(t);
   return 0;
@@ -147,7 +146,6 @@ API int cudnnGetRNNDescriptor_v8(D r, int* algorithm, int* mode, int* bias, int*
   *projection = r->projection; *layers = r->layers; *dropout = r->drops; *flags = r->padded;
   return 0;
 }
-API int cudnnRNNSetClip_v8(D r, int mode, int nan, double low, double high) { return set_clip(r, mode, nan, low, high); }
 API int cudnnGetRNNTempSpaceSizes(void*, D r, int training, D x, size_t* work, size_t* reserve) {
   if (x->type != r->type || x->dims[2] != r->input) return bad("cudnnGetRNNTempSpaceSizes", "type or width of x", BAD_PARAM);
   *work = kSpace;
