@@ -25,7 +25,8 @@ def driver():
 
 def parts(path):
     """The source, the address of the fat binary and of the first kernel's name of each part."""
-    data = mmap.mmap(path.open("rb").fileno(), 0, access=mmap.ACCESS_COPY)
+    with path.open("rb") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     _, _, length = struct.unpack_from("<8sII", data)
     manifest = json.loads(data[16:16 + length])
     body = 16 + length + -(16 + length) % 16

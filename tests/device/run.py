@@ -78,8 +78,8 @@ def second_part(args):
         steps.append(Step(name, 120, script("examples.py", name, rows, *small),
                           f"{lacks}, which lacks the kernel of MultiBoxPrior" if lacks else ""))
     for network in ("resnet50", "bert", "lstm"):
-        steps.append(Step(f"speed {network}", 120, script("speed.py", network, rows, *small)))
-        steps.append(Step(f"PyTorch {network}", 60, script("torch_speed.py", network, rows),
+        steps.append(Step(f"speed {network}", 200, script("speed.py", network, rows, *small)))
+        steps.append(Step(f"PyTorch {network}", 90, script("torch_speed.py", network, rows),
                           args.software or ("" if find_spec("torch") else "no PyTorch")))
     steps.append(Step("compute-sanitizer", 150, (
         "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1",
