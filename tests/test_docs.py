@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +273,15 @@ def test_links_have_targets(page):
 def test_wrong_command_is_detected(line, monkeypatch, capsys):
     with pytest.raises((AssertionError, SystemExit)):
         check_command(line, monkeypatch)
+
+
+def test_page_of_the_h200_is_what_its_script_writes(tmp_path):
+    source = ROOT / "results" / "gpu"
+    shutil.copy(source / "h200.py", tmp_path)
+    page = Path(shutil.copytree(source / "h200", tmp_path / "h200"), "README.md")
+    page.unlink()
+    subprocess.run([sys.executable, tmp_path / "h200.py"], check=True)
+    assert page.read_text() == (source / "h200" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("page", [

@@ -1,0 +1,116 @@
+"""Writes h200/README.md from the rows of h200/: python results/gpu/h200.py"""
+import json
+import lzma
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+HERE = Path(__file__).parent / "h200"
+BOUNDS = {"float32": 4e-3, "float16": 1e-2}  # tests/device/operators.py
+NAMES = {"resnet50": "ResNet-50, 224 px, batch 128", "bert": "BERT-base, 128 tokens, batch 32",
+         "lstm": "LSTM 2 x 1024, 64 steps, batch 64"}
+WAYS = {"float32 without TF32": "MXNet float32, without TF32", "float32": "MXNet float32",
+        "mx.contrib.amp": "mx.contrib.amp", "gluon_amp": "gluon_amp",
+        "PyTorch float32, channels-last": "PyTorch float32",
+        "PyTorch float16, channels-last": "PyTorch float16 autocast"}
+# a word of a kernel's name, and what it does
+KINDS = [("MultiSGD", "update"), ("bn_", "batch norm"), ("LayerNorm", "layer norm"),
+         ("softmax", "softmax"), ("nchwToNhwc", "layout of images"),
+         ("nhwcToNchw", "layout of images"), ("calc_bias_diff", "bias of convolutions"),
+         ("op_generic_tensor", "bias of convolutions, activations"), ("fft2d", "FFT convolutions"),
+         ("xmma_gemm_cf32", "FFT convolutions"), ("fprop", "convolutions"),
+         ("wgrad", "convolutions"), ("dgrad", "convolutions"), ("convolve", "convolutions"),
+         ("LSTM_", "cells"), ("elemWiseRNNcell", "cells"), ("GENERIC_elementWise", "cells"),
+         ("gemm", "matrix products"), ("nvjet", "matrix products"),
+         ("splitKreduce", "matrix products"), ("pooling", "pooling"),
+         ("FusedKernel", "elementwise"), ("MapPlan", "elementwise, slices, transposes"),
+         ("mxnet_generic_kernel", "elementwise"), ("add_bias", "elementwise")]
+
+
+def rows(name):
+    data = (HERE / name).read_bytes()
+    text = lzma.decompress(data) if name.endswith(".xz") else data
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def table(head, lines):
+    return "\n".join(f"| {' | '.join(cells)} |"
+                     for cells in [head, ["---"] * len(head), *lines]) + "\n"
+
+
+def operators(measured):
+    lines = []
+    for dtype, bound in BOUNDS.items():
+        found = {row["operator"]: row["difference"] for row in measured
+                 if "operator" in row and row["type"] == dtype and row["difference"] is not None}
+        beyond = sorted((name for name in found if found[name] >= bound), key=found.get)
+        lines.append([dtype, str(len(found) - len(beyond)), f"{bound:g}", ", ".join(
+            f"`{name}` {found[name]:.2g}" for name in beyond) or "none"])
+    return table(["type", "within", "the bound", "beyond it"], lines)
+
+
+def recurrent(measured):
+    kinds = [row for row in measured if "recurrent" in row]
+    clipped = [row for row in kinds if "clip" in row["recurrent"]]
+    largest = {dtype: max(row["difference"] for row in kinds
+                          if row["type"] == dtype and row not in clipped) for dtype in BOUNDS}
+    return len(kinds) - len(clipped), len(clipped), largest
+
+
+def speed(measured):
+    lines = []
+    for network, title in NAMES.items():
+        of = defaultdict(list)
+        for row in measured:
+            if row.get("network") == network:
+                of[row["way"]].append(row)
+        torch = statistics.median(row["ms"] for row in of["PyTorch float16, channels-last"])
+        for way, name in WAYS.items():
+            if not of[way]:
+                continue
+            ms = sorted(row["ms"] for row in of[way])
+            samples = statistics.median(row["samples"] for row in of[way])
+            mib = statistics.median(row["mib"] for row in of[way])
+            lines.append([title, name, f"{statistics.median(ms):.1f}",
+                          f"{ms[0]:.1f} to {ms[-1]:.1f}" if len(ms) > 1 else "one run",
+                          f"{samples:,.0f}", f"{torch / statistics.median(ms):.2f}", f"{mib:,.0f}"])
+            title = ""
+    return table(["network", "way", "ms a step", "range", "samples/s",
+                  "PyTorch float16 = 1", "MiB"], lines)
+
+
+def kernels():
+    lines = []
+    for network, title in NAMES.items():
+        shares = defaultdict(float)
+        of = [row for row in rows("kernels.jsonl.xz") if row["network"] == network]
+        for row in of:
+            kind = next((kind for word, kind in KINDS if word in row["kernel"]), "other")
+            shares[kind] += row["us"] / 3000
+        total, first = sum(shares.values()), True
+        for kind in sorted(shares, key=shares.get, reverse=True)[:7]:
+            lines.append([title if first else "", kind, f"{shares[kind]:.1f}",
+                          f"{shares[kind] / total:.0%}"])
+            first = False
+        lines.append(["", f"all of {sum(row['count'] for row in of) // 3:,} calls",
+                      f"{total:.1f}", ""])
+    return table(["network", "kernels", "ms a step", "share"], lines)
+
+
+def main():
+    measured = rows("rows.jsonl")
+    recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
+               for row in measured if "recipe" in row]
+    layers, clipped, largest = recurrent(measured)
+    text = (HERE / "template.md").read_text()
+    for name, value in {
+            "OPERATORS": operators(measured), "SPEED": speed(measured), "KERNELS": kernels(),
+            "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
+            "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
+            "RNN16": f"{largest['float16']:.1g}"}.items():
+        text = text.replace(f"{{{name}}}", value.rstrip())
+    (HERE / "README.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
