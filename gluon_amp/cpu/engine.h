@@ -29,7 +29,7 @@ extern const Kernels *kernels, *float16_kernels, *bfloat16_kernels;
 // ---- an operator of MXNet ------------------------------------------------------
 
 struct Operator {
-  const nnvm::Op* op;  // X
+  const nnvm::Op* op;
   mxnet::FCompute compute;
   mxnet::FComputeEx compute_ex;
   mxnet::FStatefulCompute stateful;

@@ -150,14 +150,14 @@ bool all_nothing(const Call& call) {
   return true;
 }
 
-// Whether X writes directly to the output's memory, not to scratch.
+// Whether MXNet's operator writes directly to the output's memory, not to scratch.
 bool is_direct(const Call& call, size_t i, bool onednn) {
   const TBlob& to = call.out[i];
   const bool rounds = is_float(to) && call.rounding.written(i);
   return !is_half(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
 }
 
-// Whether X may write to an input before it has read all of it, because an output shares its memory.
+// Whether MXNet's operator may write to an input before it has read all of it, because an output shares its memory.
 bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& direct) {
   for (size_t i = 0; i < direct.size(); ++i)
     if (direct[i] && from.dptr_ && from.dptr_ == call.out[i].dptr_) return true;
