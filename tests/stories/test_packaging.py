@@ -126,16 +126,16 @@ def test_make_check_succeeds_on_this_machine():
 def test_make_without_python_names_package_to_install():
     message = complaint(PYTHON="python3.99")
     assert "python3.99 is not installed" in message
-    assert "Install Python 3.8 to 3.13: apt install python3 python3-venv" in message
+    assert "Install Python 3.8 or later: apt install python3 python3-venv" in message
 
 
-@pytest.mark.parametrize("minor", [7, 14])
+@pytest.mark.parametrize("minor", [6, 7])
 def test_make_with_unsupported_python_names_supported_ones(minor):
     path = find_python(minor)
     if path is None:
         pytest.skip(f"not on PATH nor in pyenv: python3.{minor}")
     message = complaint(PYTHON=path)
-    assert "gluon_amp needs Python 3.8 to 3.13" in message
+    assert "gluon_amp needs Python 3.8 or later" in message
     assert f"is 3.{minor}." in message
     assert "PYTHON=python3.11 make" in message
 
