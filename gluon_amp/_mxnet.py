@@ -22,7 +22,7 @@ from .cuda import load
 
 # Held while a graph is recorded, and during a backward pass: MXNet has no locks for either, and
 # graphs of different threads share the nodes of parameters.
-GRAPHS = threading.RLock()
+GRAPH_LOCK = threading.RLock()
 
 # System libraries of MXNet's wheels, and their packages in Debian and Ubuntu.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}

@@ -37,7 +37,7 @@ from mxnet import autograd
 from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
-from .._mxnet import GRAPHS, mx
+from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter
 from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
 from ..cpu.scales import Scales
@@ -62,7 +62,7 @@ log = logging.getLogger("gluon_amp")
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
 # Held while a block is traced and its CachedOp selected: several threads may call one block.
-_CHOOSING = threading.RLock()
+_CACHED_OP_LOCK = threading.RLock()
 
 # The converted networks whose traces contain a block.
 _TRACED_IN: "WeakKeyDictionary[Any, WeakSet[Any]]" = WeakKeyDictionary()
@@ -116,12 +116,12 @@ class State:
 
 def _recording() -> ContextManager[Any]:
     """Lets one thread at a time record a graph."""
-    return GRAPHS if autograd.is_recording() else nullcontext()
+    return GRAPH_LOCK if autograd.is_recording() else nullcontext()
 
 
 def discard_traces(block: Block) -> None:
     """Discards the traces that contain a block, because it changes."""
-    with _CHOOSING:
+    with _CACHED_OP_LOCK:
         for net in list(_TRACED_IN.pop(block, ())):
             net._clear_cached_op()
 
@@ -152,7 +152,7 @@ class ConvertedBlock:
             raise TypeError(f"{type(self).__name__} defines its own pickling: restore the network "
                             "first")
         state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None,
-                                              kept=frozenset(), recorders=())}
+                                          kept=frozenset(), recorders=())}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
@@ -346,7 +346,7 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _call_cached_op(self, *args: Any) -> Any:
         given, structure = _flatten(args, "input")
         arrays = [a for a in given if a is not None]
-        with _CHOOSING:
+        with _CACHED_OP_LOCK:
             op, inputs = self._op_for(structure, arrays, args)
             vars(self).update(_cached_op=op, _cached_op_args=inputs)
             out_format = self._out_format

@@ -11,7 +11,7 @@ import json
 import logging
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
-from .._mxnet import GRAPHS, mx, np
+from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import HALVES, dtype_name, squares
@@ -304,7 +304,7 @@ def _least(steps: Sequence[Step]) -> Step:
 def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDArray"]] = None,
                  retain_graph: bool = False) -> None:
     """Runs MXNet's backward pass, in one thread at a time."""
-    with GRAPHS:
+    with GRAPH_LOCK:
         mx.autograd.backward(losses, heads, retain_graph)
 
 

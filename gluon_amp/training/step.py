@@ -38,7 +38,7 @@ from typing import (
     TypeVar,
 )
 
-from .._mxnet import GRAPHS, mx, np
+from .._mxnet import GRAPH_LOCK, mx, np
 from ..checks import in_names, positive_number, whole_number
 from ..cpu.arrays import all_finite, dtype_name, is_half, multiply, not_finite, squares, to_float32
 from ..cpu.library import marks, read, started, versions
@@ -195,7 +195,7 @@ class Step:
     def in_thread(self, call: str) -> Iterator[None]:
         """Refuses a call while another thread is in one, or has pending backward passes."""
         here = threading.current_thread()
-        with GRAPHS:
+        with GRAPH_LOCK:
             for other in (self._calling, self._thread):
                 if other is not None and other is not here and other.is_alive():
                     raise RuntimeError(
