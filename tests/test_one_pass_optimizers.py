@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from arrays import numbers
 from gluon_amp.cpu import library
-from gluon_amp.training.optimizer import ROWS
+from gluon_amp.training.optimizer import FUSED_RULES
 from halves import halves, run_with
 
 SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last one uses threads
@@ -185,8 +185,7 @@ def test_optimizer_saved_without_aggregation_continues(name):
 
 @pytest.mark.parametrize("name", ["adam", "lamb", "sgd"])
 @pytest.mark.parametrize(("size", "calls"), [("4", [4, 3]), ("1", [1] * 7)])
-def test_mxnet_variable_sets_weights_per_call(name, size, calls, monkeypatch,
-                                                                in_one_pass):
+def test_mxnet_variable_sets_weights_per_call(name, size, calls, monkeypatch, in_one_pass):
     monkeypatch.setenv("MXNET_OPTIMIZER_AGGREGATION_SIZE", size)
     if name == "lamb" and size == "1":
         calls = []  # MXNet sums in another order then
@@ -210,7 +209,7 @@ def test_mismatched_arrays_are_refused():
 
 def test_every_update_rule_is_tested():
     tested = {amp.training.optimizer.optimizer_class(name) for name, _ in OPTIMIZERS}
-    assert tested == set(ROWS)
+    assert tested == set(FUSED_RULES)
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))

@@ -45,11 +45,11 @@ from . import adamw
 
 _GROUP_SIZE = "MXNET_OPTIMIZER_AGGREGATION_SIZE"
 _MASTER_LAST = (mx.optimizer.SGD, mx.optimizer.NAG, mx.optimizer.LARS)  # their states' order
-# Besides those of ROWS, optimizers that update weights independently, so that a call may
+# Besides those of FUSED_RULES, optimizers that update weights independently, so that a call may
 # have several. (Nadam does not.)
 _INDEPENDENT = (mx.optimizer.AdaDelta, mx.optimizer.AdaGrad, mx.optimizer.Adamax, mx.optimizer.FTML,
-              mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
-_ONE_PASS_TYPES = [(name, array_type(name)) for name in ("float16", "float32", "bfloat16")]
+                mx.optimizer.Ftrl, mx.optimizer.Signum, mx.optimizer.contrib.GroupAdaGrad)
+_FUSED_TYPES = [(name, array_type(name)) for name in ("float16", "float32", "bfloat16")]
 _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.AdamW)
 # Optimizers whose states or scale are float32 in MXNet, which it refuses for other weights.
 _ONLY_FLOAT32 = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
@@ -74,8 +74,8 @@ def _adamw(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, flo
     return adamw.bias_corrected(made, lr, step), lr * wd
 
 
-class _Row(NamedTuple):
-    """The mapping of one of MXNet's optimizers to the engine's operator."""
+class _FusedRule(NamedTuple):
+    """The settings of one of MXNet's optimizers in the engine's fused update."""
     rule: str  # the engine's name
     settings: Dict[str, str]  # the operator's name of each -> the optimizer's
     fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
@@ -89,26 +89,26 @@ def _all_there(states: Sequence[Any]) -> bool:
 
 _MOMENTUM = {"momentum": "momentum"}
 _MOMENTS = {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}
-_AVERAGES = {"beta1": "gamma1", "epsilon": "epsilon", "clip_weights": "clip_weights"}
+_RMSPROP = {"beta1": "gamma1", "epsilon": "epsilon", "clip_weights": "clip_weights"}
 _BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correction")}
 
-ROWS: Dict[Any, List[_Row]] = {
+FUSED_RULES: Dict[Any, List[_FusedRule]] = {
     mx.optimizer.SGD: [
-        _Row("sgd", _MOMENTUM, lambda made, states: made.momentum > 0 and _all_there(states)),
-        _Row("sgd", {}, lambda made, states: made.momentum == 0, stateless=True)],
-    mx.optimizer.NAG: [  # MXNet goes by the state, should the momentum be changed later
-        _Row("nag", _MOMENTUM, lambda made, states: made.momentum >= 0 and _all_there(states)),
-        _Row("descent", {}, lambda made, states: all(state is None for state in states),
-            stateless=True)],
-    mx.optimizer.Adam: [_Row("adam", _MOMENTS, rate_and_decay=_adam)],
-    adamw.AdamW: [_Row("adamw", _MOMENTS, rate_and_decay=_adamw)],
+        _FusedRule("sgd", _MOMENTUM,
+                   lambda made, states: made.momentum > 0 and _all_there(states)),
+        _FusedRule("sgd", {}, lambda made, states: made.momentum == 0, stateless=True)],
+    mx.optimizer.NAG: [  # MXNet selects the rule by the state, even if the momentum changes later
+        _FusedRule("nag", _MOMENTUM,
+                   lambda made, states: made.momentum >= 0 and _all_there(states)),
+        _FusedRule("descent", {}, lambda made, states: all(state is None for state in states),
+                   stateless=True)],
+    mx.optimizer.Adam: [_FusedRule("adam", _MOMENTS, rate_and_decay=_adam)],
+    adamw.AdamW: [_FusedRule("adamw", _MOMENTS, rate_and_decay=_adamw)],
     mx.optimizer.RMSProp: [
-        _Row("rmsprop", _AVERAGES, lambda made, states: not made.centered),
-        _Row("centered_rmsprop", {**_AVERAGES, "momentum": "gamma2"},
-            lambda made, states: made.centered)],
-    # MXNet sums the norms in another order where weights do not come in lists
-    mx.optimizer.LAMB: [_Row("lamb", {**_MOMENTS, **_BOUNDS},
-                            lambda made, states: made.aggregate_num > 1)],
+        _FusedRule("rmsprop", _RMSPROP, lambda made, states: not made.centered),
+        _FusedRule("centered_rmsprop", {**_RMSPROP, "momentum": "gamma2"},
+                   lambda made, states: made.centered)],
+    mx.optimizer.LAMB: [_FusedRule("lamb", {**_MOMENTS, **_BOUNDS})],
 }
 
 
@@ -283,7 +283,7 @@ class _WithMasters:
 
     def _group(self) -> None:
         """Sets the number of weights in one call, also if MXNet's optimizer supports one only."""
-        if isinstance(self, mx.optimizer.SGD) or self._base() in (*ROWS, *_INDEPENDENT):
+        if isinstance(self, mx.optimizer.SGD) or self._base() in (*FUSED_RULES, *_INDEPENDENT):
             self.aggregate_num = min(_MOST, int(os.environ.get(_GROUP_SIZE, _MOST)))
 
     def create_state_multi_precision(self, index: adamw.Index, weight: Array) -> object:
@@ -328,9 +328,9 @@ class _WithMasters:
         else:
             indices, weights, grads, states = [index], [weight], [grad], [state]
         # One check of all arrays is faster than reading the type of each.
-        one_type = next((name for name, dtype in _ONE_PASS_TYPES
+        one_type = next((name for name, dtype in _FUSED_TYPES
                          if library.on_one_cpu([*weights, *grads], dtype)), None) \
-            if self._base() in ROWS else None
+            if self._base() in FUSED_RULES else None
         types = [one_type or dtype_name(one.dtype) for one in weights]
         self._check_types(indices, types)
         if type(self.rescale_grad) is not _Decimal:
@@ -338,7 +338,7 @@ class _WithMasters:
         # MXNet's Updater passes weights of one type; their gradients may have another
         has_masters = self.multi_precision and types[0] in HALVES
         if (has_masters or types[0] == "float32") and one_type is not None \
-                and self._one_pass(indices, weights, grads, states, several, has_masters):
+                and self._update_fused(indices, weights, grads, states, several, has_masters):
             return
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes to gradients
             grads = [g.copy() for g in grads]
@@ -380,15 +380,18 @@ class _WithMasters:
         mixed = self._base().update_multi_precision
         return mixed is not mx.optimizer.Optimizer.update_multi_precision
 
-    def _one_pass(self, indices: Sequence[int], weights: Sequence[Array],
-                  grads: Sequence[Array], states: Sequence[Any], several: bool,
-                  has_masters: bool) -> bool:
+    def _update_fused(self, indices: Sequence[int], weights: Sequence[Array],
+                      grads: Sequence[Array], states: Sequence[Any], several: bool,
+                      has_masters: bool) -> bool:
         """Updates weights, master weights, states and counts in one fused call, if the optimizer
         supports it; returns whether it did. Float32 weights have no master weights."""
         masters, inner = _split(self, states) if has_masters else ((), states)
-        row = next((row for row in ROWS.get(self._base(), ()) if row.fits(self, inner)), None)
-        # MXNet's LAMB sums norms in another order without lists
-        if row is None or not several and isinstance(self, mx.optimizer.LAMB):
+        # MXNet's LAMB sums norms in another order when it updates weights one by one
+        if isinstance(self, mx.optimizer.LAMB) and not (several and self.aggregate_num > 1):
+            return False
+        fused = next((rule for rule in FUSED_RULES.get(self._base(), ()) if rule.fits(self, inner)),
+                     None)
+        if fused is None:
             return False
         lrs: List[float] = []
         wds: List[float] = []
@@ -397,18 +400,18 @@ class _WithMasters:
             lrs += self._get_lrs(part)
             wds += self._get_wds(part)
         steps = [self._index_update_count[index] for index in indices]
-        lrs, wds = zip(*(row.rate_and_decay(self, *numbers)  # type: ignore[assignment]
+        lrs, wds = zip(*(fused.rate_and_decay(self, *numbers)  # type: ignore[assignment]
                          for numbers in zip(lrs, wds, steps)))
-        settings = {name: getattr(self, its) for name, its in row.settings.items()}
+        settings = {name: getattr(self, its) for name, its in fused.settings.items()}
         settings.update(clip_gradient=self.clip_gradient, rescale_grad=self.rescale_grad)
         for name in _NONE_IF_0:
             if name in settings:
                 settings[name] = settings[name] or -1
-        kept = () if row.stateless else \
+        kept = () if fused.stateless else \
             zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in inner))
         library.call("_gluon_amp_update",
                      [*weights, *grads, *masters, *(array for column in kept for array in column)],
-                     out=list(weights), rule=row.rule, num_weights=len(weights), lrs=_text(lrs),
+                     out=list(weights), rule=fused.rule, num_weights=len(weights), lrs=_text(lrs),
                      wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
         return True
 
