@@ -22,7 +22,7 @@ WITHIN = "float32 within"  # float32 under every policy; the result gets the typ
 NORM = "norm"              # the policy's format for norms; the result gets the type of the data
 BATCH_NORM = "batch norm"  # any data, float32 statistics, by MXNet's own operator
 SENSITIVE = "sensitive"    # the policy's format for softmax, exponents, large sums
-LOSS = "loss"              # float32 under every policy; it starts gradients by itself
+LOSS = "loss"              # float32 under every policy; its gradient ignores the incoming one
 FLOAT32 = "float32"        # float32 under every policy
 INDICES = "indices"        # the same, and so do operators that only read such results
 CONSTANT = "constant"      # no inputs: created in the type of its consumer
@@ -301,8 +301,8 @@ def names(runs: str) -> FrozenSet[str]:
 
 
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
-# Operators that may start gradients, as losses do, or propagate them.
-MAY_BEGIN = frozenset(["Custom", "IdentityAttachKLSparseReg"])
+# Operators that may ignore the incoming gradient, as losses do, or propagate it.
+POSSIBLE_LOSSES = frozenset(["Custom", "IdentityAttachKLSparseReg"])
 USER_CODE = frozenset(["Custom", "_CustomFunction", "_NDArray", "_Native"])
 # Operators whose own operators a graph of autograd does not show.
 NESTED = frozenset(["_CachedOp", "_CachedOpThreadSafe", "_foreach", "_while_loop", "_cond"])

@@ -169,7 +169,7 @@ class Watch:
             if any(not key.backward for key in counted):
                 before = dict(found)
             for key, counts in counted.items():
-                if key.backward and scale == 0:  # the check for operators that start gradients
+                if key.backward and scale == 0:  # the check of loss heads
                     continue
                 found[key] = scale, counts + before[key][1] if key in before else counts
         return found

@@ -31,7 +31,7 @@ from ..cpu import library
 from ..cpu.arrays import HALVES, array_type, dtype_name
 from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
 from ..graph.graph import VARIABLE, Entry, Graph, Node
-from ..graph.operators import BATCH_NORMS, LOSSES, MAY_BEGIN
+from ..graph.operators import BATCH_NORMS, LOSSES, POSSIBLE_LOSSES
 from ..policy import POLICIES
 
 SCALE = "gluon_amp_loss_scale"
@@ -103,8 +103,8 @@ class Bindable(mx.sym.Symbol):
     """A symbol that binds a graph with settings and a loss scale."""
 
     is_scaled: bool = False  # whether backward passes have a loss scale
-    has_loss: bool = False  # whether any node starts gradients
-    may_begin: bool = False  # whether nodes may start gradients without the scale
+    has_loss: bool = False  # whether any node is a loss head
+    may_have_unscaled_heads: bool = False  # whether nodes may ignore the incoming gradient
     devices: int = 1  # devices that synchronize in training
     averages: FrozenSet[str] = frozenset()  # names of moving averages of MXNet's operators
 
@@ -116,7 +116,7 @@ class Bindable(mx.sym.Symbol):
         made.is_scaled = is_scaled
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
-        made.may_begin = any(node.op in MAY_BEGIN for node in graph.nodes())
+        made.may_have_unscaled_heads = any(node.op in POSSIBLE_LOSSES for node in graph.nodes())
         made.devices = devices_that_wait(graph)
         users = {entry.node.name for node in graph.nodes() if node.op == "Custom"
                  for entry in node.inputs}

@@ -49,7 +49,7 @@ class _Pass(Backward):
     Args:
         module: the Module.
         scale: the loss scale.
-        checking: whether the heads are to be checked.
+        checking: whether to check for loss heads that ignore the incoming gradient.
         backward: MXNet's backward pass at a scale.
     """
 
@@ -59,26 +59,26 @@ class _Pass(Backward):
         self._module, self._backward = module, backward
         self._executors = module._module()._exec_group.execs
 
-    def run(self, scale: float) -> None:
+    def run_once(self, scale: float) -> None:
         if self.steps[0].scaling:
             for executor in self._executors:
                 executor.set_scale(scale)
         self._backward(scale)
         self.steps[0].note_written()
 
-    def again(self, scale: float) -> None:
+    def run_again(self, scale: float) -> None:
         restore(self._module._averages_before or ())
         for executor in self._executors:
             executor.forward(is_train=True)
-        self.run(scale)
+        self.run_once(scale)
 
     def losses(self) -> List["mx.nd.NDArray"]:
         return [output for executor in self._executors for output in executor.outputs]
 
-    def begins(self, names: Sequence[str]) -> str:
-        return "an operator in the symbol starts gradients without the loss scale, as a Custom " \
-               f"operator may. The update would divide the gradients{in_names(names)} by a scale " \
-               "that they lack. Valid: Module(loss_scale=None)"
+    def unscaled_head_error(self, names: Sequence[str]) -> str:
+        return "an operator in the symbol ignores the incoming gradient, and so the loss scale, " \
+               "as a Custom operator may. The update would divide the gradients" \
+               f"{in_names(names)} by a scale that they lack. Valid: Module(loss_scale=None)"
 
     def copies(self) -> Copies:
         """Copies gradients of inputs, too."""
@@ -193,7 +193,7 @@ class _Module:
         if self._step.checks_gradients and module._context[0].device_type == "gpu":
             self._step.averages = self._step.averages or Averages(self._averages_to_check)
             self._step.averages.begin()
-        again = self._step.searching or self._checks_heads()
+        again = self._step.searching or self._checks_loss_heads()
         self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
                                  for a in e.aux_arrays] if again else None
         super().forward(data_batch, is_train)
@@ -213,24 +213,24 @@ class _Module:
         mxnets_backward = super().backward
 
         def backward(scale: float) -> None:
-            heads = out_grads
-            if self._step.scaling and heads is not None:
-                heads = [g * scale for g in
-                         (heads if isinstance(heads, (list, tuple)) else [heads])]
+            head_gradients = out_grads
+            if self._step.scaling and out_grads is not None:
+                given = out_grads if isinstance(out_grads, (list, tuple)) else [out_grads]
+                head_gradients = [gradient * scale for gradient in given]
             with weights_unwritten(module._optimizer):
-                mxnets_backward(heads)
+                mxnets_backward(head_gradients)
 
         scale = self._step.next_scale
         self._step.begin(scale)
-        checking = self._averages_before is not None and self._checks_heads()
-        if _Pass(self, scale, checking, backward).go():
-            module._symbol.may_begin = False
+        checking = self._averages_before is not None and self._checks_loss_heads()
+        if _Pass(self, scale, checking, backward).run_and_check():
+            module._symbol.may_have_unscaled_heads = False
         self._used_scale = self._step.scale
 
-    def _checks_heads(self) -> bool:
-        """Whether the next backward pass checks for gradients without the scale; never at 1."""
+    def _checks_loss_heads(self) -> bool:
+        """Whether the next backward pass checks loss heads; never at scale 1."""
         symbol = self._module()._symbol
-        return symbol.may_begin and self._step.scaling and self._step.next_scale != 1
+        return symbol.may_have_unscaled_heads and self._step.scaling and self._step.next_scale != 1
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """The same as MXNet's, unscaled."""

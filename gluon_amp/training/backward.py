@@ -2,8 +2,9 @@
 
 A pass runs at one loss scale. It may run again in the same call:
 
-    check of heads    until it has found nothing: a pass at scale 0 must give gradients of 0
-    search            until the first scale is settled: passes at lower scales after an overflow
+    check of loss heads    until it has found none that ignore the incoming gradient, the loss
+                           scale: a pass at scale 0 must give gradients of 0
+    search                 until the first scale is found: passes at lower scales after an overflow
 """
 import contextlib
 import functools
@@ -16,7 +17,7 @@ from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import HALVES, dtype_name, squares
 from ..cpu.library import free_graphs, other_gradients
-from ..graph.operators import LOSSES, MAY_BEGIN, NESTED, OPERATORS, USER_CODE
+from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
 from .step import Gradient, Step
 
@@ -33,12 +34,12 @@ Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of 
 
 
 class Backward:
-    """A backward pass, which `run` runs, and `again` once more. A Trainer's is `Recorded`.
+    """A backward pass. `run_once` runs it, and `run_again` repeats it. A Trainer's is `Recorded`.
 
     Args:
         steps: the steps that use its gradients.
         scale: the loss scale of the first run.
-        checking: whether the heads are to be checked.
+        checking: whether to check for loss heads that ignore the incoming gradient.
 
     Attributes:
         repeats: whether the pass may run again.
@@ -53,13 +54,13 @@ class Backward:
         self.repeats = checking or bool(self._searching)
         self._before: Copies = []  # gradients before the first run, which `repeat` restores
 
-    def run(self, scale: float) -> None:
+    def run_once(self, scale: float) -> None:
         """Runs the pass at a loss scale."""
         raise NotImplementedError
 
-    def again(self, scale: float) -> None:
+    def run_again(self, scale: float) -> None:
         """Runs the same pass at another loss scale."""
-        self.run(scale)
+        self.run_once(scale)
 
     def losses(self) -> List["mx.nd.NDArray"]:
         """Returns the arrays at which the pass starts, without graphs."""
@@ -69,12 +70,12 @@ class Backward:
         """Returns why another pass does not compute the same gradients; "" if it does."""
         return ""
 
-    def may_begin(self) -> bool:
-        """Whether the graph may have operators that start gradients without the loss scale."""
+    def may_have_unscaled_heads(self) -> bool:
+        """Whether the graph may have loss heads that ignore the incoming gradient."""
         return True
 
-    def begins(self, names: Sequence[str]) -> str:
-        """Returns the error for such an operator, which reaches these parameters."""
+    def unscaled_head_error(self, names: Sequence[str]) -> str:
+        """Returns the message for such a loss head, whose gradients reach these parameters."""
         raise NotImplementedError
 
     def copies(self) -> Copies:
@@ -89,16 +90,16 @@ class Backward:
         """The gradients that wait for the update."""
         return [gradient for step in self.steps for gradient in step.new()]
 
-    def go(self) -> bool:
-        """Runs the pass, the check of heads and the search of the loss scale. Returns whether the
-        heads are checked."""
+    def run_and_check(self) -> bool:
+        """Runs the pass, the check of loss heads and the search of the loss scale. Returns whether
+        the loss heads are checked."""
         if self.repeats:
             self._before = [(g, g.copy()) for step in self.steps for g in step.kept()]
-        self.run(self.scale)
+        self.run_once(self.scale)
         losses = self.losses()
         for step in self.steps:
             step.end(self.scale, losses)
-        checked = self.checking and self._check_heads()
+        checked = self.checking and self._check_loss_heads()
         if self._searching:
             least = _least(self._searching)
             self._search(least)
@@ -117,7 +118,7 @@ class Backward:
             step.set_scale(scale)
         for gradient, before in self._before:
             (before * (scale / self.scale)).copyto(gradient)
-        self.again(scale)
+        self.run_again(scale)
 
     def _search(self, step: Step) -> None:
         """Checks the gradients. If they overflow, repeats the pass at lower scales, and keeps the
@@ -143,22 +144,22 @@ class Backward:
         elif step.loss_scale.scale == before:  # and all were tried
             step.nothing_fits(self.gradients)
 
-    def _check_heads(self) -> bool:
-        """Refuses operators that start gradients without the loss scale, by a pass at scale 0. If
-        the graph allows no second pass, heads stay unchecked.
+    def _check_loss_heads(self) -> bool:
+        """Refuses loss heads that ignore the incoming gradient, which a pass at scale 0 finds. If
+        the graph allows no second pass, loss heads stay unchecked.
 
         Returns:
             Whether the check is over: False if that pass has infinities or NaN.
         """
         try:
-            sums = self.sums_at_zero if self.may_begin() else None
+            sums = self.sums_at_zero if self.may_have_unscaled_heads() else None
             if self.user_error:
                 _least(self.steps).warn_once("no second pass", self.user_error)
             if sums is None:
                 return True
-            begin = [g.name for g, s in zip(self.gradients, sums) if np.isfinite(s) and s > 0]
-            if begin:
-                raise ValueError(self.begins(begin))
+            unscaled = [g.name for g, s in zip(self.gradients, sums) if np.isfinite(s) and s > 0]
+            if unscaled:
+                raise ValueError(self.unscaled_head_error(unscaled))
             return bool(np.isfinite(sums).all())
         except (ValueError, mx.MXNetError):
             for step in self.steps:
@@ -182,7 +183,7 @@ class Backward:
     def squares_at_zero(self, gradients: List["mx.nd.NDArray"]
                         ) -> Optional["np.ndarray[Any, Any]"]:
         """Runs the pass at scale 0, and returns the sums of squares, or None."""
-        self.again(0.0)
+        self.run_again(0.0)
         mx.nd.waitall()
         return squares(gradients)
 
@@ -202,21 +203,22 @@ class Recorded(Backward):
     def __init__(self, steps: Sequence[Step], scale: float, losses: List["mx.nd.NDArray"],
                  parameters: Sequence["mx.gluon.Parameter"],
                  after_pass: Callable[[float], None], retain_graph: bool) -> None:
-        super().__init__(steps, scale, scale != 1 and not all(s.heads_checked for s in steps))
+        super().__init__(steps, scale, scale != 1 and not all(s.loss_heads_checked for s in steps))
         self._losses, self._parameters, self._after_pass = losses, parameters, after_pass
         self._retain_graph = retain_graph
         self._averages: Optional[Copies] = None
 
-    def run(self, scale: float) -> None:
-        heads = [_head(one.shape, one.ctx, one.dtype, scale) for one in self._losses]
+    def run_once(self, scale: float) -> None:
+        head_gradients = [_head_gradient(loss.shape, loss.ctx, loss.dtype, scale)
+                          for loss in self._losses]
         try:
-            run_backward(self._losses, heads, self._retain_graph or self.repeats)
+            run_backward(self._losses, head_gradients, self._retain_graph or self.repeats)
         finally:
             for step in self.steps:
                 step.note_written()
         self._after_pass(scale)
 
-    def again(self, scale: float) -> None:
+    def run_again(self, scale: float) -> None:
         """Runs the pass again. Before the first time, it copies the moving averages, because
         MXNet's batch norms update them in each backward pass. It waits, because MXNet's engine
         does not track these writes."""
@@ -225,22 +227,22 @@ class Recorded(Backward):
             self._averages = [(a, a.copy()) for p in self._parameters
                               if p.grad_req == "null" and p._data is not None
                               for a in p.list_data()]
-        self.run(scale)
+        self.run_once(scale)
 
     def losses(self) -> List["mx.nd.NDArray"]:
         return [loss.detach() for loss in self._losses]
 
-    def may_begin(self) -> bool:
+    def may_have_unscaled_heads(self) -> bool:
         seen = self._operators
-        return bool(seen & (LOSSES | MAY_BEGIN | USER_CODE | NESTED)) \
+        return bool(seen & (LOSSES | POSSIBLE_LOSSES | USER_CODE | NESTED)) \
             or not seen <= {*OPERATORS, "null"}
 
-    def begins(self, names: Sequence[str]) -> str:
-        which = ", ".join(sorted(self._operators & (LOSSES | MAY_BEGIN | USER_CODE))) \
+    def unscaled_head_error(self, names: Sequence[str]) -> str:
+        which = ", ".join(sorted(self._operators & (LOSSES | POSSIBLE_LOSSES | USER_CODE))) \
             or f"one of {', '.join(sorted(LOSSES))}, or one like them"
-        return f"an operator in the network starts gradients without the loss scale: {which}. " \
-               f"The update would divide the gradients{in_names(names)} by a scale that they " \
-               "lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None"
+        return "an operator in the network ignores the incoming gradient, and so the loss scale: " \
+               f"{which}. The update would divide the gradients{in_names(names)} by a scale that " \
+               "they lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None"
 
     def refusal(self) -> str:
         """If user code or a hybridized network may compute other gradients, a pass is tried."""
@@ -301,11 +303,12 @@ def _least(steps: Sequence[Step]) -> Step:
     return min(steps, key=lambda step: step.loss_scale.scale)
 
 
-def run_backward(losses: List["mx.nd.NDArray"], heads: Optional[List["mx.nd.NDArray"]] = None,
+def run_backward(losses: List["mx.nd.NDArray"],
+                 head_gradients: Optional[List["mx.nd.NDArray"]] = None,
                  retain_graph: bool = False) -> None:
     """Runs MXNet's backward pass, in one thread at a time."""
     with GRAPH_LOCK:
-        mx.autograd.backward(losses, heads, retain_graph)
+        mx.autograd.backward(losses, head_gradients, retain_graph)
 
 
 def restore(copies: Iterable[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]) -> None:
@@ -332,8 +335,8 @@ def _describe(error: str) -> str:
     """Returns the warning for an error of user code that MXNet would print, with a traceback."""
     return "an autograd.Function or a CustomOp fails in a second backward pass, as one that " \
            f"frees what it saved does: {error.strip().splitlines()[-1]}. The network is not " \
-           "checked for operators that start gradients without the loss scale, and no first " \
-           "scale is searched: steps are skipped until a dynamic one fits. To avoid this " \
+           "checked for operators that ignore the incoming gradient, and no first scale is " \
+           "searched: steps are skipped until a dynamic one fits. To avoid this " \
            f"warning: {_ONE_PASS}"
 
 
@@ -358,12 +361,12 @@ def _free(losses: List[Any]) -> None:
     for one in added:
         one.attach_grad()
     with mx.autograd.record():
-        heads = [loss.as_nd_ndarray() + one for loss, one in zip(losses, added)]
-    mx.autograd.grad(heads, added, retain_graph=False)
+        sums = [loss.as_nd_ndarray() + one for loss, one in zip(losses, added)]
+    mx.autograd.grad(sums, added, retain_graph=False)
 
 
 @functools.lru_cache(maxsize=16)
-def _head(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
+def _head_gradient(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
     """Returns the head gradient of a loss: an array filled with a number."""
     return mx.nd.full(shape, number, context, dtype)
 

@@ -110,7 +110,7 @@ class Step:
         skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
         has_updated: whether any step has updated, also before its state was saved.
-        heads_checked: whether no operator starts gradients without the loss scale.
+        loss_heads_checked: whether no operator ignores the incoming gradient.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         averages: the moving averages that the step keeps finite; None on a CPU.
@@ -128,7 +128,7 @@ class Step:
         self.workers = Workers(names=not marked)
         self.skipped = self.skipped_in_a_row = 0
         self.updated, self.has_updated = True, False
-        self.heads_checked = self.weights_replaced = False
+        self.loss_heads_checked = self.weights_replaced = False
         self.averages: Optional[Averages] = None
         self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
             marked

@@ -547,9 +547,9 @@ def _backward(call: str, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]]
             return
         scale = _begin(trainers, losses)
         parameters = [p for trainer in trainers for p in trainer._params]
-        if Recorded(steps, scale, losses, parameters, after_pass, retain_graph).go():
+        if Recorded(steps, scale, losses, parameters, after_pass, retain_graph).run_and_check():
             for step in steps:
-                step.heads_checked = True
+                step.loss_heads_checked = True
 
 
 def _begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
