@@ -21,7 +21,7 @@ class Scales:
     def __init__(self, freed: bool = True) -> None:
         self.id = next(_numbers)
         if freed:
-            weakref.finalize(self, _forget, self.id).atexit = False
+            weakref.finalize(self, _free, self.id).atexit = False
 
     def read(self) -> str:
         """Returns all histories as text, after all pending operations."""
@@ -46,7 +46,7 @@ class Scales:
         self.write(state["histories"])
 
 
-def _forget(number: int) -> None:
+def _free(number: int) -> None:
     if started():
         table().forget_scales(number)
 
@@ -61,10 +61,10 @@ def scales_of(parameters: Iterable[Any]) -> List[Scales]:
 def for_devices(text: str, devices: Sequence[int]) -> str:
     """Returns the text of histories for these device ids. A device that the text lacks gets the
     histories of the first one."""
-    known: Dict[int, List[str]] = {}
+    histories: Dict[int, List[str]] = {}
     for line in text.splitlines():
         history, _, device = line.rpartition(" cpu")
-        known.setdefault(int(device), []).append(history)
-    first = known[min(known)] if known else []
+        histories.setdefault(int(device), []).append(history)
+    first = histories[min(histories)] if histories else []
     return "".join(f"{history} cpu{device}\n" for device in sorted(set(devices))
-                   for history in known.get(device, first))
+                   for history in histories.get(device, first))

@@ -326,7 +326,8 @@ class StaticLossScale(LossScale):
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
                          **kwargs: Any) -> Optimizer:
-        """Returns the same for `Module`, which does not divide by the batch size.
+        """Returns `gluon_amp.optimizer(name, ...)` that divides by the scale and the batch size,
+        for `Module`, which does not divide by the batch size.
 
         The symbol has the other half: `SoftmaxOutput(..., grad_scale=scale.scale)`.
 

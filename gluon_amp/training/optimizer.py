@@ -220,7 +220,8 @@ class Following:
     """
 
     def __init__(self) -> None:
-        self._known: Dict[Any, Tuple[Sequence[Any], Any]] = {}
+        # arrays and their counts of writes after the last update, by `_key`
+        self._counted: Dict[Any, Tuple[Sequence[Any], Any]] = {}
 
     def made(self, index: Hashable, master: Array, weight: Array) -> None:
         """Records that a master weight was created from its weight."""
@@ -242,27 +243,27 @@ class Following:
                 weights: Sequence[Any]) -> None:
         """Records the writes of an update."""
         arrays = [*masters, *weights]
-        self._known[self._key(indices, weights)] = arrays, library.versions(arrays)
+        self._counted[self._key(indices, weights)] = arrays, library.versions(arrays)
 
     @contextmanager
     def weights_unwritten(self) -> Iterator[None]:
         """Ignores writes during a backward pass, which writes no weight: MXNet counts a write in
         some static graphs (SSD's)."""
-        before = {key: library.versions(arrays) for key, (arrays, _) in self._known.items()}
+        before = {key: library.versions(arrays) for key, (arrays, _) in self._counted.items()}
         yield
         for key, start in before.items():
-            arrays, counts = self._known[key]
+            arrays, counts = self._counted[key]
             meanwhile = library.versions(arrays, since=start)
             if counts is not None and meanwhile is not None:
-                self._known[key] = arrays, counts + meanwhile
+                self._counted[key] = arrays, counts + meanwhile
 
     def _written(self, indices: Sequence[Any], masters: Sequence[Any],
                  weights: Sequence[Any]) -> Optional[List[bool]]:
         """Returns whether each weight or its master weight was written since; None if unknown."""
         arrays = [*masters, *weights]
-        known, counts = self._known.pop(self._key(indices, weights), ((), None))
-        if counts is None or len(known) != len(arrays) \
-                or not all(a is b for a, b in zip(known, arrays)):
+        before, counts = self._counted.pop(self._key(indices, weights), ((), None))
+        if counts is None or len(before) != len(arrays) \
+                or not all(a is b for a, b in zip(before, arrays)):
             return None
         written = library.versions(arrays, since=counts)
         assert written is not None  # because `counts` was not None

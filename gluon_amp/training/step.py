@@ -132,7 +132,7 @@ class Step:
         self.averages: Optional[Averages] = None
         self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
             marked
-        self._known: List[Any] = []  # the lists of `Trained` at the last call of `_find`
+        self._cached_lists: List[Any] = []  # those of `Trained` in the last `_find`
         self._gradients: List[Gradient] = []  # their gradients
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
@@ -141,7 +141,7 @@ class Step:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the backward passes since the last step."""
+        """Clears the state of the backward passes since the last step."""
         self.stage, self.scale, self.unscaled = Stage.EMPTY, 1.0, False
         self.next_max_norm: Optional[float] = None
         self._losses: List[mx.nd.NDArray] = []  # of the backward passes, without graphs
@@ -219,11 +219,11 @@ class Step:
         if self._marked and not trained:
             raise RuntimeError("nothing to train: all parameters of this Trainer have "
                                "grad_req='null'")
-        if len(lists) != len(self._known) or not all(map(is_, lists, self._known)):
+        if len(lists) != len(self._cached_lists) or not all(map(is_, lists, self._cached_lists)):
             before = {(id(g.weight), id(g.own)): g for g in self._gradients}
             made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
             self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in made]
-            self._known = lists
+            self._cached_lists = lists
         return self._gradients
 
     def _is_marked(self, clear: bool = False) -> Iterable[int]:
@@ -251,8 +251,8 @@ class Step:
             stale = [gradient.name for gradient in self._gradients if not gradient.is_new]
             # the class that gluon.Trainer raises
             raise UserWarning(f"backward has not computed the gradients{in_names(stale)} since "
-                              "the last step: the loss does not depend on them. If that is "
-                              "meant, call step(batch_size, ignore_stale_grad=True)")
+                              "the last step: the loss does not depend on them. If this is "
+                              "intended, call step(batch_size, ignore_stale_grad=True)")
         return new
 
     def check_new(self, call: str) -> None:
@@ -502,7 +502,8 @@ class Step:
         return sums if same else self._check(gradients)
 
     def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the same, and checks copies of moving averages in the same synchronization."""
+        """Computes the sum of squares of each gradient, and checks copies of moving averages in the
+        same synchronization. Returns the sums."""
         arrays = [gradient.array for gradient in gradients]
         if self.averages is None:
             return squares(arrays)
@@ -600,8 +601,8 @@ class Step:
                 "loss_scale": self.loss_scale.state_dict() or None}
 
     def load(self, state: Dict[str, Any]) -> None:
-        """Loads a result of `state`, which is empty for a file of MXNet, and forgets backward
-        passes. An error changes nothing."""
+        """Loads a result of `state`, which is empty for a file of MXNet, and clears the state
+        of backward passes. An error changes nothing."""
         if not isinstance(state, dict):
             raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
