@@ -403,18 +403,12 @@ class ConvertedHybridBlock(ConvertedBlock):
                  hooked: bool) -> Tuple[Op, str]:
         """Returns a CachedOp, and the reason if it cannot train, else "". `hooked`: whether a hook
         reads its tensors."""
-        data, traced = self._cached_graph
         graph, types = self.mixed_graph(dtypes, clean)
-        names = [d.name for d in data]
-        policy = self._amp.policy
-        check_device(graph, policy, on_gpu)
-        built = build(graph, types, policy, scales=self._amp.scales, place=self.place,
-                      blocks=not hooked)
-        symbol = built.symbol()
-        if isinstance(traced, mx.sym.numpy._Symbol):
-            symbol = symbol.as_np_ndarray()
-        return (cached_op(symbol, names, parameters_in(self), self._flags),
-                dropout_in_loops(built, policy.name))
+        state, names = self._amp, [d.name for d in self._cached_graph[0]]
+        op, built = make_op(self, graph, types, state.policy, names, parameters_in(self),
+                            self._flags, on_gpu, scales=state.scales, place=self.place,
+                            blocks=not hooked)
+        return op, dropout_in_loops(built, state.policy.name)
 
     def place(self, node: str) -> str:
         """Returns a node's path in the converted network: that of the innermost block whose prefix
@@ -446,8 +440,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         """
         keep = self.kept_nodes().union(also)
         policy, parameters = self._amp.policy, parameters_in(self)
-        wide = [name for name, p in parameters.items()
-                if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.between)]
+        wide = wide_constants(parameters, policy)
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
@@ -487,6 +480,35 @@ class ConvertedHybridBlock(ConvertedBlock):
         save_arrays(f"{path}-{epoch:04d}.params", arrays)
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+
+
+def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,
+            data: Sequence[str], parameters: Mapping[str, Any], flags: Iterable[Any],
+            on_gpu: bool = False, **settings: Any) -> Tuple[Op, Graph]:
+    """Returns the CachedOp of a block's graph, and the graph that it runs.
+
+    The CachedOp returns numpy arrays if the block was traced in numpy mode.
+
+    Args:
+        graph: the block's graph with casts.
+        types: the dtype of each variable.
+        policy: the policy of the casts.
+        data, parameters, flags: as in `cached_op`.
+        on_gpu: whether it runs on a GPU.
+        settings: further arguments of `build`.
+    """
+    check_device(graph, policy, on_gpu)
+    built = build(graph, types, policy, **settings)
+    symbol = built.symbol()
+    if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
+        symbol = symbol.as_np_ndarray()
+    return cached_op(symbol, data, parameters, flags), built
+
+
+def wide_constants(parameters: Mapping[str, Any], policy: Policy) -> List[str]:
+    """Returns the names of constants that the policy's activations cannot represent."""
+    return [name for name, p in parameters.items()
+            if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.between)]
 
 
 def blocks_in(net: Network) -> Iterator[Any]:

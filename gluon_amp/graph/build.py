@@ -43,7 +43,8 @@ _OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
           watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
-          place: Callable[[str], str] = str, blocks: bool = False) -> Graph:
+          place: Callable[[str], str] = str, blocks: bool = False,
+          chosen: Optional[Callable[[str], bool]] = None) -> Graph:
     """Returns the graph that a device runs. Variables and outputs keep their types.
 
     Args:
@@ -56,11 +57,13 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
             engine keeps until the process ends.
         place: maps a node's name to the name of its histories.
         blocks: whether tensors within the graph may be blocked (blocks.py).
+        chosen: returns whether `watch` counts the node of this name; None: all nodes.
     """
     if not library.started():
         return _with_repeatable_dropout(graph)
     counts = ("samples" if samples else "all") if watch else ""
-    rewriting = _Rewriting(graph, types, policy, counts, scales or Scales(freed=False), place)
+    rewriting = _Rewriting(graph, types, policy, counts, scales or Scales(freed=False), place,
+                           chosen)
     if blocks and not watch and policy.between == BFLOAT16 and policy.one_format:
         rewriting.blocked = blocked_entries(graph, rewriting.types)
     built = rewriting.run()
@@ -91,9 +94,10 @@ class _Rewriting:
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
                  counts: str, scales: Scales, place: Callable[[str], str],
+                 chosen: Optional[Callable[[str], bool]],
                  named: Optional[Dict[str, int]] = None):
         self.graph, self.policy, self.counts = graph, policy, counts
-        self.scales, self.place = scales, place
+        self.scales, self.place, self.chosen = scales, place, chosen
         # whether the engine rounds gradients of 16-bit arrays to another format
         self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
         self.types = graph.types(types)
@@ -163,7 +167,7 @@ class _Rewriting:
         new = node.like(inputs)
         new.subgraphs = [
             _Rewriting(body.graph, body.types, self.policy, self.counts, self.scales, self.place,
-                       self.named).run() for body in node.bodies(self.types)]
+                       self.chosen, self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or node.rounds_inputs
         # the engine's kernel is faster on float32 arrays
@@ -180,7 +184,7 @@ class _Rewriting:
             new.settings["engine"] = "1"
         if self.blocked:
             new.settings.update(setting(node, self.count[node], self.blocked))
-        if self.counts and _runs_engine(node) \
+        if self.counts and _runs_engine(node) and (not self.chosen or self.chosen(node.name)) \
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
             new.settings.update(counts=self.counts, watch=node.name)
         return new

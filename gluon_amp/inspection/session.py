@@ -14,9 +14,16 @@ from .._mxnet import message, mx, np
 from ..annotations import Array, Block, LossFunction, Network
 from ..cpu.arrays import all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
-from ..gluon.converted import ConvertedBlock, ConvertedHybridBlock, Op, blocks_in, storage_types
-from ..gluon.parameter import constant_fits
-from ..graph.build import build, cached_op, check_device
+from ..gluon.converted import (
+    ConvertedBlock,
+    ConvertedHybridBlock,
+    Op,
+    blocks_in,
+    make_op,
+    storage_types,
+    wide_constants,
+)
+from ..graph.build import check_device
 from ..graph.casts import insert_casts
 from ..graph.graph import Graph
 from ..policy import POLICIES
@@ -25,7 +32,7 @@ from .layout import Flow, Layout
 from .modules import HeadLosses, ModuleBlock, looked_at
 from .network import can_be_named, outputs_of
 from .tensors import Counts, Key
-from .watch import counted_apart, hybrid_blocks, lent, observed, read, symbol_for
+from .watch import counted_apart, hybrid_blocks, lent, observed, read
 
 
 class Batch(NamedTuple):
@@ -289,9 +296,8 @@ class Graphs:
         known = {**types, **dict(zip(of.names, of.dtypes))}
         if self.policy.is_float32:
             return insert_casts(of.clean, known, self.policy, types), known
-        parameters = self.session.parameters
-        wide = [name for name in types if isinstance(parameters[name], mx.gluon.Constant)
-                and not constant_fits(parameters[name], self.policy.between)]
+        wide = wide_constants({name: self.session.parameters[name] for name in types},
+                              self.policy)
         return insert_casts(of.clean, known, self.policy, types, self.keep | of.kept, wide), known
 
     def _types_in(self, which: Any) -> Dict[str, str]:
@@ -331,11 +337,12 @@ class Graphs:
         if self.scale is not None:
             graph, types = with_loss_scale(graph), {**types, SCALE: "float32"}
             held[SCALE] = self.scale
-        built = build(graph, types, self.policy, self.watch, self.samples)
-        return cached_op(symbol_for(of.block, built), of.names,
-                         {name: SimpleNamespace(data=lambda held=array: held)
-                          for name, array in held.items()},
-                         of.block._flags if self.samples else ())
+        copies = {name: SimpleNamespace(data=lambda held=array: held)
+                  for name, array in held.items()}
+        op, _ = make_op(of.block, graph, types, self.policy, of.names, copies,
+                        of.block._flags if self.samples else (),
+                        watch=self.watch, samples=self.samples)
+        return op
 
     # ---- parameters
 

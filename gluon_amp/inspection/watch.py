@@ -13,8 +13,7 @@ from mxnet import autograd
 from .._mxnet import mx, np
 from ..annotations import Block, Network, Trainer
 from ..cpu import library
-from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, parameters_in
-from ..graph.build import build, cached_op, check_device
+from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, make_op, parameters_in
 from ..graph.graph import Graph
 from .tensors import Counts, Key
 
@@ -187,29 +186,19 @@ class Watch:
 
     def _op(self, block: Block, dtypes: Tuple[str, ...], watch: bool) -> Op:
         graph, types = block.mixed_graph(dtypes)
-        data, policy = [d.name for d in block._cached_graph[0]], block._amp.policy
-        check_device(graph, policy, on_gpu=False)
-        built = build(graph, types, policy, watch, scales=block._amp.scales, place=block.place)
         if watch and self.chosen is not None:
-            self._choose(self.chosen, built, graph, types)
+            self._choose(self.chosen, graph, types)
+        state, data = block._amp, [d.name for d in block._cached_graph[0]]
         flags = [flag for flag in block._flags if flag[0] not in _STATIC]
-        return cached_op(symbol_for(block, built), data, parameters_in(block), flags)
+        op, _ = make_op(block, graph, types, state.policy, data, parameters_in(block), flags,
+                        watch=watch, scales=state.scales, place=block.place,
+                        chosen=None if self.chosen is None else self.nodes.__contains__)
+        return op
 
-    def _choose(self, chosen: Callable[[str], bool], built: Graph, graph: Graph,
+    def _choose(self, chosen: Callable[[str], bool], graph: Graph,
                 types: Mapping[str, str]) -> None:
         for entry, dtype in graph.types(types).items():
             node = entry.node
             if not node.is_variable and chosen(node.name) and dtype is not None:
                 self.nodes[node.name] = Node(
                     [e.node.name.split("_amp_cast_")[0] for e in node.inputs], dtype)
-        for node in built.nodes_within():
-            if node.name not in self.nodes:
-                node.settings = {key: value for key, value in node.settings.items()
-                                 if key not in ("counts", "watch")}
-
-
-def symbol_for(block: Block, graph: Graph) -> Any:
-    """Returns the symbol of a block's graph; in numpy mode, one that returns numpy arrays."""
-    symbol = graph.symbol()
-    is_numpy = isinstance(block._cached_graph[1], mx.sym.numpy._Symbol)
-    return symbol.as_np_ndarray() if is_numpy else symbol
