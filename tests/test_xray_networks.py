@@ -115,7 +115,7 @@ def test_loss_moved_by_all_products_blames_none():
     batch = nd.array(rng.standard_normal((16, 3, 32, 32))), nd.array(rng.integers(0, 4, 16))
     net(batch[0])
     view = amp.xray(amp.convert(net), [batch], LOSS, reference=False)
-    assert max(worth for t in view.tensors for worth in t.worths) > 2.0 ** -11
+    assert max(value for t in view.tensors for value in t.loss_sensitivities) > 2.0 ** -11
     assert view.findings == []
 
 

@@ -354,33 +354,33 @@ class _Judge:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
         errors of its rounded inputs."""
         read = [t for t in self.flow.before(tensor) if t.snr is not None or t.op in CASTS]
-        if not read or any(self._truth(t) < snr + _CANCELS for t in read) \
-                or self._is_made_good(tensor):
+        if not read or any(self._snr_with_casts(t) < snr + _CANCELS for t in read) \
+                or self._is_absorbed(tensor):
             return []
-        source = min(read, key=self._truth)
+        source = min(read, key=self._snr_with_casts)
         finding = self._finding(
             tensor, "cancellation", f"{tensor.name} has {snr:.1f} dB against float32, "
-            f"although its inputs have {self._truth(source):.1f} dB or more")
+            f"although its inputs have {self._snr_with_casts(source):.1f} dB or more")
         finding.certain = True
         made = [self._before_cast(t) for t in read]
         finding.keep += self._kept_for([t for t in made if t.is_low]
                                        or self._rounded_before(source))
         return [finding]
 
-    def _is_made_good(self, tensor: Tensor) -> bool:
+    def _is_absorbed(self, tensor: Tensor) -> bool:
         """Whether only sums with a high SNR read a tensor, so that its error has no effect: such as
         the difference in x + BlockGrad(round(x) - x)."""
         behind = [self.seen[key] for key in self.flow.readers.get(tensor.key, ())]
         return bool(behind) and not self.layout.is_output(tensor.key) and all(
-            self._is_made_good(t) if t.op in CASTS else
+            self._is_absorbed(t) if t.op in CASTS else
             t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
 
-    def _truth(self, tensor: Tensor) -> float:
+    def _snr_with_casts(self, tensor: Tensor) -> float:
         """Returns a tensor's SNR against float32 in dB. The float32 graph has no casts: the SNR of
         a cast is that of its input with the noise of its own rounding."""
         if tensor.op not in CASTS:
             return math.inf if tensor.snr is None else tensor.snr
-        noises = [10 ** (-self._truth(t) / 10) for t in self.flow.before(tensor)]
+        noises = [10 ** (-self._snr_with_casts(t) / 10) for t in self.flow.before(tensor)]
         return decibels(1.0, sum(noises) + 10 ** (-tensor.counts.own_snr / 10))
 
     def _before_cast(self, tensor: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ class _Judge:
             read = [t for t in self.flow.before(tensor) if t.key not in known]
             if not read:
                 return []
-            tensor = min(read, key=self._truth)
+            tensor = min(read, key=self._snr_with_casts)
             known.add(tensor.key)
         return [tensor]
 
@@ -406,17 +406,18 @@ class _Judge:
         It must also move the loss far more than the rounding of three in four products, and of
         the adjacent products. An untrained network is equally sensitive to adjacent layers.
         """
-        worths = {t.key: statistics.mean(t.worths) for t in self.forward if t.worths}
+        sensitivities = {t.key: statistics.mean(t.loss_sensitivities) for t in self.forward
+                         if t.loss_sensitivities}
         products = {t.key.node: statistics.mean(t.by_chance) for t in self.forward if t.by_chance}
         made, alike = [], []
-        for key, worth in sorted(worths.items(), key=lambda item: -item[1]):
+        for key, sensitivity in sorted(sensitivities.items(), key=lambda item: -item[1]):
             tensor = self.seen[key]
             others = sorted(w for node, w in products.items() if node != key.node)
-            share = f"{worth:.2%}" if worth < 1 else "100% or more"
-            if worth <= 2.0 ** -(tensor.format.fraction + 1) \
-                    or not others or worth <= _STANDS_OUT * others[3 * len(others) // 4]:
+            share = f"{sensitivity:.2%}" if sensitivity < 1 else "100% or more"
+            if sensitivity <= 2.0 ** -(tensor.format.fraction + 1) \
+                    or not others or sensitivity <= _STANDS_OUT * others[3 * len(others) // 4]:
                 continue
-            if any(worth <= _STANDS_OUT * products[node] for node in self._next_to(tensor)):
+            if any(sensitivity <= _STANDS_OUT * products[node] for node in self._next_to(tensor)):
                 alike.append(f"{tensor.name} ({share})")
                 continue
             made.append(self._finding(tensor, "small errors move the loss", "the rounding error of "

@@ -37,9 +37,9 @@ class ModuleBlock(mx.gluon.SymbolBlock):
     module: Any
 
 
-def looked_at(net: Network, batches: Iterable[Any],
-              loss_fn: Optional[Callable[..., Any]]
-              ) -> Tuple[Any, Iterable[Any], Callable[..., Any]]:
+def as_block(net: Network, batches: Iterable[Any],
+             loss_fn: Optional[Callable[..., Any]]
+             ) -> Tuple[Any, Iterable[Any], Callable[..., Any]]:
     """Returns a network, its batches and its loss. Of a module, they are a block, batches as
     tuples, and the losses of its heads."""
     if not isinstance(net, mx.mod.BaseModule):
@@ -299,9 +299,9 @@ def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
     counted = mx.nd.ones_like(label)
     if _is_on(head, "use_ignore"):
         counted = label != float(head.attrs.get("ignore_label", -1))
-    right = mx.nd.moveaxis(mx.nd.one_hot(label, output.shape[axis]), -1, axis)
-    numbers = -((output * right).sum(axis=axis) + _LEAST).log() * counted
-    return numbers, (output - right) * counted.expand_dims(axis)
+    target = mx.nd.moveaxis(mx.nd.one_hot(label, output.shape[axis]), -1, axis)
+    numbers = -((output * target).sum(axis=axis) + _LEAST).log() * counted
+    return numbers, (output - target) * counted.expand_dims(axis)
 
 
 def _of_svm(head: Node, output: Array, label: Array) -> _Loss:

@@ -19,7 +19,7 @@ from ..formats import FORMATS
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from .tensors import Counts, Key
-from .watch import Watch, hand_out, hybrid_blocks
+from .watch import Watch, deliver_counts, hybrid_blocks
 
 log = logging.getLogger("gluon_amp")
 
@@ -93,7 +93,7 @@ class Monitor:
         """Counts a step, and writes its statistics if it was observed. Call it after each step."""
         self.steps += 1
         if self.steps % self.interval == 0:
-            hand_out(float(getattr(self._trainer, "loss_scale", 1.0)))
+            deliver_counts(float(getattr(self._trainer, "loss_scale", 1.0)))
             self._observing.close()
             self._write()
         self._arm()

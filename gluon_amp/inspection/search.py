@@ -24,7 +24,7 @@ from .judge import FIRST_SCALE, Training
 from .network import in_groups, keep_line
 from .session import Session
 from .trials import BudgetSpent, Nodes, Settings, Trials
-from .xray import Looking
+from .xray import XrayRun
 
 _MOST_BATCHES = 16
 _TRUER = 6.0  # dB by which the wanted SNR rises after a failed training
@@ -145,7 +145,7 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
         except KeyboardInterrupt:
             state.notes.append("interrupted: this is the best result so far")
         best = state.verified or state.cheapest()
-        return Search(keep_line(session.net, best | trials.right.keep, sorted(state.all)),
+        return Search(keep_line(session.net, best | trials.reference.keep, sorted(state.all)),
                       state.choice(best), best == state.verified, state.front(best), trials.runs,
                       state.notes)
 
@@ -186,10 +186,10 @@ class _State:
         the first kind is returned.
         """
         session = self.trials.session
-        looking = Looking(session, session.float32(samples=True), 0.01, Training(), values)
+        run = XrayRun(session, session.float32(samples=True), 0.01, Training(), values)
         batches = [session.batches[batch]]
-        first = looking.look(session.low(), batches, FIRST_SCALE)
-        last, kept, _ = looking.keep(first, batches)  # adds to the findings
+        first = run.view(session.low(), batches, FIRST_SCALE)
+        last, kept, _ = run.keep(first, batches)  # adds to the findings
         layout = session.low(kept, watch=False).layout
         worst = [name for tensor in last.worst() if tensor.is_low
                  for name in layout.kept_for(tensor.key)] if values is None else []

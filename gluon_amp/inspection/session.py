@@ -29,10 +29,10 @@ from ..graph.graph import Graph
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
 from .layout import Flow, Layout
-from .modules import HeadLosses, ModuleBlock, looked_at
+from .modules import HeadLosses, ModuleBlock, as_block
 from .network import can_be_named, outputs_of
 from .tensors import Counts, Key
-from .watch import counted_apart, hybrid_blocks, lent, observed, read
+from .watch import cached_ops_freed, counted_apart, hybrid_blocks, observed, read
 
 
 class Batch(NamedTuple):
@@ -135,7 +135,7 @@ class Session:
 
     def __init__(self, net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction],
                  most: int, who: str) -> None:
-        self.net, given, self.loss_fn = looked_at(net, batches, loss_fn)
+        self.net, given, self.loss_fn = as_block(net, batches, loss_fn)
         first = _first_of(given, most, who)
         _check(self.net)
         self.batches = [Batch.of(batch) for batch in first]
@@ -151,7 +151,7 @@ class Session:
     def __enter__(self) -> "Session":
         with self._around as stack:
             stack.enter_context(counted_apart())
-            stack.enter_context(lent(self.blocks))
+            stack.enter_context(cached_ops_freed(self.blocks))
             self._find_graphs()
             self._around = stack.pop_all()
         return self
@@ -374,14 +374,14 @@ class Graphs:
 
     def run(self, batch: Batch, scale: float = 1.0) -> Ran:
         """Runs one forward and one backward pass, without an update."""
-        session, heads = self.session, self.session.loss_fn
+        session, loss_fn = self.session, self.session.loss_fn
         read()
         if self.scale is not None:
             self.scale[:] = scale
         with observed(session.blocks, self.make):
             loss = session.loss(batch)
         start = mx.nd.ones_like(loss.as_nd_ndarray())
-        if not isinstance(heads, HeadLosses):
+        if not isinstance(loss_fn, HeadLosses):
             start *= scale
         try:
             mx.autograd.backward([loss], [start])
@@ -392,8 +392,8 @@ class Graphs:
                              f"{message(error)}") from error
         counts = read()
         mean, total = mean_and_total(loss)
-        if isinstance(heads, HeadLosses):
-            total = heads.total(counts)
+        if isinstance(loss_fn, HeadLosses):
+            total = loss_fn.total(counts)
         return Ran(scale, mean, all_finite(self.gradients()), counts, total)
 
     def step(self, batch: Batch, scales: Iterable[float], prepare: Callable[[], object]) -> Ran:

@@ -221,7 +221,8 @@ class Tensor:
         counts: the counts of all steps; None before.
         snr: the SNR against float32 in dB, the lowest of all steps; None without a reference.
         beyond: whether the float32 step has values beyond its format.
-        worths: for each step, the share by which its rounding moves the loss; see `weigh`.
+        loss_sensitivities: for each step, the share by which its rounding moves the loss; see
+            `note_loss_sensitivity`.
         by_chance: for products, the same if errors and gradients are uncorrelated.
         largest: for each step, the exponent of its largest value; see `note_largest`.
         peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
@@ -244,7 +245,7 @@ class Tensor:
     counts: Any = field(repr=False, default=None)
     snr: Optional[float] = None
     beyond: bool = False
-    worths: List[float] = field(repr=False, default_factory=list)
+    loss_sensitivities: List[float] = field(repr=False, default_factory=list)
     by_chance: List[float] = field(repr=False, default_factory=list)
     largest: List[int] = field(repr=False, default_factory=list)
     peak: float = 0.0
@@ -292,11 +293,11 @@ class Tensor:
 
 
 def compare(tensors: Iterable[Tensor], found: Mapping[Key, Counts],
-            right: Mapping[Key, Counts], factor: float) -> None:
+            reference: Mapping[Key, Counts], factor: float) -> None:
     """Updates the tensors' SNR of a step against the same step in float32, whose gradients are
     multiplied by a factor."""
     for tensor in tensors:
-        here, there = found.get(tensor.key), right.get(tensor.key)
+        here, there = found.get(tensor.key), reference.get(tensor.key)
         if tensor.begins or here is None or there is None \
                 or not 0 < len(there.sample) == len(here.sample):
             continue
@@ -312,8 +313,8 @@ def compare(tensors: Iterable[Tensor], found: Mapping[Key, Counts],
             tensor.snr = snr if tensor.snr is None else min(tensor.snr, snr)
 
 
-def weigh(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], total: float,
-          scale: float) -> None:
+def note_loss_sensitivity(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], total: float,
+                          scale: float) -> None:
     """Adds to each rounded forward tensor with a sample the share by which it moves the loss.
 
     To first order, the loss moves by the sum of each value's error times its gradient. Rounding
@@ -340,7 +341,7 @@ def weigh(tensors: Iterable[Tensor], counts: Mapping[Key, Counts], total: float,
         if moved > 2.0 ** -(tensor.format.fraction + 2):
             moved *= math.sqrt(min(_correlation(tensor.format, held.sample, [
                 counts[key].sample for key in gradients]), 1.0))
-        tensor.worths.append(moved)
+        tensor.loss_sensitivities.append(moved)
 
 
 def _correlation(format_: Format, sample: Any, gradients: List[Any]) -> float:

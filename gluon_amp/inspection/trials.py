@@ -54,7 +54,7 @@ class Trials:
         self.session, self.budget, self.settings = session, budget, settings
         self.file, self.say = file, say
         self.begun, self.runs = time.monotonic(), 0
-        self.right = session.float32(watch=False)
+        self.reference = session.float32(watch=False)
         self.places = range(min(len(session.batches), _PLACES))
         # by (kind, place or seed, nodes): "gradients" in dB, trainings' losses
         self.measured: Dict[Tuple[str, int, Nodes], float] = {}
@@ -65,7 +65,7 @@ class Trials:
         for of in session.graphs.values():
             self.work.update(multiply_adds(of.clean, {**shapes, **dict(zip(of.names, of.shapes))}))
         mx.random.seed(0)
-        self.first_loss = self.right.run(session.batches[0], FIRST_SCALE).loss
+        self.first_loss = self.reference.run(session.batches[0], FIRST_SCALE).loss
         if not math.isfinite(self.first_loss):
             raise ValueError("the loss is not finite in float32 either: check the data, the "
                              f"weights and the loss first. Received: a loss of {self.first_loss}")
@@ -104,12 +104,12 @@ class Trials:
             if ("gradients", place, keep) not in self.measured:
                 self._check_time()
                 if place not in self._gradients:
-                    right = self._run(self.right, place)
-                    if right is None:
+                    reference = self._run(self.reference, place)
+                    if reference is None:
                         raise ValueError(f"batch {place}: the loss or a gradient is not finite in "
                                          "float32 either: check the data, the weights and the "
                                          "loss first")
-                    self._gradients[place] = right
+                    self._gradients[place] = reference
                 found = self._run(self.graphs(keep), place)
                 self.measured["gradients", place, keep] = -math.inf if found is None \
                     else _fidelity(self._gradients[place], found)
@@ -151,15 +151,15 @@ class Trials:
         larger, or the difference between two float32 trainings.
         """
         none: Nodes = frozenset()
-        right, again = ([self._trained(kind, none, seed) for seed in self._seeds]
+        reference, again = ([self._trained(kind, none, seed) for seed in self._seeds]
                         for kind in ("float32", "float32, disturbed"))
-        if not all(map(math.isfinite, right)):
+        if not all(map(math.isfinite, reference)):
             raise ValueError("training in float32 does not stay finite with this optimizer: set "
                              "optimizer= and optimizer_params= as in your training")
         found = [self._trained("low", keep, seed) for seed in self._seeds]
-        whole = max(float(np.mean(np.abs(right))), 0.1 * abs(self.first_loss), 1e-30)
-        own = max(abs(a - b) for a, b in zip(again, right)) / whole
-        apart = abs(float(np.mean(found)) - float(np.mean(right))) / whole
+        unit = max(float(np.mean(np.abs(reference))), 0.1 * abs(self.first_loss), 1e-30)
+        own = max(abs(a - b) for a, b in zip(again, reference)) / unit
+        apart = abs(float(np.mean(found)) - float(np.mean(reference))) / unit
         self.say(f"trained with {counted(self.settings.seeds, 'seed')}: the loss is "
                  f"{apart:.2%} off float32's; two float32 trainings differ by {own:.2%}")
         return apart <= max(bound, own)
@@ -196,7 +196,7 @@ class Trials:
             finite; and the batch and the weights where that was.
         """
         batches, s = self.session.batches, self.settings
-        graphs = self.graphs(keep) if kind == "low" else self.right
+        graphs = self.graphs(keep) if kind == "low" else self.reference
         graphs.restore()
         rng = np.random.default_rng(seed)
         order = rng.integers(0, len(batches), s.steps).tolist()
@@ -233,7 +233,7 @@ class Trials:
         session = self.session
         graphs = [of.clean.structure() for of in session.graphs.values()]
         made = hashlib.sha256(repr((graphs, session.policy, self.settings,
-                                    sorted(self.right.keep))).encode())
+                                    sorted(self.reference.keep))).encode())
         for parameter in session.parameters.values():
             made.update(parameter.data().asnumpy().tobytes())
         for batch in session.batches:
@@ -268,9 +268,9 @@ class Trials:
             "fingerprint": self._print, "begins_at": self.first_loss, "measured": held}))
 
 
-def _fidelity(right: List[Any], found: List[Any]) -> float:
-    numbers = sum(g.size for g in right)
-    floor = 1e-4 * sum(float(np.square(g).sum()) for g in right) / max(numbers, 1)
+def _fidelity(reference: List[Any], found: List[Any]) -> float:
+    numbers = sum(g.size for g in reference)
+    floor = 1e-4 * sum(float(np.square(g).sum()) for g in reference) / max(numbers, 1)
     noise = [float(np.square(b - a).mean()) / max(float(np.square(a).mean()), floor, 1e-300)
-             for a, b in zip(right, found)]
+             for a, b in zip(reference, found)]
     return decibels(1.0, float(np.mean(noise))) if noise else math.inf

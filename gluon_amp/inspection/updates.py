@@ -19,7 +19,7 @@ from .judge import SMALLEST_SCALE
 from .modules import bound_module
 from .session import Batch, Graphs, Ran, Session, mean_and_total
 from .tensors import Counts
-from .watch import Watch, hand_out
+from .watch import Watch, deliver_counts
 
 
 @dataclass
@@ -111,7 +111,7 @@ class TrainerUpdates(Updates):
                 self.trainer.backward(loss)
             else:
                 loss.backward()
-                hand_out(1.0)
+                deliver_counts(1.0)
         workers = getattr(self.trainer, "workers", 1)
         try:
             self.trainer.step(self.batch_size or batch.data[0].shape[0] * workers)

@@ -57,7 +57,7 @@ def observed(blocks: List[Any], make: Callable[..., Op], trainer: Optional[Train
 
 
 @contextmanager
-def lent(blocks: List[Any]) -> Iterator[None]:
+def cached_ops_freed(blocks: List[Any]) -> Iterator[None]:
     """Frees the CachedOps of a network's blocks, which may hold much memory. The network creates
     them again on demand. Those that replace them meanwhile leave nothing behind."""
     with ExitStack() as stack:
@@ -101,7 +101,7 @@ def counted_apart() -> Iterator[None]:
     """Gives the counts so far to the Monitors, while an X-ray reads its own."""
     waiting = _watches[:]
     if library.started():
-        hand_out(1.0)
+        deliver_counts(1.0)
     _watches.clear()
     try:
         yield
@@ -111,7 +111,7 @@ def counted_apart() -> Iterator[None]:
         _watches[:] = waiting
 
 
-def hand_out(scale: float) -> None:
+def deliver_counts(scale: float) -> None:
     """Gives the counts of a backward pass to all that watch."""
     counts = read()
     for watch in _watches if counts else ():
@@ -149,9 +149,9 @@ class Watch:
         self._hooks = ExitStack()
 
     def __enter__(self) -> "Watch":
-        hand_out(1.0)  # earlier counts are not of this step
+        deliver_counts(1.0)  # earlier counts are not of this step
         self.passes = []
-        self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, hand_out))
+        self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, deliver_counts))
         _watches.append(self)
         self._hooks.callback(_watches.remove, self)
         return self

@@ -19,7 +19,7 @@ from .judge import FIRST_SCALE, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
 from .session import Batch, Graphs, Ran, Session
-from .tensors import Key, compare, note_largest, weigh
+from .tensors import Key, compare, note_largest, note_loss_sensitivity
 from .updates import ModuleUpdates, TrainerUpdates, Updates
 from .view import View
 
@@ -67,16 +67,16 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates = ModuleUpdates(session) if session.is_module else Updates(session) \
             if trainer is None else TrainerUpdates(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
-        right = session.float32(samples=True) if reference else None
-        looking = Looking(session, right, lost, training)
-        view = looking.look(low, session.batches, float(getattr(trainer, "loss_scale",
-                                                                FIRST_SCALE)), updates)
+        in_float32 = session.float32(samples=True) if reference else None
+        run = XrayRun(session, in_float32, lost, training)
+        scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
+        view = run.view(low, session.batches, scale, updates)
         view.converts = session.converts
         view.tensors = [t for t in view.tensors if t.counts is not None]
         at_first = view.window
         updates.release()
         if view.findings:
-            _try_keeping(looking, view)
+            _try_keeping(run, view)
         if at_first and view.keep and all(f.backward for f in view.findings):
             view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
                            for said in at_first.notes(training)]
@@ -134,31 +134,31 @@ def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
 
 
 @dataclass
-class Looking:
+class XrayRun:
     """Steps of one network on batches, and what they show.
 
     Attributes:
         session: the network.
-        right: the network in float32; None compares with nothing.
+        reference: the network in float32; None compares with nothing.
         lost, training: as in `View`.
         values: the values of the parameters; None: the network's current ones.
     """
     session: Session
-    right: Optional[Graphs]
+    reference: Optional[Graphs]
     lost: float
     training: Training
     values: Optional[Dict[str, Any]] = None
 
-    def look(self, low: Graphs, batches: List[Any], scale: float,
+    def view(self, low: Graphs, batches: List[Any], scale: float,
              updates: Optional[Updates] = None) -> View:
         """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
         view = View(self.session.net.name, low.layout.tensors, lost=self.lost,
                     training=self.training)
         steps = updates or Updates(self.session)
         for batch in batches:
-            whole = self._whole(batch, scale)
+            reference_step = self._reference_step(batch, scale)
             ran = steps.step(low, batch, scale, self.values)
-            _add(view, low, ran, whole, self.session.known(batch, self.right or low))
+            _add(view, low, ran, reference_step, self.session.known(batch, self.reference or low))
             if ran.finite:
                 scale = ran.scale
             if updates is None:
@@ -173,14 +173,14 @@ class Looking:
             _conclude(view, low)
         return view
 
-    def _whole(self, batch: Batch, scale: float) -> Optional[Ran]:
+    def _reference_step(self, batch: Batch, scale: float) -> Optional[Ran]:
         """Runs a float32 step, without a loss scale if its gradients overflow with one."""
-        right = self.right
-        return None if right is None else right.step(
-            batch, (scale, 1.0), lambda: right.restore(self.values))
+        reference = self.reference
+        return None if reference is None else reference.step(
+            batch, (scale, 1.0), lambda: reference.restore(self.values))
 
     def keep(self, view: View, batches: List[Any]) -> Tuple[View, Set[str], Dict[str, None]]:
-        """Keeps the nodes of the findings in float32 and looks again, until there are no findings.
+        """Keeps the nodes of the findings in float32 and runs again, until there are no findings.
 
         Returns:
             The last view, the kept nodes, and what `keep=` lists for them.
@@ -197,7 +197,7 @@ class Looking:
                 break
             names.update(dict.fromkeys(new))
             kept.update(*new.values())
-            again = self.look(self.session.low(kept), batches, view.scale)
+            again = self.view(self.session.low(kept), batches, view.scale)
             last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
             batches = [*batches[last:], *batches[:last]]
             nodes = {finding.node for finding in view.findings}
@@ -205,7 +205,8 @@ class Looking:
         return again, kept, names
 
 
-def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[str, Any]) -> None:
+def _add(view: View, low: Graphs, ran: Ran, reference_step: Optional[Ran],
+         known: Dict[str, Any]) -> None:
     """Adds a step and the same step in float32.
 
     It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
@@ -215,10 +216,10 @@ def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[st
         view.scale = ran.scale
     overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, known)
     view.first_overflow = view.first_overflow or overflow
-    if whole is not None:
-        view.reference_losses.append(whole.loss)
-    if whole is not None and not whole.sound:
-        what = "gradients are" if math.isfinite(whole.loss) else "the loss is"
+    if reference_step is not None:
+        view.reference_losses.append(reference_step.loss)
+    if reference_step is not None and not reference_step.sound:
+        what = "gradients are" if math.isfinite(reference_step.loss) else "the loss is"
         view.left_out.append(number)
         view.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
                           "data, the learning rate and the loss first. This batch is ignored")
@@ -226,9 +227,10 @@ def _add(view: View, low: Graphs, ran: Ran, whole: Optional[Ran], known: Dict[st
         view.left_out = list(dict.fromkeys([*view.left_out, number]))
         view.notes.append(f"{overflow}: no advice is from this batch")
     if number not in view.left_out:
-        if whole is not None:
-            compare(view.tensors, ran.counts, whole.counts, ran.scale / whole.scale)
-        weigh(view.tensors, ran.counts, ran.total, ran.scale)
+        if reference_step is not None:
+            compare(view.tensors, ran.counts, reference_step.counts,
+                    ran.scale / reference_step.scale)
+        note_loss_sensitivity(view.tensors, ran.counts, ran.total, ran.scale)
         note_largest(view.tensors, ran.counts)
     for counts in ran.counts.values():
         counts.sample = None  # frees memory
@@ -248,12 +250,12 @@ def _conclude(view: View, low: Graphs) -> None:
     view.outcome = judge.outcome(view)
 
 
-def _try_keeping(looking: Looking, view: View) -> None:
+def _try_keeping(run: XrayRun, view: View) -> None:
     """Sets `keep`, and what remains with it."""
-    session = looking.session
+    session = run.session
     batches = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
                if i not in view.left_out]
-    again, _, names = looking.keep(view, batches)
+    again, _, names = run.keep(view, batches)
     if names:
         view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
     fits = view.window and view.window.fits(view.training)
