@@ -161,14 +161,13 @@ class Session:
 
     @cached_property
     def keep(self) -> FrozenSet[str]:
-        """Returns the nodes that the network keeps in float32."""
+        """The nodes that the network keeps in float32."""
         return frozenset().union(*(block._amp.keep_nodes for block in blocks_in(self.net)
                                    if isinstance(block, ConvertedBlock)))
 
     @cached_property
     def in_named_blocks(self) -> Set[str]:
-        """Returns the parameters that become float32 with a node, because `keep=` lists its block.
-        """
+        """The parameters that become float32 with a node, because `keep=` lists its block."""
         return {name for block in blocks_in(self.net) if can_be_named(self.net, block)
                 for name in block.params}
 
