@@ -152,7 +152,7 @@ class Trials:
         """
         none: Nodes = frozenset()
         reference, again = ([self._trained(kind, none, seed) for seed in self._seeds]
-                        for kind in ("float32", "float32, disturbed"))
+                            for kind in ("float32", "float32, disturbed"))
         if not all(map(math.isfinite, reference)):
             raise ValueError("training in float32 does not stay finite with this optimizer: set "
                              "optimizer= and optimizer_params= as in your training")

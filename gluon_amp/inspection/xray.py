@@ -113,7 +113,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
             low.restore()
             ran = low.run(first, loss_scale)
             found = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
-                                   session.known(first, low))
+                                         session.known(first, low))
             if ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
