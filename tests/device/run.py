@@ -69,6 +69,7 @@ def narrowing(args):
 
 def second_part(args):
     small, rows = args.small_flag, args.out / "rows.jsonl"
+    torch = args.software or ("" if find_spec("torch") else "no PyTorch")
     steps = [Step(f"operators {dtype}", 150, script("operators.py", dtype, rows, *small))
              for dtype in ("float32", "float16")]
     steps.append(Step("recurrent layers", 150, script("recurrent.py", rows)))
@@ -80,7 +81,10 @@ def second_part(args):
     for network in ("resnet50", "bert", "lstm"):
         steps.append(Step(f"speed {network}", 200, script("speed.py", network, rows, *small)))
         steps.append(Step(f"PyTorch {network}", 90, script("torch_speed.py", network, rows),
-                          args.software or ("" if find_spec("torch") else "no PyTorch")))
+                          torch))
+    steps.append(Step("layouts", 60, script("layouts.py", rows), args.software))
+    steps += [Step(f"kernels {network}", 60, script("kernels.py", network, rows), torch)
+              for network in ("resnet50", "bert", "lstm")]
     steps.append(Step("compute-sanitizer", 150, (
         "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1",
         *script("speed.py", "resnet18", rows, "--small", "--once")), args.software))
