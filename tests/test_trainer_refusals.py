@@ -226,7 +226,7 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how):
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scale)
     before = values(net)
     loss = recorded(net, data, label)
-    with pytest.raises(ValueError, match=rf"without the loss scale: .*{head}.* gradients in "):
+    with pytest.raises(ValueError, match=rf"so the loss scale: .*{head}.* gradients in "):
         trainer.backward(loss)
     with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
         trainer.step(2)
