@@ -2,6 +2,8 @@
 import os
 import pickle
 import re
+import struct
+import tracemalloc
 from pathlib import Path
 
 import fuzz_states
@@ -457,6 +459,19 @@ def test_invalid_settings_are_refused(change, path):
     vars(optimizer).update(change, param_dict={})
     Path(path).write_bytes(pickle.dumps((states, optimizer)))
     check_refused(trainer, net, path, "it (holds|replaces) ")
+
+
+def test_a_length_beyond_the_end_allocates_nothing(path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    Path(path).write_bytes(pickle.PROTO + b"\5" + pickle.BYTEARRAY8 + struct.pack("<Q", 2**28))
+    tracemalloc.start()
+    try:
+        check_refused(trainer, net, path, "it ends within an array")
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
 
 
 def test_crafted_files_are_refused_or_load(tmp_path):

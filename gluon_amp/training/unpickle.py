@@ -83,6 +83,14 @@ class _Reader(_PythonReader):
         into = _exactly(self.stack[-1], *_DICTIONARIES)
         into.update(zip(map(_key, items[::2]), items[1::2]))
 
+    def read_bytearray(self) -> None:
+        """Pushes a bytearray. Python's reader would allocate any length that the file states."""
+        length, = struct.unpack("<Q", self.read(8))
+        data = self.read(min(length, sys.maxsize))
+        if len(data) < length:
+            raise ValueError("it ends within an array")
+        self.stack.append(bytearray(data))
+
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class of the user, a class that stays a value, or the function that builds the
         objects of a class. Imports nothing."""
@@ -346,9 +354,10 @@ _OPCODES: Dict[str, Callable[[_Reader], None]] = {
        for name in """
         PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL
         NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT
-        SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8 BYTEARRAY8
+        SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES BINBYTES8
         EMPTY_LIST EMPTY_DICT EMPTY_SET EMPTY_TUPLE TUPLE1 TUPLE2 TUPLE3 TUPLE
     """.split()},
+    "BYTEARRAY8": _Reader.read_bytearray,
     "FROZENSET": lambda reader: reader.append(frozenset(map(_key, reader.pop_mark()))),
     "APPEND": lambda reader: reader.extend(reader.take(1)),
     "APPENDS": lambda reader: reader.extend(reader.pop_mark()),
