@@ -6,7 +6,6 @@ passes, and of a prediction.
 """
 import os
 import sys
-import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -15,19 +14,10 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 import gluon_amp as amp  # noqa: E402
 import mxnet as mx  # noqa: E402
 from mxnet import autograd, nd  # noqa: E402
-from rows import add  # noqa: E402
+from rows import add, milliseconds  # noqa: E402
 from speed import network  # noqa: E402
 
 STEPS = 3
-
-
-def milliseconds(run, count=10):
-    nd.waitall()
-    begin = time.perf_counter()
-    for _ in range(count):
-        run()
-    nd.waitall()
-    return 1e3 * (time.perf_counter() - begin) / count
 
 
 def main(name, path):
@@ -57,7 +47,7 @@ def main(name, path):
     for _ in range(6):
         step()
     for what, run in ("step", step), ("passes", passes), ("prediction", lambda: net(data)):
-        add(path, network=name, part=what, ms=milliseconds(run))
+        add(path, network=name, part=what, ms=milliseconds(run, 10))
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(STEPS):
             step()

@@ -3,12 +3,11 @@
 Each row has the milliseconds of a forward and a backward pass at batch 128.
 """
 import sys
-import time
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx
 from mxnet import autograd, nd
-from rows import add
+from rows import add, milliseconds
 
 GPU, BATCH, STEPS = mx.gpu(0), 128, 20
 # inputs, outputs, pixels, kernel, stride
@@ -18,8 +17,8 @@ CONVOLUTIONS = [(3, 64, 224, 7, 2), (64, 64, 56, 3, 1), (64, 256, 56, 1, 1), (25
 WAYS = [("float32", "NCHW"), ("float16", "NCHW"), ("float16", "NHWC")]
 
 
-def milliseconds(forward):
-    """Of a forward and a backward pass."""
+def passes(forward):
+    """The milliseconds of a forward and a backward pass."""
     def step():
         with autograd.record():
             y = forward()
@@ -27,12 +26,7 @@ def milliseconds(forward):
 
     for _ in range(3):
         step()
-    nd.waitall()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    nd.waitall()
-    return 1e3 * (time.perf_counter() - begin) / STEPS
+    return milliseconds(step, STEPS)
 
 
 def drawn(channels, pixels, outer, layout, dtype):
@@ -53,14 +47,14 @@ def main(path):
                         "pad": (kernel // 2, kernel // 2), "num_filter": outputs,
                         "no_bias": True, "layout": layout}
             add(path, convolution=[inputs, outputs, pixels, kernel, stride], type=dtype,
-                layout=layout, ms=milliseconds(lambda x=x, w=weight, s=settings:
-                                               nd.Convolution(x, w, **s)))
+                layout=layout,
+                ms=passes(lambda x=x, w=weight, s=settings: nd.Convolution(x, w, **s)))
     for dtype, layout in WAYS:
         arrays = [drawn(256, 56, BATCH, layout, dtype), *(nd.ones(256, ctx=GPU) for _ in range(4))]
         for array in arrays[:3]:
             array.attach_grad()
         add(path, batch_norm=[BATCH, 256, 56, 56], type=dtype, layout=layout,
-            ms=milliseconds(lambda arrays=arrays, layout=layout: nd.BatchNorm(
+            ms=passes(lambda arrays=arrays, layout=layout: nd.BatchNorm(
                 *arrays, axis=layout.index("C"), fix_gamma=False)))
 
 
