@@ -23,7 +23,7 @@ STEPS = 3
 def main(name, path):
     import torch
     from torch.profiler import ProfilerActivity, profile
-    net, data, _ = network(name, False)
+    net, data = network(name)
     net.initialize(mx.init.Xavier(), ctx=mx.gpu(0))
     data = data.as_in_context(mx.gpu(0))
     amp.convert(net)

@@ -87,7 +87,24 @@ def second_part(args):
               for network in ("resnet50", "bert", "lstm")]
     steps.append(Step("compute-sanitizer", 150, (
         "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1",
-        *script("speed.py", "resnet18", rows, "--small", "--once")), args.software))
+        *script("speed.py", "resnet50_v1", rows, "--small", "--once")), args.software))
+    return steps
+
+
+def third_part(args):
+    """More networks and batches."""
+    rows = args.out / "rows.jsonl"
+    steps = []
+    for network, *batch in (("resnet50", "--batch", 64), ("resnet50", "--batch", 256),
+                            ("mobilenet",), ("unet",), ("resnet50_v1",)):
+        steps.append(Step(f"speed {network} {batch[1:]}", 120,
+                          script("speed.py", network, rows, *batch, "--rounds", 2)))
+        if network != "resnet50_v1":
+            steps.append(Step(f"PyTorch {network} {batch[1:]}", 60, script(
+                "torch_speed.py", network, rows, *batch, "--rounds", 2)))
+    steps += [Step(f"torch.compile {network}", 90, script(
+        "torch_speed.py", network, rows, "--compile", "--rounds", 2))
+        for network in ("resnet50", "bert")]
     return steps
 
 
@@ -133,7 +150,8 @@ def main():
     parser.add_argument("--pieces", type=Path)
     parser.add_argument("--target", type=Path, default=Path.home() / "mxnet-cu112")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--part", type=int, choices=(1, 2), help="only this part")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3),
+                        help="only this part; 3, more networks and batches, runs only so")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rows.jsonl").touch()
@@ -147,7 +165,7 @@ def main():
     args.small_flag = ("--small",) if args.small else ()
     args.software = "a software GPU" if "RECORDING_GPU_COUNT" in environment else ""
     failed = []
-    if args.part != 2:
+    if args.part in (None, 1):
         for step in first_part(args):
             if not run(step, args, environment):
                 failed = [step.name]
@@ -155,7 +173,8 @@ def main():
                     run(each, args, environment)
                 break
     if args.part != 1 and not failed:
-        failed = [step.name for step in second_part(args) if not run(step, args, environment)]
+        steps = third_part(args) if args.part == 3 else second_part(args)
+        failed = [step.name for step in steps if not run(step, args, environment)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -1,8 +1,11 @@
-"""Measures steps of a network on GPU 0 in four ways: python speed.py NETWORK ROWS [--small]
+"""Measures steps of a network on GPU 0 in four ways: python speed.py NETWORK ROWS [--batch N]
 
 Each way is a process of its own, `--way WAY`, because mx.contrib.amp and TF32 are settings of a
-process. The ways alternate in three rounds; a row has the milliseconds of a way's steps.
+process. The ways alternate in `--rounds` rounds; a row has the milliseconds of a way's steps.
+--small has the sizes of a software GPU. NETWORK is resnet50 (as in torchvision), resnet50_v1 (as in
+MXNet's zoo, with biases), mobilenet, unet, bert or lstm.
 """
+import argparse
 import os
 import subprocess
 import sys
@@ -21,6 +24,41 @@ from rows import add  # noqa: E402
 WAYS = ("float32 without TF32", "float32", "mx.contrib.amp", "gluon_amp")
 
 
+class Bottleneck(gluon.HybridBlock):
+    """A residual block whose second convolution has the stride, without biases."""
+
+    def __init__(self, inputs, width, stride):
+        super().__init__()
+        outputs = 4 * width
+        with self.name_scope():
+            self.body, self.down = nn.HybridSequential(), nn.HybridSequential()
+            self.body.add(*convolution(width, 1), nn.Activation("relu"),
+                          *convolution(width, 3, stride), nn.Activation("relu"),
+                          *convolution(outputs, 1))
+            if inputs != outputs:
+                self.down.add(*convolution(outputs, 1, stride))
+
+    def hybrid_forward(self, F, x):
+        return F.relu(self.body(x) + self.down(x))
+
+
+def convolution(width, kernel, stride=1):
+    """A convolution with its batch norm."""
+    return nn.Conv2D(width, kernel, stride, kernel // 2, use_bias=False), nn.BatchNorm()
+
+
+def resnet(depths):
+    net = nn.HybridSequential()
+    net.add(*convolution(64, 7, 2), nn.Activation("relu"), nn.MaxPool2D(3, 2, 1))
+    inputs = 64
+    for level, depth in enumerate(depths):
+        for block in range(depth):
+            net.add(Bottleneck(inputs, 64 << level, 2 if level and not block else 1))
+            inputs = 256 << level
+    net.add(nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(1000))
+    return net
+
+
 class LSTM(gluon.HybridBlock):
     """Two layers of 1,024."""
 
@@ -34,30 +72,38 @@ class LSTM(gluon.HybridBlock):
         return self.out(self.lstm(x))
 
 
-def network(name, small):
-    """A network, its batch, and the number of samples."""
-    from networks import Bert
-    if name.startswith("resnet"):
-        count, size = (2, 32) if small else (128, 224)
-        name = "resnet18" if small else name  # a software GPU takes minutes for ResNet-50
-        return (gluon.model_zoo.vision.get_model(f"{name}_v1"),
-                nd.random.normal(shape=(count, 3, size, size)), count)
+BATCHES = {"resnet50": 128, "resnet50_v1": 128, "mobilenet": 128, "unet": 16, "bert": 32,
+           "lstm": 64}
+
+
+def network(name, small=False, batch=None):
+    """A network and its batch."""
+    from networks import Bert, UNet
+    count = batch or (2 if small else BATCHES[name])
     if name == "bert":
-        count, length = (2, 16) if small else (32, 128)
+        length = 16 if small else 128
         layers, width, heads = (1, 64, 4) if small else (12, 768, 12)
         return (Bert(layers, width, heads, length, dropout=0.0),
-                nd.random.randint(0, 30522, (count, length)).astype("float32"), count)
-    count, length, width = (2, 4, 32) if small else (64, 64, 1024)
-    return LSTM(width), nd.random.normal(shape=(count, length, width)), count
+                nd.random.randint(0, 30522, (count, length)).astype("float32"))
+    if name == "lstm":
+        length, width = (4, 32) if small else (64, 1024)
+        return LSTM(width), nd.random.normal(shape=(count, length, width))
+    zoo, size = gluon.model_zoo.vision.get_model, 32 if small else 224
+    # a software GPU takes minutes for 50 layers
+    make = {"resnet50": lambda: resnet((1, 1) if small else (3, 4, 6, 3)),
+            "resnet50_v1": lambda: zoo(f"resnet{18 if small else 50}_v1"),
+            "mobilenet": lambda: zoo("mobilenetv2_0.25" if small else "mobilenetv2_1.0"),
+            "unet": lambda: UNet(8 if small else 64)}[name]
+    return make(), nd.random.normal(shape=(count, 3, size, size))
 
 
-def measure(name, way, small, once):
+def measure(name, way, args):
     """Milliseconds of a step, MiB in use, samples a second."""
     gpu = mx.gpu(0)
     if way == "mx.contrib.amp":
         from mxnet.contrib import amp as contrib
         contrib.init()
-    net, data, count = network(name, small)
+    net, data = network(name, args.small, args.batch)
     net.initialize(mx.init.Xavier(), ctx=gpu)
     data = data.as_in_context(gpu)
     if way == "gluon_amp":
@@ -80,8 +126,8 @@ def measure(name, way, small, once):
             loss.backward()
         trainer.step(1)
 
-    steps = 1 if once else 2 if small else 20
-    for _ in range(1 if once else 2 if small else 6):
+    steps = 1 if args.once else 2 if args.small else 20
+    for _ in range(1 if args.once else 2 if args.small else 6):
         step()
     nd.waitall()
     begin = time.perf_counter()
@@ -91,27 +137,35 @@ def measure(name, way, small, once):
     nd.waitall()
     seconds = (time.perf_counter() - begin) / steps
     free, total = mx.context.gpu_memory_info(0)
-    return {"ms": 1e3 * seconds, "host_ms": 1e3 * issued / steps, "samples": count / seconds,
-            "mib": (total - free) / 2**20}
+    return {"batch": len(data), "ms": 1e3 * seconds, "host_ms": 1e3 * issued / steps,
+            "samples": len(data) / seconds, "mib": (total - free) / 2**20}
 
 
-def main(name, path, *flags):
-    small, once = "--small" in flags, "--once" in flags
-    if "--way" in flags or once:
-        way = flags[flags.index("--way") + 1] if "--way" in flags else "gluon_amp"
-        add(path, network=name, way=way, **measure(name, way, small, once))
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("network", choices=BATCHES)
+    parser.add_argument("rows")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--way", choices=WAYS, help="only this way, in this process")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--once", action="store_true", help="one step of gluon_amp")
+    args = parser.parse_args()
+    if args.way or args.once:
+        way = args.way or "gluon_amp"
+        add(args.rows, network=args.network, way=way, **measure(args.network, way, args))
         return
     failed = []
-    for _ in range(1 if small else 3):
+    for _ in range(1 if args.small else args.rounds):
         for way in WAYS:
-            if small and way == "mx.contrib.amp":  # the computing GPU lacks its overflow check
+            if args.small and way == "mx.contrib.amp":  # the computing GPU lacks its overflow check
                 continue
             tf32 = {"NVIDIA_TF32_OVERRIDE": "0"} if way == WAYS[0] else {}
-            done = subprocess.run([sys.executable, "-W", "ignore", __file__, name, path, *flags,
-                                   "--way", way], env={**os.environ, **tf32}, check=False)
+            done = subprocess.run([sys.executable, "-W", "ignore", *sys.argv, "--way", way],
+                                  env={**os.environ, **tf32}, check=False)
             failed += [way] if done.returncode else []
-    sys.exit(f"{name} fails: {', '.join(failed)}" if failed else 0)
+    sys.exit(f"{args.network} fails: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,5 +1,5 @@
 """Measures PyTorch's steps beside those of speed.py: python torch_speed.py NETWORK ROWS"""
-import sys
+import argparse
 import time
 
 import torch
@@ -35,24 +35,60 @@ class Bert(nn.Module):
         return self.out(torch.tanh(self.pooler(x[:, 0])))
 
 
-def network(name):
-    if name == "resnet50":
-        from torchvision.models import resnet50
-        return resnet50(), torch.randn(128, 3, 224, 224)
+class UNet(nn.Module):
+    """As in benchmarks/networks.py: two convolutions at each level, down and up."""
+
+    def __init__(self, channels=64, levels=4):
+        super().__init__()
+        widths = [channels << level for level in range(levels)]
+        self.downs, self.joins, self.ups = (nn.ModuleList() for _ in range(3))
+        for inputs, width in zip([3, *widths], widths):
+            self.downs.append(convolutions(inputs, width))
+        for width in widths[-2::-1]:
+            self.joins.append(nn.ConvTranspose2d(2 * width, width, 2, 2))
+            self.ups.append(convolutions(2 * width, width))
+        self.pool, self.out = nn.MaxPool2d(2), nn.Conv2d(channels, 2, 1)
+
+    def forward(self, x):
+        kept = [self.downs[0](x)]
+        for down in self.downs[1:]:
+            kept.append(down(self.pool(kept[-1])))
+        x = kept.pop()
+        for join, up in zip(self.joins, self.ups):
+            x = up(torch.cat([join(x), kept.pop()], 1))
+        return self.out(x)
+
+
+def convolutions(inputs, width):
+    return nn.Sequential(*(part for channels in (inputs, width) for part in (
+        nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width),
+        nn.ReLU(inplace=True))))
+
+
+def network(name, batch):
+    """A network and its batch."""
     if name == "bert":
-        return Bert(), torch.randint(0, 30522, (32, 128))
-    return LSTM(), torch.randn(64, 64, 1024)
+        return Bert(), torch.randint(0, 30522, (batch or 32, 128))
+    if name == "lstm":
+        return LSTM(), torch.randn(batch or 64, 64, 1024)
+    if name == "unet":
+        return UNet(), torch.randn(batch or 16, 3, 224, 224)
+    from torchvision import models
+    make = {"resnet50": models.resnet50, "mobilenet": models.mobilenet_v2}[name]
+    return make(), torch.randn(batch or 128, 3, 224, 224)
 
 
-def measure(name, half):
+def measure(args, half):
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    net, data = (each.cuda() for each in network(name))
-    if name == "resnet50":
+    net, data = (each.cuda() for each in network(args.network, args.batch))
+    if data.dim() == 4:
         net, data = (each.to(memory_format=torch.channels_last) for each in (net, data))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda", enabled=half)
+    if args.compile:
+        net = torch.compile(net)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -70,13 +106,26 @@ def measure(name, half):
         step()
     torch.cuda.synchronize()
     seconds = (time.perf_counter() - begin) / 20
-    return {"ms": 1e3 * seconds, "samples": len(data) / seconds,
-            "mib": torch.cuda.max_memory_reserved() / 2**20}
+    memory = torch.cuda.max_memory_reserved() / 2**20
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return {"batch": len(data), "ms": 1e3 * seconds, "samples": len(data) / seconds, "mib": memory}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("network", choices=("resnet50", "mobilenet", "unet", "bert", "lstm"))
+    parser.add_argument("rows")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--compile", action="store_true", help="torch.compile, in float16")
+    args = parser.parse_args()
+    print(torch.__version__, torch.cuda.get_device_name(0))
+    for _ in range(args.rounds):
+        for dtype in ("float16",) if args.compile else ("float32", "float16"):
+            way = f"PyTorch {dtype}, channels-last{', compiled' if args.compile else ''}"
+            add(args.rows, network=args.network, way=way, **measure(args, dtype == "float16"))
 
 
 if __name__ == "__main__":
-    print(torch.__version__, torch.cuda.get_device_name(0))
-    for _ in range(3):
-        for dtype in ("float32", "float16"):
-            add(sys.argv[2], network=sys.argv[1], way=f"PyTorch {dtype}, channels-last",
-                **measure(sys.argv[1], dtype == "float16"))
+    main()
