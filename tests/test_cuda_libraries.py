@@ -71,7 +71,8 @@ def test_why_says_what_was_not_chosen(chosen):
 
 # ---- functions that call a newer library
 
-# cuDNN 9, as far as these tests call it: 20 arguments, of both kinds of registers and the stack.
+# cuDNN 9, as far as these tests call it. A function has 19 arguments here, of both kinds of
+# registers and the stack.
 CUDNN = """
 #include <stddef.h>
 static double sum;
@@ -80,7 +81,7 @@ static double sum;
 const char* cudnnGetErrorString(int status) { return status == 3007 ? "ARCH of 9" : "text of 9"; }
 size_t cudnnGetVersion(void) { return 92801; }
 int cudnnSetStream(void* handle, void* stream) { return (int)(size_t)stream; }
-int cudnnBatchNormalizationBackward(long a, long b, long c, long d, long e, long f, long g, long h,
+int cudnnConvolutionBackwardFilter(long a, long b, long c, long d, long e, long f, long g, long h,
     long i, long j, double x, long k, long l, long m, long n, long o, long p, double y, long q) {
   sum = a + 2*b + 3*c + 4*d + 5*e + 6*f + 7*g + 8*h + 9*i + 10*j + 11*k + 12*l + 13*m + 14*n
       + 15*o + 16*p + 17*q + x / 2 + y / 4;
@@ -89,13 +90,13 @@ int cudnnBatchNormalizationBackward(long a, long b, long c, long d, long e, long
 double last_sum(void) { return sum; }
 """
 WRITTEN = ("cudnnGetErrorString", "cudnnGetVersion", "cudnnSetStream",
-           "cudnnBatchNormalizationBackward")
+           "cudnnConvolutionBackwardFilter")
 
 
-def compiled(folder, name, source):
+def compiled(folder, name, source, *options):
     (folder / f"{name}.c").write_text(source)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", folder / name, folder / f"{name}.c"],
-                   check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", *options, "-o", folder / name,
+                    folder / f"{name}.c"], check=True)
     return folder / name
 
 
@@ -125,8 +126,8 @@ def test_only_functions_that_cudnn_9_removed_are_missing(cudnn):
 
 def test_arguments_reach_newer_function(cudnn):
     words = [ctypes.c_long(2 ** i) for i in range(17)]
-    cudnn.cudnnBatchNormalizationBackward(*words[:10], ctypes.c_double(3), *words[10:16],
-                                          ctypes.c_double(5), words[16])
+    cudnn.cudnnConvolutionBackwardFilter(*words[:10], ctypes.c_double(3), *words[10:16],
+                                         ctypes.c_double(5), words[16])
     last = ctypes.CDLL(str(cudnn.newer)).last_sum
     last.restype = ctypes.c_double
     assert last() == sum((i + 1) * 2 ** i for i in range(17)) + 3 / 2 + 5 / 4
@@ -146,6 +147,21 @@ def test_error_text_is_that_of_the_newer_library(cudnn):
     assert cudnn.cudnnGetErrorString(0) == b"CUDNN_STATUS_SUCCESS"
     cudnn.cudnnGetVersion.restype = ctypes.c_size_t
     assert cudnn.cudnnGetVersion() == 92801
+
+
+def forwarded(folder, source):
+    """cuDNN 8's functions by those of a cuDNN 9 in C; and that one."""
+    written = re.findall(r"\b(cudnn\w+)\(", source)
+    names = [function.name for function in libraries.functions()
+             if function.library == "libcudnn.so.8" and not function.removed
+             and function.name not in written]
+    newer = compiled(folder, "libcudnn.so.9",
+                     source % "\n".join(f"EMPTY({name})" for name in names))
+    library = ctypes.CDLL(shutil.copy(CUDA / "_libcudnn.so", folder / "libcudnn.so.8"))
+    library.gluon_amp_forward_open.restype = ctypes.c_char_p
+    library.cudnnGetErrorString.restype = ctypes.c_char_p
+    assert library.gluon_amp_forward_open(str(newer).encode()) is None
+    return library, ctypes.CDLL(str(newer))
 
 
 # cuDNN 9 with one layer of tanh, 7 inputs and 5 states in float16; `gap` elements are between its
@@ -219,17 +235,7 @@ TANH, BIASES, HALF, TENSOR_OP = 1, 2, 2, 1  # cuDNN's numbers
 @pytest.fixture()
 def recurrent(tmp_path):
     """cuDNN 8's functions by those of a cuDNN 9 with recurrent layers; and variables of that."""
-    written = re.findall(r"\b(cudnn\w+)\(", RECURRENT)
-    names = [function.name for function in libraries.functions()
-             if function.library == "libcudnn.so.8" and not function.removed
-             and function.name not in written]
-    newer = compiled(tmp_path, "libcudnn.so.9",
-                     RECURRENT % "\n".join(f"EMPTY({name})" for name in names))
-    library = ctypes.CDLL(shutil.copy(CUDA / "_libcudnn.so", tmp_path / "libcudnn.so.8"))
-    library.gluon_amp_forward_open.restype = ctypes.c_char_p
-    library.cudnnGetErrorString.restype = ctypes.c_char_p
-    assert library.gluon_amp_forward_open(str(newer).encode()) is None
-    return library, ctypes.CDLL(str(newer))
+    return forwarded(tmp_path, RECURRENT)
 
 
 def configured(library, padded=0):
@@ -277,6 +283,183 @@ def test_errors_of_cudnn_9_are_returned_and_leave_no_descriptor(name, failing, r
     assert statuses == [9 if i in failing else 0 for i in range(6)]
     assert library.cudnnGetErrorString(9) == b"text of 9"
     assert ctypes.c_int.in_dll(newer, "opened").value == 0
+
+
+# cuDNN 9 with batch norms. A descriptor has a type, a format and a shape. `called` has the name of
+# the function that computes, and `described` the descriptor of x.
+NORMS = """
+#include <stdlib.h>
+#include <string.h>
+#define EMPTY(name) int name(void) { return 0; }
+%s
+typedef int Tensor[6];
+size_t reserve, space = 64;
+int opened, refuses;
+char called[99];
+Tensor described;
+const char* cudnnGetErrorString(int status) { return "text of 9"; }
+size_t cudnnGetVersion(void) { return 91900; }
+int cudnnCreateTensorDescriptor(Tensor** d) { *d = calloc(1, sizeof(Tensor)); opened++; return 0; }
+int cudnnDestroyTensorDescriptor(Tensor* d) { free(d); opened--; return 0; }
+int cudnnSetTensor4dDescriptor(Tensor d, int format, int type, int n, int c, int h, int w) {
+  Tensor set = {type, format, n, c, h, w};
+  memcpy(d, set, sizeof set);
+  return 0;
+}
+int cudnnGetTensorNdDescriptor(Tensor d, int wanted, int* type, int* count, int* dims, int* steps) {
+  int n = d[4] * d[5], c = d[3];
+  int nchw[4] = {c * n, n, d[5], 1}, nhwc[4] = {c * n, 1, c * d[5], c};
+  *type = d[0];
+  *count = 4;
+  memcpy(dims, d + 2, sizeof nchw);
+  memcpy(steps, d[1] ? nhwc : nchw, sizeof nchw);
+  return 0;
+}
+int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void* handle, int mode, int operation,
+                                                         void* activation, void* x, size_t* n) {
+  *n = reserve;
+  return 0;
+}
+int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(
+    void* handle, int mode, int operation, void* x, void* z, void* y, void* p, void* a, size_t* n) {
+  *n = space;
+  return 0;
+}
+int cudnnGetBatchNormalizationBackwardExWorkspaceSize(
+    void* handle, int mode, int operation, void* x, void* y, void* dy, void* dz, void* dx, void* p,
+    void* activation, size_t* n) {
+  *n = 2 * space;
+  return 0;
+}
+static int call(const char* name, Tensor x) {
+  strcpy(called, name);
+  memcpy(described, x, sizeof(Tensor));
+  return refuses && strstr(name, "Ex") ? refuses : 0;
+}
+int cudnnBatchNormalizationForwardInference(void* handle, int mode, void* a, void* b, Tensor x) {
+  return call("Inference", x);
+}
+int cudnnBatchNormalizationForwardTraining(void* handle, int mode, void* a, void* b, Tensor x) {
+  return call("Training", x);
+}
+int cudnnBatchNormalizationForwardTrainingEx(void* handle, int mode, int operation, void* a,
+                                             void* b, Tensor x) {
+  return call("TrainingEx", x);
+}
+int cudnnBatchNormalizationBackward(void* handle, int mode, void* a, void* b, void* c, void* d,
+                                    Tensor x) {
+  return call("Backward", x);
+}
+int cudnnBatchNormalizationBackwardEx(void* handle, int mode, int operation, void* a, void* b,
+                                      void* c, void* d, Tensor x) {
+  return call("BackwardEx", x);
+}
+"""
+RUNTIME = """
+#include <stdlib.h>
+int allocations, full;
+int cudaMalloc(void** p, size_t bytes) {
+  if (full) return 2;
+  allocations++;
+  *p = malloc(bytes);
+  return 0;
+}
+int cudaFree(void* p) { allocations--; free(p); return 0; }
+int cudaGetLastError(void) { return 2; }
+"""
+NCHW, NHWC, FLOAT, SPATIAL, PERSISTENT, EXECUTION_FAILED = 0, 1, 0, 1, 2, 8  # cuDNN's numbers
+
+
+@pytest.fixture(scope="module")
+def cudart(tmp_path_factory):
+    """A CUDA runtime as far as cuDNN's workspaces need it; it stays loaded."""
+    path = compiled(tmp_path_factory.mktemp("cudart"), "libcudart.so.11.0", RUNTIME,
+                    "-Wl,-soname,libcudart.so.11.0")
+    return ctypes.CDLL(str(path))
+
+
+@pytest.fixture()
+def norms(tmp_path, cudart):
+    """A function that calls a batch norm of cuDNN 8 and returns its status, what cuDNN 9 then
+    called, and its description of x; the older library, the newer one; and the CUDA runtime."""
+    library, newer = forwarded(tmp_path, NORMS)
+
+    def norm(part, shape, dtype=HALF, mode=PERSISTENT, handle=1, saved=1, same=True):
+        handle, x = ctypes.c_void_p(handle), (ctypes.c_int * 6)(dtype, NCHW, *shape)
+        other = x if same else (ctypes.c_int * 6)(dtype, NCHW, *shape)
+        some, double = ctypes.c_void_p(1), ctypes.c_double(0.5)
+        saved = ctypes.c_void_p(saved)
+        status = {
+            "Inference": lambda: library.cudnnBatchNormalizationForwardInference(
+                handle, mode, *[some] * 2, x, some, other, *[some] * 6, double),
+            "Training": lambda: library.cudnnBatchNormalizationForwardTraining(
+                handle, mode, *[some] * 2, x, some, other, *[some] * 4, double, *[some] * 2, double,
+                saved, saved),
+            "Backward": lambda: library.cudnnBatchNormalizationBackward(
+                handle, mode, *[some] * 4, x, some, other, some, other, *[some] * 5, double, saved,
+                saved)}[part]()
+        assert ctypes.c_int.in_dll(newer, "opened").value == 0
+        called = (ctypes.c_char * 99).in_dll(newer, "called").value.decode()
+        return status, called, [*(ctypes.c_int * 6).in_dll(newer, "described")]
+
+    yield norm, library, newer, cudart
+    ctypes.c_int.in_dll(cudart, "full").value = 0
+
+
+PARTS = ["Inference", "Training", "Backward"]
+ROWS, AS_ROWS = (40, 8, 1, 1), [HALF, NHWC, 1, 8, 40, 1]  # a shape, and its description as NHWC
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_rows_of_channels_are_described_as_channels_last(part, norms):
+    fast = part if part == "Inference" else f"{part}Ex"
+    assert norms[0](part, ROWS) == (0, fast, AS_ROWS)
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(("shape", "settings"), [
+    ((40, 8, 2, 1), {}), ((40, 8, 1, 3), {}), (ROWS, {"dtype": FLOAT}), (ROWS, {"same": False})])
+def test_other_data_is_described_as_before(part, shape, settings, norms):
+    dtype = settings.get("dtype", HALF)
+    assert norms[0](part, shape, **settings) == (0, part, [dtype, NCHW, *shape])
+
+
+@pytest.mark.parametrize("part", PARTS[1:])
+@pytest.mark.parametrize("reason", ["mode", "reserve", "no workspace", "memory", "refused"])
+def test_norm_without_fast_kernels_computes_as_before(part, reason, norms):
+    norm, _, newer, cudart = norms
+    if reason == "reserve":
+        ctypes.c_size_t.in_dll(newer, "reserve").value = 8
+    elif reason == "no workspace":
+        ctypes.c_size_t.in_dll(newer, "space").value = 0
+    elif reason == "memory":
+        ctypes.c_int.in_dll(cudart, "full").value = 1
+    elif reason == "refused":
+        ctypes.c_int.in_dll(newer, "refuses").value = 3000
+    mode = SPATIAL if reason == "mode" else PERSISTENT
+    assert norm(part, ROWS, mode=mode) == (0, part, AS_ROWS)
+
+
+def test_gradients_of_a_prediction_have_no_saved_mean(norms):
+    assert norms[0]("Backward", ROWS, saved=None) == (0, "Backward", AS_ROWS)
+
+
+def test_errors_of_fast_kernels_are_returned(norms):
+    ctypes.c_int.in_dll(norms[2], "refuses").value = 5003
+    assert norms[0]("Training", ROWS)[:2] == (EXECUTION_FAILED, "TrainingEx")
+
+
+def test_handle_has_one_workspace_until_it_is_destroyed(norms):
+    norm, library, _, cudart = norms
+    allocations = ctypes.c_int.in_dll(cudart, "allocations")
+    before = allocations.value
+    for handle in (1, 2, 1):
+        for part in ("Training", "Backward", "Training"):
+            norm(part, ROWS, handle=handle)
+    assert allocations.value == before + 2
+    for handle in (1, 2):
+        assert library.cudnnDestroy(ctypes.c_void_p(handle)) == 0
+    assert allocations.value == before
 
 
 NVRTC = """

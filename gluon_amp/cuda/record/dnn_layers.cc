@@ -14,14 +14,18 @@ static int norm_check(const char* call, D x, D y, D p) {
   if (x->type != y->type || (x->type == 2 ? p->type != 0 : p->type != x->type)) return bad(call, "types", NOT_SUPPORTED);
   return 0;
 }
-API int cudnnBatchNormalizationForwardTraining(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
-                                               double factor, V rm, V rv, double epsilon, V sm, V sv) {
-  const char* name = "cudnnBatchNormalizationForwardTraining";
+static int norm_forward(const char* name, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
+                        double factor, V rm, V rv, double epsilon, V sm, V sv) {
   if (int e = norm_check(name, xd, yd, pd)) return e;
   return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
                    {"running_mean", pd, rm}, {"running_var", pd, rv}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
             ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED,
                       [&] { norm_training({mode, alpha, beta, xd, pd, epsilon, factor}, x, y, g, b, rm, rv, sm, sv); });
+}
+API int cudnnBatchNormalizationForwardTraining(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
+                                               double factor, V rm, V rv, double epsilon, V sm, V sv) {
+  return norm_forward("cudnnBatchNormalizationForwardTraining", mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm,
+                      rv, epsilon, sm, sv);
 }
 API int cudnnBatchNormalizationForwardInference(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
                                                 V m, V v, double epsilon) {
@@ -31,15 +35,58 @@ API int cudnnBatchNormalizationForwardInference(void*, int mode, V alpha, V beta
                                              {"mean", pd, m}, {"var", pd, v}}), EXECUTION_FAILED,
                       [&] { norm_inference({mode, alpha, beta, xd, pd, epsilon, 0}, x, y, g, b, m, v); });
 }
-API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
-                                        D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
-  const char* name = "cudnnBatchNormalizationBackward";
+static int norm_gradients(const char* name, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
+                          D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
   if (int e = norm_check(name, xd, dxd, pd)) return e;
   return then_compute(name, call_with(name, {{"x", xd, x}, {"dy", dyd, dy}, {"dx", dxd, dx}, {"scale", pd, g},
                    {"dscale", pd, dg}, {"dbias", pd, db}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
             ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED, [&] {
               norm_backward({mode, alpha, beta, xd, pd, epsilon, 0}, alpha_p, beta_p, x, dy, dx, g, dg, db, sm, sv);
             });
+}
+API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
+                                        D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
+  return norm_gradients("cudnnBatchNormalizationBackward", mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx,
+                        pd, g, dg, db, epsilon, sm, sv);
+}
+
+// ---- cuDNN's fast kernels for channels-last float16 data, which need a workspace
+
+static const size_t kNormSpace = 1 << 12;  // bytes
+static bool is_fast(int mode, D x) { return mode == 2 && x->type == 2 && x->format == 1; }
+
+API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int, int operation, D, D, size_t* n) {
+  *n = 0;
+  return operation ? NOT_SUPPORTED : 0;
+}
+API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D,
+                                                                 size_t* n) {
+  *n = is_fast(mode, xd) ? kNormSpace : 0;
+  return operation ? NOT_SUPPORTED : 0;
+}
+API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D, D, D,
+                                                          size_t* n) {
+  *n = is_fast(mode, xd) ? kNormSpace : 0;
+  return operation ? NOT_SUPPORTED : 0;
+}
+static int norm_space_check(const char* call, int mode, int operation, D xd, V s, size_t n) {
+  if (operation) return bad(call, "operation", NOT_SUPPORTED);
+  if (is_fast(mode, xd) && n < kNormSpace) return bad(call, "workspace is too small");
+  return n == 0 || check(call, "workspace", s, n) ? 0 : EXECUTION_FAILED;
+}
+API int cudnnBatchNormalizationForwardTrainingEx(void*, int mode, int operation, V alpha, V beta, D xd, V x, D, V, D yd,
+                                                 V y, D pd, V g, V b, double factor, V rm, V rv, double epsilon, V sm,
+                                                 V sv, D, V s, size_t n, V, size_t) {
+  const char* name = "cudnnBatchNormalizationForwardTrainingEx";
+  if (int e = norm_space_check(name, mode, operation, xd, s, n)) return e;
+  return norm_forward(name, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv);
+}
+API int cudnnBatchNormalizationBackwardEx(void*, int mode, int operation, V alpha, V beta, V alpha_p, V beta_p, D xd,
+                                          V x, D, V, D dyd, V dy, D, V, D dxd, V dx, D pd, V g, V, V dg, V db,
+                                          double epsilon, V sm, V sv, D, V s, size_t n, V, size_t) {
+  const char* name = "cudnnBatchNormalizationBackwardEx";
+  if (int e = norm_space_check(name, mode, operation, xd, s, n)) return e;
+  return norm_gradients(name, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon, sm, sv);
 }
 
 static std::string mode_of(D d) { return ",\"mode\":" + std::to_string(d->mode); }
