@@ -83,6 +83,7 @@ def second_part(args):
         steps.append(Step(f"PyTorch {network}", 90, script("torch_speed.py", network, rows),
                           torch))
     steps.append(Step("layouts", 60, script("layouts.py", rows), args.software))
+    steps.append(Step("cuDNN's functions", 90, script("cudnn_calls.py", rows, *small)))
     steps += [Step(f"kernels {network}", 60, script("kernels.py", network, rows), torch)
               for network in ("resnet50", "bert", "lstm")]
     steps.append(Step("compute-sanitizer", 150, (
