@@ -1,8 +1,8 @@
 """Measures cuDNN's functions alone, in float16: python cudnn_calls.py ROWS [--small]
 
 Batch norms by layout and function, also with a fused ReLU and addition, whose results are compared
-with those of separate operators; gradients of biases; algorithms of convolutions. A call runs
-STEPS times on one stream. Rows with `convolution` have cuDNN's fastest algorithms. --small has the
+with those of separate operators; gradients of biases; the fastest algorithms of convolutions;
+LSTMs by algorithm, compared with the first. A call runs STEPS times on one stream. --small has the
 sizes of a software GPU.
 """
 import ctypes
@@ -31,6 +31,12 @@ CONVOLUTIONS = [(8, 8, 4, 3, 1)] if SMALL else [
     (4, 64, 224, 7, 2), (64, 64, 56, 3, 1), (64, 256, 56, 1, 1), (256, 64, 56, 1, 1),
     (128, 128, 28, 3, 1), (256, 512, 56, 1, 2), (256, 256, 14, 3, 1), (512, 512, 7, 3, 1),
     (512, 2048, 7, 1, 1)]
+
+# layers, steps, batch, states
+LSTMS = [(1, 3, 2, 8)] if SMALL else [(2, 64, 64, 1024), (1, 64, 64, 1024), (2, 64, 64, 512),
+                                      (2, 35, 32, 256), (2, 35, 20, 650)]
+ALGORITHMS = {"standard": 0, "persistent": 1, "persistent, few states": 3}
+LSTM, DOUBLE_BIAS, PACKED, ADD = 2, 2, 1, 0
 
 
 class Result(ctypes.Structure):
@@ -273,11 +279,90 @@ def convolutions(path, handle):
             add(path, **row)
 
 
+class Lstm:
+    """An LSTM, which has as many inputs as states."""
+
+    def __init__(self, handle, layers, steps, batch, states, algorithm):
+        self.handle, self.data = handle, created("RNNData")
+        dropout, nothing = created("Dropout"), ctypes.c_void_p()
+        call("cudnnSetDropoutDescriptor", dropout, handle, ctypes.c_float(0), nothing,
+             ctypes.c_size_t(0), ctypes.c_ulonglong(0))
+        self.rnn = created("RNN", "cudnnSetRNNDescriptor_v8", algorithm, LSTM, DOUBLE_BIAS, 0, 0,
+                           HALF, FLOAT, TENSOR_OP, states, states, states, layers, dropout, 0)
+        call("cudnnSetRNNDataDescriptor", self.data, HALF, PACKED, steps, batch, states,
+             (ctypes.c_int * batch)(*[steps] * batch), nothing)
+        self.state = created("Tensor", "cudnnSetTensorNdDescriptor", HALF, 3,
+                             (ctypes.c_int * 3)(layers, batch, states),
+                             (ctypes.c_int * 3)(batch * states, states, 1))
+        sizes = self.sizes = [ctypes.c_size_t() for _ in range(3)]
+        call("cudnnGetRNNWeightSpaceSize", handle, self.rnn, ctypes.byref(sizes[0]))
+        call("cudnnGetRNNTempSpaceSizes", handle, self.rnn, 1, self.data, ctypes.byref(sizes[1]),
+             ctypes.byref(sizes[2]))
+        mx.random.seed(0)
+        count, weights = steps * batch * states, sizes[0].value // 2
+        self.arrays = {"x": drawn(count), "dy": drawn(count), "w": drawn(weights) * 0.02}
+        for name, length in {"y": count, "dx": count, "dw": weights,
+                             "h": layers * batch * states}.items():
+            self.arrays[name] = nd.zeros(length, ctx=GPU, dtype="float16")
+        for name, size in zip(("work", "reserve"), sizes[1:]):
+            self.arrays[name] = nd.zeros(max(size.value, 1), ctx=GPU, dtype="uint8")
+        nd.waitall()
+        self.at = {name: pointer(array) for name, array in self.arrays.items()}
+
+    def last(self, weights):
+        return (self.sizes[0], self.at[weights], self.sizes[1], self.at["work"], self.sizes[2],
+                self.at["reserve"])
+
+    def forward(self):
+        at, h = self.at, self.at["h"]
+        call("cudnnRNNForward", self.handle, self.rnn, 1, None, self.data, at["x"], self.data,
+             at["y"], self.state, h, None, self.state, h, None, *self.last("w"))
+
+    def backward(self):
+        at, h = self.at, self.at["h"]
+        call("cudnnRNNBackwardData_v8", self.handle, self.rnn, None, self.data, at["y"], at["dy"],
+             self.data, at["dx"], self.state, h, None, None, self.state, h, None, None,
+             *self.last("w"))
+        call("cudnnRNNBackwardWeights_v8", self.handle, self.rnn, ADD, None, self.data, at["x"],
+             self.state, h, self.data, at["y"], *self.last("dw"))
+
+    def results(self):
+        self.arrays["dw"][:] = 0
+        nd.waitall()
+        self.forward()
+        self.backward()
+        CUDART.cudaDeviceSynchronize()
+        return {name: self.arrays[name].asnumpy().astype("float32") for name in ("y", "dx", "dw")}
+
+
+def lstms(path, handle):
+    for shape in LSTMS:
+        standard = {}
+        for name, algorithm in ALGORITHMS.items():
+            row = {"cudnn_lstm": list(shape), "algorithm": name}
+            try:
+                lstm = Lstm(handle, *shape, algorithm)
+                found = lstm.results()
+                standard = standard or found
+                row["difference"] = {key: float(abs(found[key] - standard[key]).max()
+                                                / abs(standard[key]).max()) for key in found}
+                row["forward_ms"], row["backward_ms"] = map(milliseconds,
+                                                            (lstm.forward, lstm.backward))
+                begin = time.perf_counter()
+                lstm.forward()
+                lstm.backward()
+                row["host_ms"] = 1e3 * (time.perf_counter() - begin)
+                row["MiB"] = [size.value >> 20 for size in lstm.sizes]
+            except Failed as error:
+                row["error"] = str(error)
+            add(path, **row)
+
+
 def main(path):
     handle = ctypes.c_void_p()
     nd.ones(1, ctx=GPU).wait_to_read()
     call("cudnnCreate", ctypes.byref(handle))
-    for part in (norms, biases, convolutions):
+    for part in (norms, lstms, biases, convolutions):
         begin = time.perf_counter()
         part(path, handle)
         print(part.__name__, f"{time.perf_counter() - begin:.1f} s", flush=True)
