@@ -19,8 +19,9 @@ struct Matrix {
     return made;
   }
   dnnl_memory_desc_t layout() const {
-    if (!turned) return plain_layout(dims());
-    return gluon_amp::layout(dims(), dims().size() == 2 ? dnnl_ba : dnnl_acb);
+    const int type = type_in_memory(array);
+    if (!turned) return plain_layout(dims(), type);
+    return gluon_amp::layout(dims(), dims().size() == 2 ? dnnl_ba : dnnl_acb, type);
   }
 };
 
@@ -31,16 +32,19 @@ struct Multiplication {
   Write write;
 
   std::shared_ptr<Product> product() const;
-  void run(Product& product) const {
-    if (write == kNothing) return;
-    const std::lock_guard<std::mutex> mine(turn());
+  void run(Product& product) const {  // under the lock `turn()`
     product.run({{DNNL_ARG_SRC, a.array, a.layout()}, {DNNL_ARG_WEIGHTS, b.array, b.layout()},
                  {DNNL_ARG_DST, to, Matrix{to, false}.layout(), write}});
+  }
+  void run_alone(Product& product) const {
+    if (write == kNothing) return;
+    const std::lock_guard<std::mutex> mine(turn());
+    run(product);
   }
 };
 
 std::shared_ptr<Product> Multiplication::product() const {
-  const Sizes first = a.dims(), second = b.dims(), turned{a.turned, b.turned};
+  const Sizes first = a.dims(), second = b.dims(), turned{a.turned, b.turned, type_in_memory(to)};
   return Product::find(key_of("matmul", 0, {&first, &second, &turned}), [&] {
     dnnl_matmul_desc_t operation;
     std::memset(&operation, 0, sizeof operation);
@@ -69,7 +73,7 @@ bool product_of(const Call& call, int axes) {
                             {call.in[1], flag(call.attrs, "transpose_b", false)}, call.out[0],
                             call.write(0)};
   const auto product = made.product();
-  if (product) made.run(*product);
+  if (product) made.run_alone(*product);
   return product != nullptr;
 }
 
@@ -84,8 +88,8 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
   const Multiplication db{b ? turned : first, b ? first : g, call.out[1], call.write(1)};
   const auto of_a = da.product(), of_b = db.product();
   if (!of_a || !of_b) return false;
-  da.run(*of_a);
-  db.run(*of_b);
+  da.run_alone(*of_a);
+  db.run_alone(*of_b);
   return true;
 }
 
@@ -94,6 +98,20 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 bool keeps_blocks() { return instructions() == Instructions::kBfloat16; }
 
 bool onednn_batch_dot(const Call& call) { return product_of(call, 3); }
+
+bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
+                    float* y) {
+  if (!onednn::can_call_onednn() || generic_only || rows * columns * depth == 0) return false;
+  const auto array = [](const RowsOrColumns& of, int64_t high, int64_t wide) {
+    if (of.transposed) std::swap(high, wide);
+    return TBlob(const_cast<float*>(of.data), mxnet::TShape({high, wide}), mshadow::cpu::kDevMask);
+  };
+  const TBlob first = array(a, rows, depth), second = array(b, depth, columns), to = array({y, false}, rows, columns);
+  const Multiplication made{{first, a.transposed}, {second, b.transposed}, to, kStore};
+  const auto product = made.product();
+  if (product) made.run(*product);
+  return product != nullptr;
+}
 
 void add_products(Rows& rows) {
   instructions();  // requests AMX before any operator of MXNet runs

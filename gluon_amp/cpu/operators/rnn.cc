@@ -23,9 +23,10 @@
 namespace gluon_amp {
 namespace {
 
-// y = a * b by MXNet's float32 code
+// y = a * b. MXNet's own code is OpenBLAS's, which is 4 times slower on processors that are newer than it.
 void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
                    const RowsOrColumns& a, const RowsOrColumns& b, float* y) {
+  if (onednn_product(rows, columns, depth, a, b, y)) return;
   static const nnvm::Op* const gemm = nnvm::Op::Get("_linalg_gemm2");
   static const auto& compute = *get<mxnet::FCompute>(gemm, "FCompute<cpu>");
   static const auto attributes = [](const char* of_a, const char* of_b) {
