@@ -176,7 +176,7 @@ struct State {
   OpStatePtr inner;
   std::unique_ptr<Lease> kept;
   bool onednn;
-  bool trained = false;      // whether the last forward pass was in training
+  bool trained = false;      // whether the last forward pass was in training, and did not fail
   std::unique_ptr<Rnn> rnn;  // of an RNN that may run as our loop
   bool ran_rnn = false;      // whether it ran the last forward pass
 
@@ -219,12 +219,16 @@ struct State {
 
  private:
   void run_forward(const Call& call) {
-    trained = call.context.is_train;
+    trained = false;
     ran_rnn = rnn && rnn->serves(call);
-    if (ran_rnn) return rnn->forward(call);
-    // oneDNN's RNN points to scratch only after a forward pass in training
-    kept.reset();
-    gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !trained ? nullptr : &kept);
+    if (ran_rnn) {
+      rnn->forward(call);
+    } else {
+      // oneDNN's RNN points to scratch only after a forward pass in training
+      kept.reset();
+      gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !call.context.is_train ? nullptr : &kept);
+    }
+    trained = call.context.is_train;
   }
 
   void run_backward(const Call& call) {
