@@ -1,7 +1,9 @@
 """`gluon-amp doctor`: its report about the machine."""
 import json
+import os
 import shutil
 import subprocess
+import sys
 
 import gluon_amp as amp
 import mxnet as mx
@@ -164,6 +166,19 @@ def test_cpu_is_used_if_step_on_gpu_fails(monkeypatch):
     assert facts["trains"]
     assert facts["notes"] == ["not on gpu(0): out of memory"]
     assert describe(facts).startswith("float16 trains here: on the CPU (")
+
+
+def test_slow_kernels_of_openblas_are_reported():
+    def reported(core):
+        done = subprocess.run([sys.executable, "-m", "gluon_amp", "doctor"], check=True, text=True,
+                              env={**os.environ, "OPENBLAS_CORETYPE": core}, capture_output=True)
+        return " ".join(done.stdout[done.stdout.index("OPENBLAS_CORETYPE"):].split())
+
+    assert "kernels for Haswell" in reported("Haswell")
+    assert "set Haswell" not in reported("Haswell")
+    slow = reported("Prescott")
+    assert "kernels for Prescott" in slow
+    assert ("which are slow here: set" in slow) == (library.load() in ("avx2", "avx512"))
 
 
 def test_cudnn_version_of_cuda_build(monkeypatch):

@@ -12,6 +12,7 @@ import platform
 import re
 import textwrap
 from ctypes import byref
+from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
@@ -205,6 +206,23 @@ def _environment() -> Iterator[Dict[str, Any]]:
         effective = {"true": "1", "false": "0"}.get((value or default).lower(), value or default)
         yield {"name": name, "value": value, "default": default,
                "meaning": meanings.get(effective, "")}
+    yield {"name": "OPENBLAS_CORETYPE", "value": os.environ.get("OPENBLAS_CORETYPE") or None,
+           "default": "automatic", "meaning": _openblas()}
+
+
+def _openblas() -> str:
+    """Returns which kernels OpenBLAS uses, and a remedy where it does not recognize the CPU."""
+    path = Path(mx.__file__).with_name("libopenblas.so.0")
+    if not path.exists():
+        return ""
+    library_of = ctypes.CDLL(str(path))
+    library_of.openblas_get_corename.restype = ctypes.c_char_p
+    core = library_of.openblas_get_corename().decode()
+    best = {"avx512": "SkylakeX", "avx2": "Haswell"}.get(_kernels()["variant"])
+    if core != "Prescott" or not best:  # what it falls back to
+        return f"MXNet's float32 matrix products use OpenBLAS's kernels for {core}"
+    return f"MXNet's float32 matrix products use OpenBLAS's kernels for {core}, which are slow " \
+           f"here: set {best}"
 
 
 def _error_of_a_step(device: Context) -> Optional[str]:
