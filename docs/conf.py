@@ -10,6 +10,7 @@ from pathlib import Path
 import gluon_amp
 import numpy as np
 from docutils import nodes
+from gluon_amp import annotations
 from PIL import Image
 from sphinx.transforms import SphinxTransform
 
@@ -71,6 +72,7 @@ for name, value in {
     os.environ.setdefault(name, value)
 # Types without a page: from other packages, and parts of results
 nitpick_ignore_regex = [
+    ("py:class", "|".join([*annotations.__all__, "DataIter", "GivenLossScale"])),
     ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
     ("py:class", r"gluon_amp\.(inspection|reports|cuda|tools|training)\.\w+\.\w+")]
 

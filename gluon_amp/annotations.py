@@ -3,7 +3,7 @@ from typing import Any, Callable, Sequence, Tuple, Type, Union
 
 import numpy as np
 from mxnet import Context
-from mxnet.gluon import Block, Parameter, Trainer
+from mxnet.gluon import Block, Parameter, ParameterDict, Trainer
 from mxnet.io import DataBatch
 from mxnet.kvstore import KVStoreBase
 from mxnet.metric import EvalMetric as Metric
@@ -12,9 +12,9 @@ from mxnet.ndarray import NDArray as Array
 from mxnet.optimizer import Optimizer, Updater
 from mxnet.symbol import Symbol
 
-__all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", "KVStore",
-           "LossFunction", "Metric", "Module", "Network", "Optimizer", "Parameter", "Shape",
-           "Symbol", "Trainer", "Updater"]
+__all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", "DataBatch",
+           "KVStore", "LossFunction", "Metric", "Module", "Network", "Optimizer", "Parameter",
+           "ParameterDict", "Shape", "Symbol", "Trainer", "Updater"]
 
 Arrays = Union[Array, Sequence[Array]]
 AnyArray = Union[Array, "np.ndarray[Any, Any]"]

@@ -2,7 +2,11 @@
 
 Float16 represents integers exactly up to 2048: a label of 2049 becomes 2048.
 """
+from __future__ import annotations
+
 from typing import Any, Hashable, Iterator, List
+
+from mxnet.io import DataBatch, DataDesc, DataIter
 
 from ._mxnet import mx, np
 from .annotations import Array
@@ -24,6 +28,7 @@ class Cast:
     """
 
     def __init__(self, dtype: str = "float16") -> None:
+        """See the class for the arguments."""
         self.dtype = _floating(dtype)
 
     def __call__(self, data: Array, *labels: Any) -> Any:
@@ -33,7 +38,7 @@ class Cast:
         return (cast, *labels) if labels else cast
 
 
-class CastIter(mx.io.DataIter):
+class CastIter(DataIter):
     """A DataIter that casts data and keeps labels.
 
     Args:
@@ -41,28 +46,33 @@ class CastIter(mx.io.DataIter):
         dtype: "float16" or "float32".
     """
 
-    def __init__(self, data_iter: mx.io.DataIter, dtype: str = "float16") -> None:
+    def __init__(self, data_iter: DataIter, dtype: str = "float16") -> None:
+        """See the class for the arguments."""
         super().__init__(data_iter.batch_size)
         self.data_iter, self.dtype = data_iter, _floating(dtype)
 
     @property
     def provide_data(self) -> List[Any]:
-        return [mx.io.DataDesc(d.name, d.shape, np.dtype(self.dtype).type
+        """Names, shapes and types of a batch's data after the cast."""
+        return [DataDesc(d.name, d.shape, np.dtype(self.dtype).type
                                if _is_float(d.dtype) else d.dtype, d.layout)
                 for d in self.data_iter.provide_data]
 
     @property
-    def provide_label(self) -> List[mx.io.DataDesc]:
+    def provide_label(self) -> List[DataDesc]:
+        """Names, shapes and types of a batch's labels."""
         return self.data_iter.provide_label
 
     def reset(self) -> None:
+        """Starts the data from the beginning."""
         self.data_iter.reset()
 
-    def next(self) -> mx.io.DataBatch:
+    def next(self) -> DataBatch:
+        """Returns the next batch, its data cast."""
         batch = self.data_iter.next()
         for label in batch.label or []:
             check_label(label)
-        return mx.io.DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
+        return DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
                                batch.index, batch.bucket_key, self.provide_data,
                                self.provide_label)
 

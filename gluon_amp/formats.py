@@ -4,6 +4,8 @@ float16, bfloat16 and float32 are types of MXNet's arrays. Other formats are flo
 values are rounded to the format, by the engine on a CPU. The rounding in numpy here and the
 engine's (cpu/kernels/passes.cc) use the same parameters.
 """
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional, Union
@@ -78,6 +80,7 @@ class Format:
 
     @cached_property
     def bias(self) -> int:
+        """What is subtracted from a stored exponent."""
         return 2 ** (self.exponent - 1) - 1
 
     @property
@@ -87,6 +90,7 @@ class Format:
 
     @cached_property
     def smallest_normal(self) -> float:
+        """The smallest number with all fraction bits."""
         return 2.0 ** (1 - self.bias)
 
     @cached_property
@@ -106,7 +110,7 @@ class Format:
         """The largest n such that all integers up to n are exact."""
         return int(min(2 ** (self.fraction + 1), self.largest))
 
-    def holds(self, other: "Format") -> bool:
+    def holds(self, other: Format) -> bool:
         """Whether it has all finite numbers of the other format."""
         return self.fraction >= other.fraction and self.largest >= other.largest \
             and self.smallest <= other.smallest
@@ -118,7 +122,7 @@ class Format:
         return bool((np.isfinite(rounded) & ((rounded != 0) | (numbers == 0))
                      | ~np.isfinite(numbers)).all())
 
-    def round(self, values: object, key: Optional[int] = None) -> "np.ndarray[Any, Any]":
+    def round(self, values: object, key: Optional[int] = None) -> np.ndarray[Any, Any]:
         """Numbers rounded to this format, once, as an array of float32.
 
         Args:
@@ -148,8 +152,8 @@ class Format:
             made = np.where(np.isinf(size), self._of_infinity, made)
             return np.copysign(made, values).astype(np.float32)
 
-    def _steps(self, exact: "np.ndarray[Any, Any]", small: "np.ndarray[Any, Any]",
-               key: int) -> "np.ndarray[Any, Any]":
+    def _steps(self, exact: np.ndarray[Any, Any], small: np.ndarray[Any, Any],
+               key: int) -> np.ndarray[Any, Any]:
         """Rounds multiples of the spacing stochastically to integers.
 
         Args:
@@ -165,7 +169,7 @@ class Format:
         return low + (below <= exact - low)
 
     @property
-    def nearest(self) -> "Format":
+    def nearest(self) -> Format:
         """The same format with rounding to nearest even."""
         return self if self.rounding == "nearest" else replace(self, rounding="nearest")
 
@@ -187,10 +191,10 @@ class Format:
                 f"{self._above_largest!r} {self._of_infinity!r} {ROUNDINGS.index(self.rounding)}")
 
 
-def random_bits(key: int, count: int) -> "np.ndarray[Any, Any]":
+def random_bits(key: int, count: int) -> np.ndarray[Any, Any]:
     """Returns 32 random bits for each of `count` numbers, a function of the key and the index, so
     that they do not depend on threads. The engine computes the same."""
-    def mixed(x: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    def mixed(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7feb352d)
         x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846ca68b)
         return x ^ (x >> np.uint32(16))
@@ -200,6 +204,7 @@ def random_bits(key: int, count: int) -> "np.ndarray[Any, Any]":
     return mixed(mixed(low ^ np.uint32(key & 0xffffffff)) ^ upper)
 
 
+Format.__init__.__doc__ = "See the class for the arguments."
 FORMATS = {format_.name: format_ for format_ in (
     Format("float32", exponent=8, fraction=23),
     Format("float16", exponent=5, fraction=10),

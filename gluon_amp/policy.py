@@ -1,4 +1,6 @@
 """Policies: which number format each part of a network has."""
+from __future__ import annotations
+
 from dataclasses import InitVar, dataclass
 from functools import cached_property
 from typing import Any, Optional, Sequence, Union
@@ -173,8 +175,10 @@ class Policy:
 
     @cached_property
     def products_round(self) -> bool:
-        """Whether products round their inputs, which are arrays of `between`. Otherwise the inputs
-        have the format already, by casts or because it is `between`."""
+        """Whether products round their inputs, which are arrays of `between`.
+
+        Otherwise the inputs have the format already, by casts or because it is `between`.
+        """
         return not self.gradient_everywhere and (
             self.gradient != self.product or not self.product.is_array_type)
 
@@ -198,6 +202,7 @@ class Policy:
             or not (self.product.is_array_type and self.between.is_array_type)
 
 
+Policy.__init__.__doc__ = "See the class for the arguments."
 POLICIES = {policy.name: policy for policy in (
     Policy("float32"),
     Policy("float16", parameter="float16", compute="float16"),

@@ -361,6 +361,14 @@ def test_every_public_name_is_in_reference(built):
         assert re.search(rf'id="(module-)?gluon_amp\.{name}"', reference), name
 
 
+def test_reference_describes_every_name(built):
+    reference = "".join(page.read_text() for page in (built / "api").glob("*.html"))
+    entries = re.findall(r'(?s)<dt class="sig [^>]*id="([\w.]+)">.*?</dt>\s*<dd>(<p>)?', reference)
+    assert len(entries) > 80
+    assert [name for name, text in entries if not text] == []
+    assert "ForwardRef" not in reference
+
+
 def test_docstring_examples_are_code_blocks(built):
     """Indented examples are rendered as code, not as quotations."""
     reference = (built / "api" / "training.html").read_text()

@@ -1,4 +1,6 @@
 """Records the GPU calls of one training step of a network, without a GPU."""
+from __future__ import annotations
+
 import json
 import pickle
 import re
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import mx
-from ..annotations import Network
+from ..annotations import Arrays, Network, Symbol
 from ..checks import aligned
 from ..cpu.arrays import dtype_name
 from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
@@ -36,7 +38,7 @@ class Step:
         self.parts, self.peak, self.violations = dict(parts), peak, violations
 
     @classmethod
-    def read(cls, log: Path, said: Mapping[str, int]) -> "Step":
+    def read(cls, log: Path, said: Mapping[str, int]) -> Step:
         found = sections(str(log))
         return cls({part: found.get(part, []) for part in PARTS}, said["peak"], said["violations"])
 
@@ -133,9 +135,8 @@ def why_not(call: Call) -> str:
         else "MXNet requests cuBLAS' default math"
 
 
-def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
-              policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
-              capability: int = 70) -> Trace:
+def gpu_trace(net: Network, batch: Arrays, policy: Union[str, Policy] = "float16",
+              optimizer: str = "sgd", capability: int = 70) -> Trace:
     """Records the GPU calls of one training step of a network, without a GPU.
 
     It needs the host code of MXNet's CUDA wheel. The loss is the mean of the outputs' squares. The
@@ -174,7 +175,7 @@ def gpu_trace(net: Network, batch: Union["mx.nd.NDArray", Sequence["mx.nd.NDArra
                         capability, sorted(keep))
 
 
-def trace_symbol(symbol: "mx.sym.Symbol", names: Sequence[str], data: Data,
+def trace_symbol(symbol: Symbol, names: Sequence[str], data: Data,
                  policy: Union[str, Policy] = "float16", optimizer: str = "sgd",
                  capability: int = 70, keep: Sequence[str] = ()) -> Trace:
     """Records the calls of a symbol, given the names, shapes and types of its inputs."""

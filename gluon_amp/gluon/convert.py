@@ -1,4 +1,6 @@
 """`convert` and `restore`: convert a Gluon network to mixed precision in place, and back."""
+from __future__ import annotations
+
 import gc
 import inspect
 from collections import OrderedDict

@@ -1,4 +1,6 @@
 """`freeze`: excludes a part of a network from training."""
+from __future__ import annotations
+
 from typing import Any, List
 
 from mxnet.gluon import Block, Constant, HybridBlock, SymbolBlock, nn

@@ -1,4 +1,6 @@
 """Judges counted tensors: the first overflow, findings, and the loss scales that fit."""
+from __future__ import annotations
+
 import math
 import statistics
 from dataclasses import dataclass
@@ -77,7 +79,7 @@ class Training(NamedTuple):
     checks: bool = True
 
     @classmethod
-    def of(cls, trainer: Any) -> "Training":
+    def of(cls, trainer: Any) -> Training:
         """Returns that of a Trainer or a Module; without one, that of loss_scale="dynamic"."""
         if trainer is None:
             return cls()

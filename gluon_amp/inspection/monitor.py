@@ -3,6 +3,8 @@
 In an observed step, a `Watch` counts the values of selected nodes. All other steps run as without a
 monitor.
 """
+from __future__ import annotations
+
 import json
 import logging
 import math
@@ -13,7 +15,7 @@ from contextlib import ExitStack
 from typing import Any, Dict, Iterable, List, Optional, Union
 
 from .._mxnet import mx
-from ..annotations import Block, Network
+from ..annotations import Block, Network, Trainer
 from ..checks import imports_of, nearest, whole_number
 from ..formats import FORMATS
 from ..graph.graph import Graph
@@ -67,10 +69,11 @@ class Monitor:
         RuntimeError: another Monitor observes the network.
     """
 
-    def __init__(self, net: Network, trainer: "mx.gluon.Trainer",
-                 path: Union[str, "os.PathLike[str]"], interval: int = 100,
+    def __init__(self, net: Network, trainer: Trainer,
+                 path: Union[str, os.PathLike[str]], interval: int = 100,
                  layers: Optional[Iterable[Union[str, Block]]] = None,
                  tensorboard: Optional[str] = None) -> None:
+        """See the class for the arguments."""
         self._blocks = hybrid_blocks(net)
         if not self._blocks:
             raise TypeError("Monitor takes a network that gluon_amp.convert has converted, with a "
@@ -104,7 +107,7 @@ class Monitor:
         if self._events is not None:
             self._events.close()
 
-    def __enter__(self) -> "Monitor":
+    def __enter__(self) -> Monitor:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -175,7 +178,7 @@ def statistics(counts: Counts, dtype: str) -> Dict[str, Any]:
             "nan": counts.nan}
 
 
-def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.Pattern[str]"]]:
+def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pattern[str]]]:
     """Returns regular expressions for the names of the selected operators."""
     if given is None:
         return None

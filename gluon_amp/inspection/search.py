@@ -9,6 +9,8 @@
 
 The budget and Ctrl-C stop it; it returns the best result so far.
 """
+from __future__ import annotations
+
 import itertools
 import math
 import os

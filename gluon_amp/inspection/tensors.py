@@ -3,6 +3,8 @@
 A `Counts` is a histogram of float32 exponents. From it follow the shares that underflow, become
 subnormal, or overflow in a format, at any loss scale, without another run.
 """
+from __future__ import annotations
+
 import functools
 import math
 import statistics
@@ -43,7 +45,7 @@ class Counts:
         squares, error_squares: sums of squares of finite values, and of their rounding errors.
         sample: up to 1024 rounded values, evenly spaced in the tensor; None after its step.
     """
-    bins: "np.ndarray[Any, Any]"
+    bins: np.ndarray[Any, Any]
     zero: int = 0
     infinite: int = 0
     nan: int = 0
@@ -54,7 +56,7 @@ class Counts:
     sample: Any = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def of_engine(cls, taken: Any) -> "List[Counts]":
+    def of_engine(cls, taken: Any) -> List[Counts]:
         """Returns the engine's counts of several tensors. The engine's first bin includes zeros,
         and its last infinities and NaN."""
         bins = taken["bins"].copy()
@@ -66,7 +68,7 @@ class Counts:
         return [cls(*row) for row in zip(bins, *(column.tolist() for column in columns))]
 
     @classmethod
-    def of_array(cls, array: Array, half: bool = False) -> "Counts":
+    def of_array(cls, array: Array, half: bool = False) -> Counts:
         """Counts the values of a float array; with `half`, as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
@@ -75,10 +77,10 @@ class Counts:
         library.table().count(numbers.ctypes.data, numbers.size, int(half), counts.ctypes.data)
         return cls.of_engine(counts)[0]
 
-    def __add__(self, other: "Counts") -> "Counts":
+    def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, name) + getattr(other, name) for name in _ADDED))
 
-    def times(self, factor: float) -> "Counts":
+    def times(self, factor: float) -> Counts:
         """Returns the counts of these values times a power of two, within float32's range."""
         by = round(math.log2(factor))
         if by == 0:
@@ -148,7 +150,7 @@ class Counts:
         the error of values that become 0 or subnormal."""
         return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
 
-    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> "np.ndarray[Any, Any]":
+    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Returns the same at several powers of two."""
         error, squares = _small_end(format_, powers)
         total = squares @ self.bins
@@ -166,7 +168,7 @@ class Counts:
     def _estimated_squares(self) -> float:
         return float((self.bins * _SQUARE * 4.0 ** _EXPONENTS).sum())
 
-    def as_in(self, format_: Format) -> "Counts":
+    def as_in(self, format_: Format) -> Counts:
         """Returns the counts of these values rounded to a format, estimated from exponents."""
         count, shares, squares = self.numbers, self.shares(format_), self._estimated_squares()
         beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
@@ -177,7 +179,7 @@ class Counts:
 
 @functools.lru_cache(maxsize=256)
 def _small_end(format_: Format, powers: Tuple[int, ...]
-               ) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
+               ) -> Tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Returns for each power of two and each bin the energy that underflow removes from a value,
     and the value's energy. Values are uniform within a bin."""
     exponents = _EXPONENTS + np.array(powers, np.float64)[:, None]
@@ -187,7 +189,7 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
     return np.where(exponents < math.log2(format_.smallest_normal), error, 0.0), squares
 
 
-def _is_beyond(format_: Format) -> "np.ndarray[Any, Any]":
+def _is_beyond(format_: Format) -> np.ndarray[Any, Any]:
     """Returns for each bin whether its values exceed a format's range."""
     beyond: np.ndarray[Any, Any] = math.floor(math.log2(format_.largest)) < _EXPONENTS
     return beyond
@@ -265,7 +267,7 @@ class Tensor:
         self.low_snr = max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
         self.last_exponent = math.floor(math.log2(self.format.largest))
 
-    def join(self, other: "Tensor") -> None:
+    def join(self, other: Tensor) -> None:
         """Adds the inputs and readers of another tensor with the same key."""
         for name in ("reads", "carried", "gradients", "variables"):
             setattr(self, name, list(dict.fromkeys(getattr(self, name) + getattr(other, name))))

@@ -1,4 +1,6 @@
 """What a step of an X-ray adds to the parameters: nothing, a trainer's updates, or a Module's."""
+from __future__ import annotations
+
 import copy
 import math
 from collections import defaultdict

@@ -1,4 +1,6 @@
 """The result of an X-ray, as data. judge.py derives its advice, render.py its text and files."""
+from __future__ import annotations
+
 import math
 import os
 from dataclasses import dataclass, field, replace
@@ -62,8 +64,10 @@ class View:
         return [step for i, step in enumerate(self.steps) if i not in self.left_out]
 
     def add_up(self) -> None:
-        """Sets the tensors' counts to the sums of these steps, with gradients at one loss scale,
-        except those that a loss operator starts."""
+        """Sets the tensors' counts to the sums of these steps.
+
+        Gradients are at one loss scale, except those that a loss operator starts.
+        """
         total: Dict[Key, Counts] = {}
         scaled = {t.key for t in self.tensors if t.key.backward and not t.begins}
         for at, counts in self.advising:
@@ -82,6 +86,7 @@ class View:
 
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:
+        """The lowest and the highest loss scale that fit, or None."""
         return None if self.window is None else (self.window.low, self.window.high)
 
     @property
@@ -128,9 +133,14 @@ class View:
             return 1, min(own, math.inf if tensor.snr is None else tensor.snr)
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
-    def save(self, folder: Union[str, "os.PathLike[str]"]) -> str:
-        """Writes xray.html, summary.csv and xray.jsonl into a new folder, and with matplotlib also
-        pictures. Returns the path of the page."""
+    def save(self, folder: Union[str, os.PathLike[str]]) -> str:
+        """Writes xray.html, summary.csv and xray.jsonl into a new folder.
+
+        With matplotlib it also writes pictures.
+
+        Returns:
+            The path of the page.
+        """
         return render.save(self, os.fspath(folder))
 
     def __str__(self) -> str:

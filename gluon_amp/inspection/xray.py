@@ -5,6 +5,8 @@
     at the end  derives a window of loss scales, findings, and a value of keep=; verifies keep=,
                 and adds nodes until there are no findings
 """
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple

@@ -6,6 +6,8 @@
     write each operator by its row (operators.py), or refuse it by name
     compare the type and shape that ONNX infers for each tensor with MXNet's
 """
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, field
 from types import ModuleType

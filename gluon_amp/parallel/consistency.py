@@ -2,6 +2,8 @@
 
 Ranks compare digests of 8 bytes for each array.
 """
+from __future__ import annotations
+
 import hashlib
 import logging
 import pickle

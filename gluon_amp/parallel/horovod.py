@@ -4,6 +4,8 @@
 
 There is no server: all processes all-reduce gradients, one process for each device.
 """
+from __future__ import annotations
+
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import mx
@@ -27,6 +29,7 @@ class Horovod(mx.kv.KVStoreBase):
     """
 
     def __init__(self, wire: str = "float16") -> None:
+        """See the class for the arguments."""
         if wire not in ("float16", "float32"):
             raise ValueError(f'wire must be "float16" or "float32". Received: {wire!r}')
         try:
@@ -72,8 +75,10 @@ class Horovod(mx.kv.KVStoreBase):
         """Does nothing; `Module` calls it."""
 
     def broadcast(self, key: Hashable, value: Any, out: Any, priority: int = 0) -> None:
-        """Broadcasts rank 0's value as a sum with zeros: Horovod 0.28's broadcast may read the
-        operation's name after it has been freed."""
+        """Broadcasts rank 0's value, as a sum with zeros.
+
+        Horovod 0.28's own broadcast may read the operation's name after it has been freed.
+        """
         (array,) = _one_device([(key, out)])
         if self.rank:
             array[:] = 0

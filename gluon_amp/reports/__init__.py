@@ -1,4 +1,6 @@
 """Reports from training logs: a verdict, tables and plots."""
+from __future__ import annotations
+
 import math
 import re
 from functools import partial

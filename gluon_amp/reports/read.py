@@ -16,6 +16,8 @@ epoch are kept, so memory grows with epochs, not with lines:
 A repeated epoch replaces the former one and all later ones: the run was resumed. Other arguments
 start a new run, and so does an epoch 0 after later ones.
 """
+from __future__ import annotations
+
 import ast
 import codecs
 import json
@@ -231,16 +233,16 @@ class _Reader:
                 return True
         return self._precision(line)
 
-    def _arguments(self, found: "re.Match[bytes]") -> bool:
+    def _arguments(self, found: re.Match[bytes]) -> bool:
         self.header = {name: _literal(value) for name, value in
                        ARGUMENT.findall(found[1].decode(errors="replace"))}
         return True
 
-    def _rate(self, found: "re.Match[bytes]") -> bool:
+    def _rate(self, found: re.Match[bytes]) -> bool:
         self.lr = _number(found[1].decode())
         return True
 
-    def _line_of_results(self, found: "re.Match[bytes]") -> bool:
+    def _line_of_results(self, found: re.Match[bytes]) -> bool:
         number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
         values = _values(text.replace(b"Validation-", b""))
         of_detection = text.strip() == b"Validation:"  # what follows is its
@@ -259,7 +261,7 @@ class _Reader:
             return False
         return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
 
-    def _segmentation(self, found: "re.Match[bytes]") -> bool:
+    def _segmentation(self, found: re.Match[bytes]) -> bool:
         self._go_to(int(found[1]))
         if not found[2]:
             self.epoch.loss = float(found[4])  # so far; the last one is the epoch's

@@ -1,4 +1,6 @@
 """Runs and epochs of training logs."""
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -111,6 +113,7 @@ class Run:
         return next((v for v in map(self.arguments.get, names) if v not in (None, "")), None)
 
     def started_with(self, arguments: Dict[str, Any]) -> bool:
+        """Whether its arguments are these, apart from those that resume a run."""
         return all(self.arguments.get(key) == arguments.get(key)
                    for key in {*self.arguments, *arguments} if not RESUMING.fullmatch(key))
 
@@ -152,7 +155,7 @@ class Run:
         for series in (self.trace, *self.steps.values()):  # type: Any
             series[:] = [point for point in series if point[0] < epoch]
 
-    def go_on(self, later: "Run") -> None:
+    def go_on(self, later: Run) -> None:
         """Adds the epochs of a resumed run."""
         first = min(later.epochs)
         self.forget_from(first)
@@ -174,6 +177,7 @@ class Run:
 
     @property
     def heading(self) -> str:
+        """The measure as the heading of a table's column."""
         return f"{self.measure} %" if self.is_share else headed(self.measure)
 
     @property
@@ -281,21 +285,26 @@ class Run:
 
     @property
     def best(self) -> Optional[Tuple[int, float]]:
-        """The epoch with the lowest error, and that error; None if the direction of the measure is
-        unknown."""
+        """The epoch with the lowest error, and that error.
+
+        None if the direction of the measure is unknown.
+        """
         errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
         known = direction(self.measure) != "direction not known"
         return min(errors, key=itemgetter(1)) if errors and known else None
 
     @property
     def speed(self) -> Optional[float]:
+        """The median of the epochs' samples per second."""
         speeds = [e.speed for e in self.epochs.values() if e.speed]
         return median(speeds) if speeds else None
 
     @property
     def hours(self) -> List[float]:
-        """The hours of training at the end of each epoch, without a last epoch of unknown time;
-        empty if an earlier time is missing."""
+        """The hours of training at the end of each epoch.
+
+        They lack a last epoch of unknown time, and are empty if an earlier time is missing.
+        """
         seconds = [epoch.seconds for epoch in self.epochs.values()]
         if seconds and seconds[-1] is None:  # killed between two lines
             seconds.pop()

@@ -1,4 +1,6 @@
 """Writes the files of a report: HTML, Markdown, CSV. Text from logs is escaped in all of them."""
+from __future__ import annotations
+
 import csv
 import io
 import json
@@ -140,7 +142,7 @@ def _inline(plot: Plot, prefix: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.caption)}"', 1)
 
 
-def _shorter(path: "re.Match[str]") -> str:
+def _shorter(path: re.Match[str]) -> str:
     """Rounds coordinates to hundredths of a point."""
     return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", " ")
 

@@ -1,10 +1,13 @@
 """`convert_symbol` and `convert_model`: the Symbolic API's networks in mixed precision."""
+from __future__ import annotations
+
 import difflib
 from typing import Any, Dict, Iterable, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
 
 from .._mxnet import mx
+from ..annotations import Symbol
 from ..checks import listed
 from ..cpu.arrays import beyond_float16, dtype_name
 from ..graph.casts import float32_variables, insert_casts
@@ -16,8 +19,8 @@ from ..policy import IN_SYMBOLS, Policy, get_policy
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
 
 
-def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
-                   keep: Iterable[str] = ()) -> "mx.sym.Symbol":
+def convert_symbol(sym: Symbol, policy: Union[str, Policy] = "float16",
+                   keep: Iterable[str] = ()) -> Symbol:
     """Returns a symbol in mixed precision.
 
     It has a cast after the data, the body in the policy's type, norms in float32, and a cast
@@ -59,9 +62,9 @@ def convert_symbol(sym: "mx.sym.Symbol", policy: Union[str, Policy] = "float16",
     return mixed.symbol()
 
 
-def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: Dict[str, Any],
+def convert_model(sym: Symbol, arg_params: Dict[str, Any], aux_params: Dict[str, Any],
                   policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
-                  ) -> Tuple["mx.sym.Symbol", Dict[str, Any], Dict[str, Any]]:
+                  ) -> Tuple[Symbol, Dict[str, Any], Dict[str, Any]]:
     """Converts a checkpoint to mixed precision.
 
     Args:
@@ -88,7 +91,7 @@ def convert_model(sym: "mx.sym.Symbol", arg_params: Dict[str, Any], aux_params: 
     return converted, cast(arg_params), cast(aux_params)
 
 
-def check_parameters(sym: "mx.sym.Symbol", arg_params: Dict[str, Any],
+def check_parameters(sym: Symbol, arg_params: Dict[str, Any],
                      aux_params: Dict[str, Any]) -> None:
     """Raises ValueError for parameters that are missing, misnamed, or beyond float16's range."""
     there = {*arg_params, *aux_params}

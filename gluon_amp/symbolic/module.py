@@ -3,6 +3,8 @@
 binding.py binds their symbols. They share backward passes, steps, workers and files with the
 Trainer: training/backward.py, training/step.py, parallel/sync.py, training/checkpoint.py.
 """
+from __future__ import annotations
+
 from typing import (
     Any,
     Callable,
@@ -20,7 +22,7 @@ from typing import (
 from mxnet.model import _update_params
 
 from .._mxnet import mx
-from ..annotations import Array, KVStore, Metric, Optimizer, Symbol
+from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
 from ..checks import counted, in_names
 from ..cpu.arrays import dtype_name, is_half, to_float32
 from ..files import must_exist, replace_file
@@ -53,7 +55,7 @@ class _Pass(Backward):
         backward: MXNet's backward pass at a scale.
     """
 
-    def __init__(self, module: "_Module", scale: float, checking: bool,
+    def __init__(self, module: _Module, scale: float, checking: bool,
                  backward: Callable[[float], None]) -> None:
         super().__init__([module._step], scale, checking)
         self._module, self._backward = module, backward
@@ -72,7 +74,7 @@ class _Pass(Backward):
             executor.forward(is_train=True)
         self.run_once(scale)
 
-    def losses(self) -> List["mx.nd.NDArray"]:
+    def losses(self) -> List[Array]:
         return [output for executor in self._executors for output in executor.outputs]
 
     def unscaled_head_error(self, names: Sequence[str]) -> str:
@@ -119,19 +121,21 @@ class _Module:
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """The names of parameters whose gradients are not finite, of the pending gradients or
-        else of the last step."""
+        """The names of parameters whose gradients are not finite.
+
+        These are pending gradients or else those of the last step.
+        """
         return self._step.overflowed
 
-    def _module(self) -> "mx.mod.Module":
+    def _module(self) -> mx.mod.Module:
         """Returns the current module of MXNet."""
         return self
 
-    def _modules(self) -> Iterable["mx.mod.Module"]:
+    def _modules(self) -> Iterable[mx.mod.Module]:
         """Returns all modules that share its optimizer."""
         return [self]
 
-    def _bindable(self, symbol: "mx.sym.Symbol") -> Bindable:
+    def _bindable(self, symbol: Symbol) -> Bindable:
         return Bindable.from_symbol(symbol, self._step.scaling)
 
     def init_params(self,
@@ -187,7 +191,7 @@ class _Module:
             self.load_optimizer_states(self._states_file)
             self._states_file = None
 
-    def forward(self, data_batch: "mx.io.DataBatch", is_train: Optional[bool] = None) -> None:
+    def forward(self, data_batch: DataBatch, is_train: Optional[bool] = None) -> None:
         """The same as MXNet's."""
         module = self._module()
         if self._step.checks_gradients and module._context[0].device_type == "gpu":
@@ -302,7 +306,7 @@ class _Module:
                     group.param_names, group.param_arrays, group.grad_arrays))
                 if grads[0] is not None]
 
-    def _adding(self) -> List["mx.nd.NDArray"]:
+    def _adding(self) -> List[Array]:
         """Returns the gradients to which each backward pass adds."""
         group = self._module()._exec_group
         return [grad for executor in group.execs
@@ -446,7 +450,7 @@ class _Module:
         for one in self._modules():
             one._optimizer = updater.optimizer
 
-    def _weights(self) -> Dict[int, Tuple[str, "mx.nd.NDArray"]]:
+    def _weights(self) -> Dict[int, Tuple[str, Array]]:
         """Returns names and weights by the indices of MXNet's Module."""
         module = self._module()
         group, devices = module._exec_group, len(module._context)
@@ -466,14 +470,15 @@ class Module(_Module, mx.mod.Module):
         kwargs: as for `mx.mod.Module`.
     """
 
-    def __init__(self, symbol: "mx.sym.Symbol", *args: Any, loss_scale: GivenLossScale = None,
+    def __init__(self, symbol: Symbol, *args: Any, loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
+        """See the class for the arguments."""
         self._init_step(loss_scale, clip_norm)
         super().__init__(self._bindable(symbol), *args, **kwargs)
 
     @classmethod
     def load(cls, prefix: str, epoch: int, load_optimizer_states: bool = False,
-             **kwargs: Any) -> "Module":
+             **kwargs: Any) -> Module:
         """Loads a module from a checkpoint.
 
         Args:
@@ -522,6 +527,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
                  loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
+        """See the class for the arguments."""
         self._init_step(loss_scale, clip_norm)
 
         def bindable(key: Hashable) -> Tuple[Symbol, Sequence[str], Sequence[str]]:
@@ -530,16 +536,16 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
         super().__init__(bindable, *args, **kwargs)
 
-    def _module(self) -> "mx.mod.Module":
+    def _module(self) -> mx.mod.Module:
         return self._curr_module
 
-    def _modules(self) -> Iterable["mx.mod.Module"]:
+    def _modules(self) -> Iterable[mx.mod.Module]:
         return self._buckets.values()
 
     @staticmethod
     def load(prefix: str, epoch: int, sym_gen: Any = None,
              default_bucket_key: Hashable = None,
-             load_optimizer_states: bool = False, **kwargs: Any) -> "BucketingModule":
+             load_optimizer_states: bool = False, **kwargs: Any) -> BucketingModule:
         """Loads a module from a checkpoint. Arguments are those of the class."""
         must_exist(f"{prefix}-{epoch:04d}.params")
         module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
@@ -559,8 +565,11 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
     def save_checkpoint(self, prefix: str, epoch: int, save_optimizer_states: bool = False,
                         remove_amp_cast: bool = False) -> None:
-        """Writes PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and
-        optionally PREFIX-EPOCH.states. Each file is replaced atomically."""
+        """Writes the parameters, the symbols of the buckets and optionally the states.
+
+        The files are PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and
+        PREFIX-EPOCH.states. Each is replaced atomically.
+        """
         mx.nd.waitall()
         replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
         for key in self._buckets:

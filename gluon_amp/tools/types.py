@@ -1,4 +1,6 @@
 """The types that the operators of a network run in, with the reasons."""
+from __future__ import annotations
+
 import itertools
 from dataclasses import dataclass
 from typing import Collection, List, Mapping, Optional, Set, Tuple

@@ -1,4 +1,6 @@
 """AdamW. MXNet 1.9.1 has its operators, but no optimizer."""
+from __future__ import annotations
+
 import math
 import os
 from typing import Any, List, Sequence, Tuple, Union
@@ -27,6 +29,7 @@ class AdamW(mx.optimizer.Optimizer):
 
     def __init__(self, learning_rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999,
                  epsilon: float = 1e-8, **kwargs: Any) -> None:
+        """See the class for the arguments."""
         super().__init__(learning_rate=learning_rate, **kwargs)
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         # the operator's limit is 50
@@ -34,14 +37,17 @@ class AdamW(mx.optimizer.Optimizer):
                                                           "50"))))
 
     def create_state(self, index: Index, weight: Array) -> Tuple[Any, Any]:
+        """Returns the two averages of a weight, which are 0."""
         zeros = mx.nd.zeros_like(weight.as_nd_ndarray())
         return zeros, zeros.copy()
 
     def update(self, index: Indices, weight: Arrays, grad: Arrays, state: object) -> None:
+        """Updates a weight, or several in one call."""
         self._run("multi_adamw_update", *_lists(index, weight, grad, state))
 
     def update_multi_precision(self, index: Indices, weight: Arrays, grad: Arrays,
                                state: object) -> None:
+        """Updates 16-bit weights by their float32 master weights."""
         indices, weights, grads, states = _lists(index, weight, grad, state)
         if not self.multi_precision or not is_half(weights[0].dtype):
             self.update(index, weight, grad, state)

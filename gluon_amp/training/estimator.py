@@ -1,4 +1,6 @@
 """MXNet's `Estimator` with a `gluon_amp.Trainer`."""
+from __future__ import annotations
+
 from typing import Any, List, Tuple
 
 from mxnet import autograd
@@ -10,8 +12,9 @@ Arrays = List[Any]  # one for each device
 
 
 class BatchProcessor(mxnet_estimator.BatchProcessor):
-    """Lets `gluon.contrib.estimator.Estimator` train with a `gluon_amp.Trainer`: MXNet's own
-    batch processor goes backward from the loss without its scale.
+    """Lets `gluon.contrib.estimator.Estimator` train with a `gluon_amp.Trainer`.
+
+    MXNet's own batch processor goes backward from the loss without its scale.
 
         Estimator(net, loss, trainer=amp.Trainer(...), batch_processor=BatchProcessor())
     """

@@ -7,6 +7,8 @@ pass, and the update divides gradients by it. The dynamic scale is found by tria
     after an overflow:          backs off, down to `minimum`; there, an error
     until it is settled:        searches instead, with further backward passes in the same step
 """
+from __future__ import annotations
+
 import inspect
 import itertools
 import logging
@@ -77,8 +79,11 @@ class LossScale:
         """Updates the scale after a step."""
 
     def back_off(self, parameters: Iterable[str]) -> bool:
-        """Lowers the scale after an overflow in these parameters' gradients. Returns False if the
-        scale never changes."""
+        """Lowers the scale after an overflow in these parameters' gradients.
+
+        Returns:
+            False if the scale never changes.
+        """
         return False
 
     def search(self, overflows: Callable[[float], bool]) -> int:
@@ -131,6 +136,7 @@ class DynamicLossScale(LossScale):
                  backoff_factor: float = 0.5, growth_interval: int = 2000,
                  minimum: float = 1.0, maximum: float = 2.0 ** 24,
                  hysteresis: int = 1) -> None:
+        """See the class for the arguments."""
         self.minimum = positive_number(minimum, "minimum")
         self.maximum = positive_number(maximum, "maximum")
         if self.minimum > self.maximum:
@@ -283,6 +289,7 @@ class StaticLossScale(LossScale):
 
     @property
     def kind(self) -> str:
+        """The loss scale in words."""
         return f"the loss scale {self.scale:g}"
 
     def loss(self, cls: type, **kwargs: Any) -> Loss:
@@ -312,7 +319,7 @@ class StaticLossScale(LossScale):
             raise
 
     def optimizer(self, name: str, *, rescale_grad: float = 1.0, **kwargs: Any) -> Optimizer:
-        """Returns `gluon_amp.optimizer(name, ...)` that divides by the scale, for `gluon.Trainer`.
+        """Returns an optimizer that divides by the scale, for `gluon.Trainer`.
 
         Args:
             name: as for `gluon_amp.optimizer`.
@@ -326,8 +333,9 @@ class StaticLossScale(LossScale):
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
                          **kwargs: Any) -> Optimizer:
-        """Returns `gluon_amp.optimizer(name, ...)` that divides by the scale and the batch size,
-        for `Module`, which does not divide by the batch size.
+        """Returns an optimizer that divides by the scale and the batch size, for `Module`.
+
+        `Module` does not divide by the batch size.
 
         The symbol has the other half: `SoftmaxOutput(..., grad_scale=scale.scale)`.
 
@@ -345,6 +353,7 @@ class StaticLossScale(LossScale):
         return loss / self.scale
 
 
+StaticLossScale.__init__.__doc__ = "See the class for the arguments."
 GivenLossScale = Union[LossScale, float, str, None]
 
 

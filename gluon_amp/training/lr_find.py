@@ -10,6 +10,8 @@
 Afterwards the network, the Trainer and the loss scale are restored. Accumulated gradients
 (grad_req="add") start at 0 for each rate, and are 0 at the end.
 """
+from __future__ import annotations
+
 import math
 import pickle
 import struct

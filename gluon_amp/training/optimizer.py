@@ -10,6 +10,8 @@ operator, and rounds them, for several weights in one call. LAMB needs norms fir
 passes. Float32 weights are their own master weights. They get the bits of MXNet's operator, which
 is several times slower.
 """
+from __future__ import annotations
+
 import functools
 import os
 from contextlib import contextmanager, nullcontext
@@ -112,7 +114,7 @@ FUSED_RULES: Dict[Any, List[_FusedRule]] = {
 }
 
 
-def optimizer(name: str, **kwargs: Any) -> "mx.optimizer.Optimizer":
+def optimizer(name: str, **kwargs: Any) -> Optimizer:
     """Returns an MXNet optimizer with float32 master weights for 16-bit parameters.
 
     Args:

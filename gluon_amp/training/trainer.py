@@ -5,12 +5,14 @@
     step(n)          sums them over devices and workers (parallel/sync.py), and takes a step
                      (step.py), which divides by scale and n
 """
+from __future__ import annotations
+
 import copy
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
-from ..annotations import Optimizer
+from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
 from ..checks import counted, positive_number
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
@@ -52,22 +54,23 @@ class Trainer(mx.gluon.Trainer):
             size. None does not clip.
     """
 
-    _optimizer: "mx.optimizer.Optimizer"
-    _params: List["mx.gluon.Parameter"]
-    _params_to_init: List["mx.gluon.Parameter"]
+    _optimizer: Optimizer
+    _params: List[Parameter]
+    _params_to_init: List[Parameter]
     _kvstore_params: Dict[str, Any]
     # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
 
-    def __init__(self, params: Union["mx.gluon.ParameterDict", Sequence["mx.gluon.Parameter"]],
-                 optimizer: Union[str, "mx.optimizer.Optimizer"],
+    def __init__(self, params: Union[ParameterDict, Sequence[Parameter]],
+                 optimizer: Union[str, Optimizer],
                  optimizer_params: Optional[Dict[str, Any]] = None,
-                 kvstore: Union[str, "mx.kv.KVStoreBase", None] = "device",
+                 kvstore: KVStore = "device",
                  compression_params: Optional[Dict[str, Any]] = None,
                  update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "dynamic",
                  clip_norm: Optional[float] = None) -> None:
+        """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._step = Step(loss_scale, clip_norm, self._trained)
         self._workers = self._step.workers
@@ -78,7 +81,7 @@ class Trainer(mx.gluon.Trainer):
             update_on_kvstore = False
         kvstore = store.make_store(kvstore, compression_params)
         dense = all(p._stype == p._grad_stype == "default" for p in parameters
-                    if isinstance(p, mx.gluon.Parameter))
+                    if isinstance(p, Parameter))
         if update_on_kvstore is None and store.updates_on_ranks(kvstore, dense):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
@@ -97,7 +100,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _init_optimizer(self, optimizer: Union[str, Optimizer],
                         optimizer_params: Any) -> None:
-        if not isinstance(optimizer, mx.optimizer.Optimizer):
+        if not isinstance(optimizer, Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._step.scaling:
             check_scalable(optimizer)
@@ -115,14 +118,15 @@ class Trainer(mx.gluon.Trainer):
 
     @property
     def overflowed(self) -> Tuple[str, ...]:
-        """The names of parameters whose gradients are not finite, of the pending gradients or
-        else of the last step."""
+        """The names of parameters whose gradients are not finite.
+
+        These are pending gradients or else those of the last step.
+        """
         return self._step.overflowed
 
     # ---- a backward pass
 
-    def backward(self, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
-                 retain_graph: bool = False) -> None:
+    def backward(self, loss: Arrays, retain_graph: bool = False) -> None:
         """Computes scaled gradients.
 
         While the first dynamic scale is searched, this checks the gradients. If they overflow, it
@@ -191,13 +195,13 @@ class Trainer(mx.gluon.Trainer):
         return self._end_step()
 
     @in_one_thread
-    def unscale(self) -> Dict[str, List["mx.nd.NDArray"]]:
-        """Returns unscaled gradients, 16-bit ones in float32: for each parameter's name a list over
-        devices.
+    def unscale(self) -> Dict[str, List[Array]]:
+        """Returns unscaled gradients, 16-bit ones in float32.
 
-        `update` uses these arrays, with your changes. The 16-bit gradients stay scaled.
+        For each parameter's name they are a list over devices. `update` uses these arrays, with
+        your changes. The 16-bit gradients stay scaled.
         """
-        named: Dict[str, List[mx.nd.NDArray]] = {}
+        named: Dict[str, List[Array]] = {}
         for gradient in self._step.unscale():
             named.setdefault(gradient.name, []).append(gradient.array)
         return named
@@ -474,12 +478,12 @@ class Trainer(mx.gluon.Trainer):
         self._optimizer.param_dict = dict(enumerate(self._params))
 
 
-def _described(parameters: Sequence["mx.gluon.Parameter"]) -> List[Tuple[str, Any, bool]]:
+def _described(parameters: Sequence[Parameter]) -> List[Tuple[str, Any, bool]]:
     """Returns the names, arrays, and whether trained, of parameters, which ranks compare."""
     return [(p.name, p.list_data()[0], p.grad_req != "null") for p in parameters]
 
 
-def _is_average(parameter: "mx.gluon.Parameter") -> bool:
+def _is_average(parameter: Parameter) -> bool:
     """Whether it is a batch norm's moving average, which differs between ranks. In MXNet's blocks
     these are not differentiable, like Constants; in a SymbolBlock only names identify them."""
     if parameter._differentiable:
@@ -490,8 +494,7 @@ def _is_average(parameter: "mx.gluon.Parameter") -> bool:
 # ---- one backward pass for one or several Trainers
 
 
-def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
-             trainers: Sequence[Trainer], retain_graph: bool = False) -> None:
+def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = False) -> None:
     """Computes scaled gradients of one loss for several Trainers. Then call `step` of each.
 
     The Trainers share the smallest of their loss scales. A Trainer whose gradients overflow skips
@@ -524,7 +527,7 @@ def backward(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
     _backward("gluon_amp.backward()", loss, found, retain_graph)
 
 
-def _backward(call: str, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
+def _backward(call: str, loss: Arrays,
               trainers: Sequence[Trainer], retain_graph: bool) -> None:
     losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
     steps = [trainer._step for trainer in trainers]
@@ -552,7 +555,7 @@ def _backward(call: str, loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]]
                 step.loss_heads_checked = True
 
 
-def _begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
+def _begin(trainers: Sequence[Trainer], losses: List[Array]) -> float:
     """Prepares a backward pass and returns its scale, which is that of earlier ones in the step."""
     check_losses(losses)
     for trainer in trainers:
@@ -570,8 +573,7 @@ def _begin(trainers: Sequence[Trainer], losses: List["mx.nd.NDArray"]) -> float:
 
 
 @contextmanager
-def scale_loss(loss: Union["mx.nd.NDArray", Sequence["mx.nd.NDArray"]],
-               trainer: Trainer) -> Iterator[Any]:
+def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
 
     Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step,

@@ -4,6 +4,8 @@ One Tensor Core instruction adds a block of products to an accumulator, all trun
 bits below the largest exponent. docs/tensor_cores.md states the rule; gpus.py has its parameters
 for each GPU.
 """
+from __future__ import annotations
+
 from typing import Any, Optional
 
 from ..._mxnet import mx, np
@@ -96,7 +98,7 @@ def _sum_of(core: TensorCore, gpu: str, format_: str, sums: str) -> Sum:
     return how
 
 
-def _values(name: str, array: AnyArray, format_: str) -> "np.ndarray[Any, Any]":
+def _values(name: str, array: AnyArray, format_: str) -> np.ndarray[Any, Any]:
     values = array.asnumpy() if isinstance(array, mx.nd.NDArray) else np.asarray(array)
     if format_ == "float16" and values.dtype != np.float16:
         raise TypeError(f"Tensor Cores multiply float16 numbers: {name} must be a float16 array. "
@@ -110,7 +112,7 @@ def _values(name: str, array: AnyArray, format_: str) -> "np.ndarray[Any, Any]":
     return values if format_ == "float16" else rounded
 
 
-def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> "np.ndarray[Any, Any]":
+def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> np.ndarray[Any, Any]:
     """Returns the accumulator's initial values as an array of this shape and type."""
     if c is None:
         return np.zeros(shape, sums)
@@ -132,8 +134,8 @@ def _start(c: Optional[AnyArray], shape: Shape, sums: str) -> "np.ndarray[Any, A
                          f"to it. Received: {given.shape}") from None
 
 
-def _product(a: "np.ndarray[Any, Any]", b: "np.ndarray[Any, Any]", c: "np.ndarray[Any, Any]",
-             how: Sum, format_: str, split: int) -> "np.ndarray[Any, Any]":
+def _product(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], c: np.ndarray[Any, Any],
+             how: Sum, format_: str, split: int) -> np.ndarray[Any, Any]:
     depth, half_sums = a.shape[-1], c.dtype == np.float16
     if c.size == 0 or depth == 0:  # MXNet has no empty arrays
         made = c + c.dtype.type(0)
