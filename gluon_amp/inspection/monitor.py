@@ -1,33 +1,37 @@
-"""`Monitor`: statistics of a network's tensors during training, in every n-th step.
+"""`Monitor`: what a network's tensors are during training, in every n-th step.
 
-In an observed step, a `Watch` counts the values of selected nodes. All other steps run as without a
-monitor.
+In an observed step, a `Watch` counts the values of selected nodes in the CPU engine, or a
+`HookWatch` reads the tensors. All other steps run as without a monitor.
 """
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import time
 from contextlib import ExitStack
-from typing import Any, Dict, Iterable, List, Optional, Union
+from typing import Any, Dict, Iterable, List, Optional, Type, Union
 
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
 from ..checks import imports_of, nearest, whole_number
-from ..formats import FORMATS
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
-from .tensors import Counts, Key
-from .watch import Watch, deliver_counts, hybrid_blocks
+from .hooks import VARIABLE, Checksums, HookWatch, Measure, Statistics, Times, plain_graphs
+from .records import Clock, Line, Places, head, tensor_line, time_lines, variable_line
+from .tensors import Key
+from .watch import Watch, hybrid_blocks
 
 log = logging.getLogger("gluon_amp")
 
 
+_MEASURES: Dict[str, Type[Measure]] = {
+    "statistics": Statistics, "checksums": Checksums, "times": Times}
+
+
 class Monitor:
-    """Writes statistics of a converted network's tensors every `interval` steps of its training.
+    """Writes statistics of a network's tensors every `interval` steps of its training.
 
     Training does not change by a bit. Call `step` once after each step of the trainer:
 
@@ -53,8 +57,12 @@ class Monitor:
       smallest and largest number other than 0.
     - ``loss_scale``: the scale of a gradient, which is counted scaled.
 
+    A converted network on CPUs is counted before values are rounded. Otherwise tensors are counted
+    as they are stored, and ``underflow`` is null. On a GPU, ``least`` is null, too, and ``largest``
+    is null if the tensor is not finite.
+
     Args:
-        net: a network that `convert` has converted, on CPUs.
+        net: a network that `convert` has converted, or with hybridized blocks.
         trainer: a `gluon_amp.Trainer`, or MXNet's.
         path: the file of JSON lines; an existing file is appended to.
         interval: the number of steps from one observed step to the next.
@@ -62,43 +70,63 @@ class Monitor:
             operators.
         tensorboard: a folder for TensorBoard's event files, with the shares, `rms` and `largest` as
             scalars (`pip install 'gluon-amp[tensorboard]'`).
+        record: "statistics"; "checksums" adds data and parameters, and what ``gluon-amp diff``
+            compares; "times" is the time and the memory of each operator, for ``gluon-amp
+            profile``.
 
     Raises:
-        TypeError: `net` is not converted, or an argument has another type.
-        ValueError: `layers` is empty or has an invalid regular expression.
+        TypeError: `net` is neither converted nor hybridized, or an argument has another type.
+        ValueError: `layers` is empty or has an invalid regular expression, or `record` is unknown.
         RuntimeError: another Monitor observes the network.
     """
 
     def __init__(self, net: Network, trainer: Trainer,
                  path: Union[str, os.PathLike[str]], interval: int = 100,
                  layers: Optional[Iterable[Union[str, Block]]] = None,
-                 tensorboard: Optional[str] = None) -> None:
+                 tensorboard: Optional[str] = None, record: str = "statistics") -> None:
         """See the class for the arguments."""
         self._blocks = hybrid_blocks(net)
-        if not self._blocks:
+        if not self._blocks and not plain_graphs(net):
             raise TypeError("Monitor takes a network that gluon_amp.convert has converted, with a "
-                            f"HybridBlock in it. Received: {type(net).__name__}")
+                            "HybridBlock in it, or a hybridized one. Received: "
+                            f"{type(net).__name__}")
         if not isinstance(trainer, mx.gluon.Trainer):
             raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
                             f"Received: {type(trainer).__name__}")
+        if record not in _MEASURES:
+            raise ValueError(f"record must be one of {', '.join(_MEASURES)}. Received: {record!r}")
+        if tensorboard is not None and record == "times":
+            raise ValueError("tensorboard= takes statistics. Received: record='times'")
         self.interval = whole_number(interval, "interval", least=1)
-        self._trainer: Any = trainer
+        self._net, self._trainer, self._record = net, trainer, record
         self._layers = _layers(layers)
-        self._watch = Watch(net, trainer, self._is_chosen)
+        self._watch = self._made_watch()
         self._observing = ExitStack()
         self.steps = 0
         self._path = os.fspath(path)
-        self._append([])  # raises now if the file is not writable
+        self._places, self._clock = Places(net), Clock()
+        self._append([] if record == "statistics" else [head(net, trainer, record)])  # or raises
         self._events = _Events(tensorboard) if tensorboard is not None else None
         self._arm()
+
+    def _made_watch(self) -> Union[Watch, HookWatch]:
+        on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
+        if self._record == "statistics" and on_cpus and not plain_graphs(self._net):
+            return Watch(self._net, self._trainer, self._is_chosen)
+        measure = _MEASURES[self._record]()
+        return HookWatch(self._net, self._trainer, self._is_chosen, measure,
+                         variables=self._record == "checksums")
 
     def step(self) -> None:
         """Counts a step, and writes its statistics if it was observed. Call it after each step."""
         self.steps += 1
         if self.steps % self.interval == 0:
-            deliver_counts(float(getattr(self._trainer, "loss_scale", 1.0)))
+            self._watch.deliver(float(getattr(self._trainer, "loss_scale", 1.0)))
             self._observing.close()
             self._write()
+            self._clock.resume()
+        elif self._record == "times":
+            self._clock.step()
         self._arm()
 
     def close(self) -> None:
@@ -114,71 +142,72 @@ class Monitor:
         self.close()
 
     def _arm(self) -> None:
-        """Makes the engine count in the next step, if it is observed."""
+        """Observes the next step, if it is one of the interval."""
         if (self.steps + 1) % self.interval:
             return
         if any(block._amp.stand_in is not None for block in self._blocks):
             raise RuntimeError("this network is observed by another Monitor: close that one first, "
                                "or use one Monitor for all layers")
+        if self._record == "times":
+            self._clock.observe()
         self._observing.enter_context(self._watch)
 
     def _is_chosen(self, name: str) -> bool:
         return self._layers is None or any(each.fullmatch(name) for each in self._layers)
 
-    # ---- statistics
+    # ---- lines
 
     def _write(self) -> None:
         if not self._watch.nodes and self._watch.ops:
             names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
-                                         for block in self._blocks if block._cached_graph)))
+                                         for block in self._graphs() if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
             raise ValueError("layers match no operator of the network. Similar names: "
                              f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")
         if not self._watch.passes:
             log.warning("Monitor: no statistics of step %d, because the network did not train",
                         self.steps)
-        lines = [self._line(key, scale, counts)
-                 for key, (scale, counts) in self._watch.counts().items() if self._is_known(key)]
+        lines = self._lines()
         self._append(lines)
         if self._events is not None:
-            self._events.add(self.steps, lines)
+            self._events.add(self.steps, [line for line in lines if line["tensor"] != "value"])
 
-    def _append(self, lines: List[Dict[str, Any]]) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    def _graphs(self) -> List[Any]:
+        return [*self._blocks, *plain_graphs(self._net)]
+
+    def _lines(self) -> List[Line]:
+        found = {key: one for key, one in self._watch.found().items() if self._is_known(key)}
+        if self._record == "times":
+            return [self._clock.line(self.steps),
+                    *time_lines(self.steps, self._places, found, self._watch.format_of)]
+        lines = [self._line(key, *one) for key, one in found.items()]
+        if self._record == "checksums":
+            for line in lines:
+                line["place"] = self._places.place(line["node"])
+        return lines
+
+    def _line(self, key: Key, scale: float, measured: Any) -> Line:
+        dtype = self._watch.format_of(key)
+        if key.which == VARIABLE:
+            is_parameter = key.node in self._net.collect_params()
+            return variable_line(self.steps, key.node, is_parameter, dtype, measured)
+        return tensor_line(self.steps, key, self._watch.nodes[key.node], dtype, scale, measured)
 
     def _is_known(self, key: Key) -> bool:
+        if key.which == VARIABLE:
+            return True
         node = self._watch.nodes.get(key.node)
         return node is not None and (not key.backward or 0 <= key.which < len(node.inputs))
 
-    def _line(self, key: Key, scale: float, counts: Counts) -> Dict[str, Any]:
-        node = self._watch.nodes[key.node]
-        line = {"step": self.steps, "node": key.node,
-                "tensor": node.inputs[key.which] if key.backward else
-                "output" if key.which == 0 else f"output {key.which}",
-                "kind": "gradient" if key.backward else "output", "format": node.dtype,
-                **statistics(counts, node.dtype)}
-        if key.backward:
-            line["loss_scale"] = scale
-        return line
+    def _append(self, lines: List[Line]) -> None:
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 _SCALARS = ("rms", "largest", "zero", "underflow", "subnormal", "overflow")
 
 
-def statistics(counts: Counts, dtype: str) -> Dict[str, Any]:
-    """Returns a line's statistics of a tensor."""
-    many = max(counts.numbers, 1)
-    finite = max(many - counts.infinite - counts.nan, 1)
-    low, high = counts.range or (None, None)
-    subnormal = counts.shares(FORMATS[dtype])["subnormal"] if dtype in FORMATS else 0.0
-    return {"numbers": counts.numbers, "rms": math.sqrt(counts.squares / finite), "least": low,
-            "largest": high, "zero": counts.zero / many, "underflow": counts.flushed / many,
-            "subnormal": subnormal, "overflow": (counts.overflowed + counts.infinite) / many,
-            "nan": counts.nan}
-
-
-def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pattern[str]]]:
+def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.Pattern[str]"]]:
     """Returns regular expressions for the names of the selected operators."""
     if given is None:
         return None
@@ -209,7 +238,7 @@ class _Events:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
         self._event, self._summary, self._file = Event, Summary, EventFileWriter(folder)
 
-    def add(self, step: int, lines: List[Dict[str, Any]]) -> None:
+    def add(self, step: int, lines: List[Line]) -> None:
         summary = self._summary(value=[
             self._summary.Value(tag=f"{line['node']}/{line['tensor']}/{name}",
                                 simple_value=line[name])

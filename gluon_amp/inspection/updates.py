@@ -123,7 +123,7 @@ class TrainerUpdates(Updates):
         self.count({p.name: self._value(p) for p in self.parameters})
         used = [scale for scale, _ in self.watch.passes if scale][-1]  # 0: the check of loss heads
         mean, total = mean_and_total(loss)
-        counts = {key: counts for key, (_, counts) in self.watch.counts().items()}
+        counts = {key: counts for key, (_, counts) in self.watch.found().items()}
         return Ran(used, mean, True, counts, total)
 
     def release(self) -> None:

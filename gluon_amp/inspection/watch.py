@@ -17,7 +17,7 @@ from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, make_op, para
 from ..graph.graph import Graph
 from .tensors import Counts, Key
 
-_STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
+STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
 
 
 # ---- hooks --------------------------------------------------------------------------------------
@@ -124,14 +124,52 @@ class Node(NamedTuple):
     dtype: str
 
 
-class Watch:
-    """Counts the values of a network's tensors while it trains, on its own parameters.
-
-    As a context manager, it is an observer of the network and of its trainer.
+class Observer:
+    """An observer of a network and of its trainer, while it is entered.
 
     Attributes:
-        passes: the counts until the end of each backward pass, with its loss scale.
+        blocks: the converted blocks that run graphs.
+        passes: what was measured until the end of each backward pass, with its loss scale.
         nodes: the chosen nodes that have run.
+        ops: the CachedOps that replace those of the blocks.
+    """
+
+    def __init__(self, net: Network, trainer: Trainer) -> None:
+        self.blocks, self.trainer = hybrid_blocks(net), trainer
+        self.passes: List[Tuple[float, Mapping[Key, Any]]] = []
+        self.nodes: Dict[str, Node] = {}
+        self.ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
+        self._hooks = ExitStack()
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.close()
+
+    def format_of(self, key: Key) -> str:
+        """Returns the type of a tensor."""
+        return self.nodes[key.node].dtype
+
+    def deliver(self, scale: float) -> None:
+        """Ends a backward pass with this loss scale."""
+        deliver_counts(scale)
+
+    def found(self) -> Dict[Key, Tuple[float, Any]]:
+        """Returns what was measured of each tensor, and the loss scale. A repeated backward pass,
+        at another loss scale, replaces the previous one; several forward passes add up."""
+        found: Dict[Key, Tuple[float, Any]] = {}
+        before: Dict[Key, Tuple[float, Any]] = {}  # before the last forward pass
+        for scale, measured in self.passes:
+            if any(not key.backward for key in measured):
+                before = dict(found)
+            for key, one in measured.items():
+                if key.backward and scale == 0:  # the check of loss heads
+                    continue
+                found[key] = scale, before[key][1] + one if key in before else one
+        return found
+
+
+class Watch(Observer):
+    """Counts the values of selected tensors in the engine while a network trains, on its own
+    parameters.
 
     Args:
         net: the network.
@@ -142,11 +180,8 @@ class Watch:
 
     def __init__(self, net: Network, trainer: Trainer,
                  chosen: Optional[Callable[[str], bool]] = None) -> None:
-        self.blocks, self.trainer, self.chosen = hybrid_blocks(net), trainer, chosen
-        self.passes: List[Tuple[float, Mapping[Key, Counts]]] = []
-        self.nodes: Dict[str, Node] = {}
-        self.ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
-        self._hooks = ExitStack()
+        super().__init__(net, trainer)
+        self.chosen = chosen
 
     def __enter__(self) -> "Watch":
         deliver_counts(1.0)  # earlier counts are not of this step
@@ -155,23 +190,6 @@ class Watch:
         _watches.append(self)
         self._hooks.callback(_watches.remove, self)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.close()
-
-    def counts(self) -> Dict[Key, Tuple[float, Counts]]:
-        """Returns each tensor's counts, and the loss scale. A repeated backward pass, at another
-        loss scale, replaces the previous one; several forward passes add up."""
-        found: Dict[Key, Tuple[float, Counts]] = {}
-        before: Dict[Key, Tuple[float, Counts]] = {}  # counts before the last forward pass
-        for scale, counted in self.passes:
-            if any(not key.backward for key in counted):
-                before = dict(found)
-            for key, counts in counted.items():
-                if key.backward and scale == 0:  # the check of loss heads
-                    continue
-                found[key] = scale, counts + before[key][1] if key in before else counts
-        return found
 
     def _make(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
         """Returns the CachedOp of a block's graph in which the engine counts during training."""
@@ -189,7 +207,7 @@ class Watch:
         if watch and self.chosen is not None:
             self._choose(self.chosen, graph, types)
         state, data = block._amp, [d.name for d in block._cached_graph[0]]
-        flags = [flag for flag in block._flags if flag[0] not in _STATIC]
+        flags = [flag for flag in block._flags if flag[0] not in STATIC]
         op, _ = make_op(block, graph, types, state.policy, data, parameters_in(block), flags,
                         watch=watch, scales=state.scales, place=block.place,
                         chosen=None if self.chosen is None else self.nodes.__contains__)

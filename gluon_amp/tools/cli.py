@@ -277,6 +277,22 @@ def _saved_xray(options: argparse.Namespace) -> None:
         print(redraw(options.folder, get_format(options.format, "--format")))
 
 
+def _diff_arguments(parser: argparse.ArgumentParser) -> None:
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="a file of gluon_amp.Monitor(..., "
+                            "record='checksums')")
+    parser.add_argument("--tolerance", type=float, metavar="SHARE", help="the relative difference "
+                        "of tensors that counts as rounding (default: by format and place)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from .diff import compare, describe, facts
+    found = compare(options.a, options.b, options.tolerance)
+    print(json.dumps(facts(found), indent=2) if options.json else describe(found))
+    return 1 if found.parted else 0
+
+
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
     of = parser.add_subparsers(dest="action", metavar="build|install", required=True)
     build = of.add_parser("build", help="compile the kernels of MXNet's CUDA build")
@@ -331,6 +347,10 @@ COMMANDS = (
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",
     ), _xray_arguments, _xray),
+    _Command("diff", "find the first operator and step where two runs differ beyond rounding", (
+        "gluon-amp diff a.jsonl b.jsonl",
+        "gluon-amp diff a.jsonl b.jsonl --tolerance 0.01 --json",
+    ), _diff_arguments, _diff),
     _Command("launch", "start several workers, of MXNet's parameter server or Horovod", (
         "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",

@@ -1,0 +1,406 @@
+"""Observation of a network's tensors by MXNet's hook on operators: on any device, in any type.
+
+`watch.py` counts values before they are rounded, in the CPU engine. Here, MXNet calls back after
+each operator of a training step, and a `Measure` reads the operator's outputs: those of a GPU by
+operators that run there, those of a CPU in numpy.
+"""
+import time
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+from mxnet import autograd
+
+from .._mxnet import mx, np
+from ..annotations import Array, Block, Context, Network, Trainer
+from ..cpu.arrays import dtype_name, to_float32
+from ..formats import FORMATS
+from ..gluon.converted import ConvertedHybridBlock, Op, make_op, parameters_in
+from ..graph.build import cached_op
+from ..graph.graph import Entry, Graph
+from ..graph.graph import Node as GraphNode
+from .tensors import Counts, Key
+from .watch import STATIC, Node, Observer, observed, replaced
+
+_MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
+VARIABLE = -2  # in place of an output's index in a key: data and parameters
+_SKETCHED = 32  # sums of a sketch
+
+
+# ---- measures -----------------------------------------------------------------------------------
+
+
+@dataclass
+class AfterRounding:
+    """Counts of a tensor's values as they are stored. `least` and `largest` are the binary
+    exponents of the smallest and the largest number other than 0, None if unknown."""
+    numbers: int
+    squares: float
+    least: Optional[int]
+    largest: Optional[int]
+    zero: int
+    subnormal: int
+    infinite: int
+    nan: int
+
+    @classmethod
+    def of_counts(cls, counts: Counts, dtype: str) -> "AfterRounding":
+        """Returns the counts of a tensor in host memory."""
+        low, high = counts.range or (None, None)
+        subnormal = counts.shares(FORMATS[dtype])["subnormal"] * counts.numbers
+        return cls(counts.numbers, counts.squares, low, high, counts.zero, round(subnormal),
+                   counts.infinite, counts.nan)
+
+    def __add__(self, other: "AfterRounding") -> "AfterRounding":
+        least, largest = ((self.least, other.least), (self.largest, other.largest))
+        return AfterRounding(
+            self.numbers + other.numbers, self.squares + other.squares,
+            min((e for e in least if e is not None), default=None),
+            max((e for e in largest if e is not None), default=None), self.zero + other.zero,
+            self.subnormal + other.subnormal, self.infinite + other.infinite, self.nan + other.nan)
+
+
+class Measure:
+    """Reads the outputs of operators. A result supports `+`, for several calls of an operator."""
+
+    any_type = False  # whether it reads arrays of integers and sparse ones, too
+
+    def start(self) -> None:
+        """Is called before a graph runs forward, and before it runs backward."""
+
+    def read(self, array: Array, dtype: str) -> Any:
+        """Reads an output whose operator has been started."""
+        raise NotImplementedError
+
+    def results(self, read: Iterable[Any]) -> List[Any]:
+        """Returns what `read` has returned in a step, in host memory."""
+        return list(read)
+
+
+class Statistics(Measure):
+    """`AfterRounding` of each tensor: on a GPU, by `LAUNCHES` kernels at most for each, and by one
+    copy to the host for 512 tensors of a type."""
+
+    LAUNCHES = 9  # abs, four comparisons, two for the sums of squares, two for the maximum
+
+    def __init__(self) -> None:
+        self._rows: Dict[Any, _Rows] = {}  # those with free rows, by device, type and width
+
+    def read(self, array: Array, dtype: str) -> Any:
+        if array.ctx.device_type != "gpu":
+            return AfterRounding.of_counts(Counts.of_array(to_float32(array)), dtype)
+        size, made = abs(array), FORMATS[dtype]
+        marks = [size == 0, size < made.smallest_normal, size <= made.largest,
+                 size == size]  # False for NaN
+        # multi_sum_sq adds in float32; a sum of float16 ones would end at 2048
+        sums, at = self._row(array.ctx, "float32", 1 + len(marks))
+        mx.nd.multi_sum_sq(array, *marks, num_arrays=1 + len(marks), out=sums.view(at))
+        top, place = self._row(array.ctx, dtype, 1)
+        mx.nd.max(size, out=top.view(place))
+        return array.size, (sums, at), (top, place)
+
+    def _row(self, context: Context, dtype: str, width: int) -> "Tuple[_Rows, int]":
+        key = context, dtype, width
+        if key not in self._rows or self._rows[key].is_full:
+            self._rows[key] = _Rows(context, dtype, width)
+        return self._rows[key], self._rows[key].add()
+
+    def results(self, read: Iterable[Any]) -> List[AfterRounding]:
+        self._rows.clear()
+        return [one if isinstance(one, AfterRounding) else self._counts(*one) for one in read]
+
+    @staticmethod
+    def _counts(numbers: int, sums: "Tuple[_Rows, int]",
+                largest: "Tuple[_Rows, int]") -> AfterRounding:
+        squares, zero, below, finite, not_nan = sums[0].values[sums[1]].tolist()
+        top = float(largest[0].values[largest[1]][0])
+        known = finite == numbers and top > 0
+        return AfterRounding(numbers, squares, None, int(np.frexp(top)[1]) - 1 if known else None,
+                             round(zero), round(below - zero), round(not_nan - finite),
+                             round(numbers - not_nan))
+
+
+class _Rows:
+    """Rows of numbers on a device, which are copied to the host together."""
+
+    COUNT = 512
+
+    def __init__(self, context: Context, dtype: str, width: int) -> None:
+        self._array = mx.nd.zeros(self.COUNT * width, context, dtype)
+        self._width, self._used = width, 0
+
+    @property
+    def is_full(self) -> bool:
+        return self._used == self.COUNT
+
+    def add(self) -> int:
+        """Returns the index of a new row."""
+        self._used += 1
+        return self._used - 1
+
+    def view(self, row: int) -> Array:
+        return self._array[row * self._width:(row + 1) * self._width]
+
+    @cached_property
+    def values(self) -> "np.ndarray[Any, Any]":
+        """All rows, read once, after the last one was written."""
+        return self._array.asnumpy().reshape(self.COUNT, self._width)
+
+
+@dataclass
+class Recorded:
+    """A tensor's counts, a checksum of its bytes, and a sketch: sums of its values with random
+    signs. The norm of the difference of two sketches estimates that of the tensors."""
+    counts: AfterRounding
+    checksum: int
+    sketch: "np.ndarray[Any, Any]"
+
+    def __add__(self, other: "Recorded") -> "Recorded":
+        both = b"%x %x" % (other.checksum, self.checksum)
+        return Recorded(self.counts + other.counts, zlib.crc32(both), self.sketch + other.sketch)
+
+
+class Checksums(Measure):
+    """`Recorded` of each tensor, from a copy in host memory."""
+
+    def read(self, array: Array, dtype: str) -> Recorded:
+        numbers = np.ascontiguousarray(to_float32(array).asnumpy()).reshape(-1)
+        return Recorded(AfterRounding.of_counts(Counts.of_array(numbers), dtype),
+                        zlib.crc32(numbers.tobytes()), sketch(numbers))
+
+
+def sketch(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+    """Returns sums of the finite values with random signs, which depend on the length alone."""
+    finite = np.where(np.isfinite(numbers), numbers, 0).astype(np.float64)
+    bits = np.random.RandomState(0).bytes(-(-len(finite) // 8))
+    signs = np.unpackbits(np.frombuffer(bits, np.uint8))[:len(finite)]
+    signed = np.where(signs, finite, -finite)
+    return np.pad(signed, (0, -len(signed) % _SKETCHED)).reshape(-1, _SKETCHED).sum(axis=0)
+
+
+@dataclass
+class Timed:
+    """The time of an operator, and the bytes of its output."""
+    seconds: float
+    bytes: int
+
+    def __add__(self, other: "Timed") -> "Timed":
+        return Timed(self.seconds + other.seconds, self.bytes + other.bytes)
+
+
+class Times(Measure):
+    """`Timed` of each operator: waits for it before the next one starts. The first output of a node
+    has its whole time."""
+
+    any_type = True
+
+    def __init__(self) -> None:
+        self._since = 0.0
+
+    def start(self) -> None:
+        mx.nd.waitall()
+        self._since = time.perf_counter()
+
+    def read(self, array: Array, dtype: str) -> Timed:
+        array.wait_to_read()
+        now = time.perf_counter()
+        made = Timed(now - self._since, array.size * np.dtype(array.dtype).itemsize)
+        self._since = time.perf_counter()
+        return made
+
+
+# ---- the observer -------------------------------------------------------------------------------
+
+
+class HookWatch(Observer):
+    """Measures the tensors of a network while it trains, on its own parameters.
+
+    As a context manager, it is an observer of the network and of its trainer.
+
+    Args:
+        net: a network that `convert` has converted, or with hybridized blocks.
+        trainer: its trainer.
+        chosen: returns whether to measure the node of this name.
+        measure: what to measure.
+        variables: whether to measure data and parameters, too. Their keys have VARIABLE.
+    """
+
+    def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool],
+                 measure: Measure, variables: bool = False) -> None:
+        super().__init__(net, trainer)
+        self.plain, self.chosen, self.measure = plain_graphs(net), chosen, measure
+        self.variables = variables
+        self.formats: Dict[Key, str] = {}  # of what was measured
+        self._read: List[Tuple[Key, Any]] = []  # since the last pass ended
+        self._error: Optional[Exception] = None  # of a callback, which cannot raise it
+
+    def __enter__(self) -> "HookWatch":
+        for block in [*self.blocks, *self.plain]:
+            if block._callback:
+                raise RuntimeError(f"{block.name} has a hook of register_op_hook, which Monitor "
+                                   "would replace: use one of them")
+        self.passes, self._read = [], []
+        self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, self.deliver))
+        for block in self.plain:
+            self._hooks.enter_context(self._observed(block))
+        return self
+
+    def format_of(self, key: Key) -> str:
+        return self.formats[key]
+
+    def deliver(self, scale: float) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        if not self._read:
+            return
+        keys, read = zip(*self._read)
+        self._read = []
+        found: Dict[Key, Any] = {}
+        for key, result in zip(keys, self.measure.results(read)):
+            found[key] = found[key] + result if key in found else result
+        self.passes.append((scale, found))
+
+    # ---- operators that call back
+
+    def _make(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
+        """Returns what replaces the CachedOp of a converted block."""
+        (on_gpu, dtypes), trains = key, autograd.is_training()
+        traced = block._cached_graph[1]
+        where = id(traced), key, trains
+        if where not in self.ops:
+            graph, types = block.mixed_graph(dtypes)
+            state, data = block._amp, [d.name for d in block._cached_graph[0]]
+            op, inputs = make_op(
+                block, self._marked(graph) if trains else graph, types, state.policy, data,
+                parameters_in(block), _flags(block), on_gpu, scales=state.scales,
+                place=block.place)[0]
+            made: Any = self._hooked(op, graph) if trains else op
+            self.ops[where] = traced, (made, inputs)
+        return self.ops[where][1]
+
+    @contextmanager
+    def _observed(self, block: Any) -> Iterator[None]:
+        """Replaces the CachedOp of a hybridized block in its next call."""
+        def build(*args: Any) -> None:
+            type(block)._build_cache(block, *args)
+            data, traced = block._cached_graph
+            graph, plain = Graph.read(traced), block._cached_op
+            symbol = self._marked(graph).symbol()
+            if isinstance(traced, mx.sym.numpy._Symbol):
+                symbol = symbol.as_np_ndarray()
+            op, block._cached_op_args = cached_op(symbol, [d.name for d in data],
+                                                  parameters_in(block), _flags(block))
+            hooked = self._hooked(op, graph)
+            block._cached_op = _InTraining(hooked, plain)
+
+        with replaced(block, _cached_op=None, _cached_op_args=block._cached_op_args):
+            vars(block)["_build_cache"] = build
+            try:
+                yield
+            finally:
+                del vars(block)["_build_cache"]
+
+    def _marked(self, graph: Graph) -> Graph:
+        """Returns the graph with an identity behind each output, whose gradient is the first that
+        the backward pass computes. Notes the chosen nodes."""
+        for node in graph.nodes():
+            if not node.is_variable and self.chosen(node.name):
+                self.nodes[node.name] = Node([e.node.name.split("_amp_cast_")[0]
+                                              for e in node.inputs], node.op)
+        return Graph(Entry(GraphNode("_copy", f"{entry.node.name}{i}{_MARK}", inputs=[entry]))
+                     for i, entry in enumerate(graph.outputs))
+
+    def _hooked(self, op: Any, graph: Graph) -> "_Hooked":
+        keys = _keys(graph)
+
+        def see(name: bytes, _: bytes, handle: Any) -> None:
+            array = mx.nd.NDArray(mx.base.ctypes.cast(handle, mx.base.NDArrayHandle), False)
+            if self._error is not None:
+                return
+            try:
+                with autograd.pause():
+                    self._see(name.decode(), array, keys)
+            except Exception as error:  # ctypes would print and ignore it
+                self._error = error
+
+        op._register_op_hook(see)
+        return _Hooked(op, graph.variables(), self._begin)
+
+    def _begin(self, names: Iterable[str], arrays: Iterable[Array]) -> None:
+        """Is called before a graph runs."""
+        with autograd.pause():
+            for name, array in zip(names, arrays) if self.variables else ():
+                self._note(Key(name, False, VARIABLE), array.as_nd_ndarray())
+            self.measure.start()
+
+    def _see(self, name: str, array: Array, keys: Mapping[str, Key]) -> None:
+        key = keys.get(name)
+        if key is not None and key.node in self.nodes:
+            self._note(key, array)
+        elif not name.endswith(f"{_MARK}_output"):
+            self.measure.start()  # a mark's gradient, a sum of gradients, or not chosen
+
+    def _note(self, key: Key, array: Array) -> None:
+        dtype = dtype_name(array.dtype)
+        if array.size and (self.measure.any_type
+                           or dtype in FORMATS and array.stype == "default"):
+            self.formats[key] = dtype
+            self._read.append((key, self.measure.read(array, dtype)))
+
+
+class _Hooked:
+    """A CachedOp that calls `begin` with the names and arrays of its inputs first."""
+
+    def __init__(self, op: Any, names: List[str], begin: Callable[..., None]) -> None:
+        self._op, self._names, self._begin = op, names, begin
+
+    def __call__(self, *arrays: Array) -> Any:
+        self._begin(self._names, arrays)
+        return self._op(*arrays)
+
+
+class _InTraining:
+    """The CachedOp of a plain hybridized block: another one in training."""
+
+    def __init__(self, trains: Any, predicts: Any) -> None:
+        self._trains, self._predicts = trains, predicts
+
+    def __call__(self, *arrays: Array) -> Any:
+        return (self._trains if autograd.is_training() else self._predicts)(*arrays)
+
+
+def plain_graphs(net: Network) -> List[Any]:
+    """Returns the outermost hybridized blocks that are not converted."""
+    found, left = [], [net] if isinstance(net, mx.gluon.Block) else []
+    while left:
+        block = left.pop()
+        if isinstance(block, ConvertedHybridBlock):
+            continue
+        if isinstance(block, mx.gluon.HybridBlock) and block._active:
+            found.append(block)
+        else:
+            left += block._children.values()
+    return found
+
+
+def _flags(block: Any) -> List[Any]:
+    return [flag for flag in block._flags if flag[0] not in STATIC]
+
+
+def _keys(graph: Graph) -> Dict[str, Key]:
+    """Returns the tensors of a graph by the names that MXNet's hook gives to them: the node's name
+    with the output's name or index; for a gradient with "backward" and the index of the input."""
+    found: Dict[str, Key] = {}
+    internals = graph.symbol().get_internals()
+    outputs: Dict[str, int] = {}  # so far, of each node
+    for i, name in enumerate(internals.list_outputs()):
+        node = internals[i].name
+        which = outputs[node] = outputs.get(node, -1) + 1
+        found[name] = found[f"{node}_{which}"] = Key(node, False, which)
+    for one in graph.nodes():
+        found.update({f"{one.name}_backward_{i}": Key(one.name, True, i)
+                      for i in range(len(one.inputs))})
+    return found

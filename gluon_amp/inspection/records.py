@@ -1,0 +1,163 @@
+"""The lines that a `Monitor` writes."""
+import math
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+
+from .._mxnet import mx, np
+from ..annotations import Network, Trainer
+from ..formats import FORMATS
+from ..gluon.converted import paths_in
+from ..policy import POLICIES
+from ..version import __version__
+from .hooks import AfterRounding, Recorded, Timed
+from .network import owners
+from .tensors import Counts, Key
+from .watch import Node, hybrid_blocks
+
+Line = Dict[str, Any]
+
+DIGITS = 9  # of numbers in sketches
+
+
+def head(net: Network, trainer: Trainer, record: str) -> Line:
+    """Returns the first line of a recording."""
+    converted = hybrid_blocks(net)
+    policy = converted[0]._amp.policy if converted else POLICIES["float32"]
+    formats = (policy.parameter, policy.product, policy.between)
+    return {"record": record, "policy": policy.name,
+            "formats": sorted({format_.name for format_ in formats} & FORMATS.keys()),
+            "device": " ".join(map(str, trainer._contexts)), "gluon_amp": __version__,
+            "mxnet": mx.__version__, "numpy": np.__version__}
+
+
+def tensor_line(step: int, key: Key, node: Node, dtype: str, scale: float,
+                measured: Union[Counts, AfterRounding, Recorded]) -> Line:
+    """Returns the line of an output or a gradient."""
+    line = {"step": step, "node": key.node,
+            "tensor": node.inputs[key.which] if key.backward else
+            "output" if key.which == 0 else f"output {key.which}",
+            "kind": "gradient" if key.backward else "output", "format": dtype,
+            **_measured(measured, dtype)}
+    if key.backward:
+        line["loss_scale"] = scale
+    elif isinstance(measured, Recorded):
+        line["inputs"] = node.inputs
+    return line
+
+
+def variable_line(step: int, name: str, is_parameter: bool, dtype: str,
+                  measured: Recorded) -> Line:
+    """Returns the line of data or of a parameter."""
+    return {"step": step, "node": name, "tensor": "value",
+            "kind": "parameter" if is_parameter else "data", "format": dtype,
+            **_measured(measured, dtype)}
+
+
+class Places:
+    """The places of a network's nodes. They are equal in all processes, although MXNet numbers
+    blocks differently."""
+
+    def __init__(self, net: Network) -> None:
+        self._net, self._paths = net, paths_in(net)
+        self._found: Dict[str, Tuple[Any, str]] = {}
+
+    def _innermost(self, node: str) -> Tuple[Any, str]:
+        if node not in self._found:
+            block = owners(self._net, node)[0]
+            self._found[node] = block, self._paths[block].lstrip(".")
+        return self._found[node]
+
+    def block(self, node: str) -> str:
+        """Returns the path and the class of a node's innermost block."""
+        block, path = self._innermost(node)
+        return f"{path} {type(block).__name__}".strip()
+
+    def place(self, node: str) -> str:
+        """Returns the path of a node's innermost block, and the rest of the node's name."""
+        block, path = self._innermost(node)
+        rest = node[len(block.prefix):] if node.startswith(block.prefix) else node
+        return f"{path}/{rest}"
+
+
+def _measured(measured: Union[Counts, AfterRounding, Recorded], dtype: str) -> Line:
+    if isinstance(measured, Recorded):
+        return {**_after_rounding(measured.counts), "checksum": f"{measured.checksum:08x}",
+                "sketch": [float(f"{number:.{DIGITS}g}") for number in measured.sketch]}
+    if isinstance(measured, AfterRounding):
+        return _after_rounding(measured)
+    return statistics(measured, dtype)
+
+
+def statistics(counts: Counts, dtype: str) -> Line:
+    """Returns the statistics of a tensor that the engine has counted before rounding."""
+    many = max(counts.numbers, 1)
+    finite = max(many - counts.infinite - counts.nan, 1)
+    low, high = counts.range or (None, None)
+    subnormal = counts.shares(FORMATS[dtype])["subnormal"] if dtype in FORMATS else 0.0
+    return {"numbers": counts.numbers, "rms": math.sqrt(counts.squares / finite), "least": low,
+            "largest": high, "zero": counts.zero / many, "underflow": counts.flushed / many,
+            "subnormal": subnormal, "overflow": (counts.overflowed + counts.infinite) / many,
+            "nan": counts.nan}
+
+
+def _after_rounding(counts: AfterRounding) -> Line:
+    many = max(counts.numbers, 1)
+    finite = max(many - counts.infinite - counts.nan, 1)
+    mean = counts.squares / finite
+    return {"numbers": counts.numbers, "rms": math.sqrt(mean) if math.isfinite(mean) else None,
+            "least": counts.least, "largest": counts.largest, "zero": counts.zero / many,
+            "underflow": None, "subnormal": counts.subnormal / many,
+            "overflow": counts.infinite / many, "nan": counts.nan}
+
+
+# ---- times --------------------------------------------------------------------------------------
+
+
+def time_lines(step: int, places: Places, found: Mapping[Key, Tuple[float, Timed]],
+               format_of: Callable[[Key], str]) -> List[Line]:
+    """Returns a line for each node, forward and backward."""
+    lines: Dict[Tuple[str, bool], Line] = {}
+    for key, (_, timed) in found.items():
+        line = lines.setdefault((key.node, key.backward), {
+            "step": step, "node": key.node, "block": places.block(key.node),
+            "kind": "backward" if key.backward else "forward", "format": format_of(key),
+            "seconds": 0.0, "bytes": 0})
+        line["seconds"] = round(line["seconds"] + timed.seconds, 7)
+        line["bytes"] += timed.bytes
+    return [*lines.values()]
+
+
+class Clock:
+    """The wall time of observed steps, and of those between them."""
+
+    def __init__(self) -> None:
+        self._began: Optional[float] = None  # the first step that is not observed
+        self._steps = 0
+        self._plain: Optional[float] = None  # the mean of the last such steps
+        self._observed = 0.0
+
+    def step(self) -> None:
+        """Ends a step that is not observed. The first one, which traces the network, counts not."""
+        if self._began is None:
+            mx.nd.waitall()
+            self._began = time.perf_counter()
+        else:
+            self._steps += 1
+
+    def observe(self) -> None:
+        """Begins an observed step."""
+        mx.nd.waitall()
+        now = time.perf_counter()
+        self._plain = (now - self._began) / self._steps if self._began and self._steps else None
+        self._observed = now
+
+    def line(self, step: int) -> Line:
+        """Ends an observed step, and returns its line."""
+        mx.nd.waitall()
+        return {"step": step, "observed_seconds": round(time.perf_counter() - self._observed, 7),
+                "plain_seconds": None if self._plain is None else round(self._plain, 7)}
+
+    def resume(self) -> None:
+        """Begins steps that are not observed."""
+        self._began, self._steps = time.perf_counter(), 0
+
