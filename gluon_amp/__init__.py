@@ -13,6 +13,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
+from .gluon.records import wrap_files
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.xray import explain, xray
@@ -31,6 +32,7 @@ from .version import __version__ as __version__
 
 library.start()
 wrap_mxnet()
+wrap_files()
 
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",

@@ -59,7 +59,7 @@ def test_forward_hooks_still_fire(x):
     assert seen == ["before", (4, 5)]
 
 
-def test_import_and_convert_patch_only_bfloat16_methods_and_the_trainers_step():
+def test_import_and_convert_patch_only_bfloat16_methods_steps_and_files():
     printed(MXNET_ALONE + """
 import numpy as np
 import mxnet as mx
@@ -84,7 +84,8 @@ changed = {name for old, new in zip(before, after) for name in old
            if new.get(name) is not old[name]} - {"__doc__", "__all__"}
 assert changed == {"asnumpy", "astype", "copyto", "_sync_copyfrom", "_load_init", "cast",
                    "save",  # cpu/bfloat16.py
-                   "step", "update"}, changed  # gluon/parameter.py: a warning
+                   "step", "update",  # gluon/parameter.py: a warning
+                   "save_parameters", "load_parameters"}, changed  # gluon/records.py
 assert type(stock) is nn.Dense and np.dtype(stock.weight.dtype) == np.float32
 """)
 

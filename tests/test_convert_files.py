@@ -94,6 +94,14 @@ def test_interrupted_save_leaves_no_truncated_file(write, tmp_path, monkeypatch,
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == whole
 
 
+def without_record(path):
+    """The text of a symbol's file without the record of the policy, which MXNet ignores."""
+    found = json.loads(path.read_text())
+    for node in found["nodes"]:
+        node.get("attrs", {}).pop("__mixed_precision__", None)
+    return json.dumps(found)
+
+
 LOAD = """
 import numpy as np
 import sys
@@ -117,7 +125,7 @@ def test_export_runs_without_gluon_amp(policy, tmp_path, x):
     step(net, x)
     out = net(x).asnumpy().astype(np.float32)
     net.export(str(tmp_path / "net"), epoch=3)
-    text = (tmp_path / "net-symbol.json").read_text()
+    text = without_record(tmp_path / "net-symbol.json")
     assert "gluon_amp" not in text
     assert "amp_cast" not in text
     assert saved_types(tmp_path / "net-0003.params") == {"float32"}
@@ -133,7 +141,7 @@ def test_export_of_loop_contains_no_trace_of_gluon_amp(kept, tmp_path, rng):
     net(*networks.OTHERS["loop"][1](rng))
     for remove in (False, True):
         net.export(str(tmp_path / "net"), remove_amp_cast=remove)
-        text = (tmp_path / "net-symbol.json").read_text()
+        text = without_record(tmp_path / "net-symbol.json")
         assert "gluon_amp" not in text
         assert ("amp_cast" in text) is not (remove or kept)
     inputs = networks.OTHERS["loop"][1](rng)
@@ -148,7 +156,7 @@ def test_export_for_gpus_keeps_casts(tmp_path, x):
     net = amp.convert(make())
     net(x)
     net.export(str(tmp_path / "net"), remove_amp_cast=False)
-    nodes = json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]
+    nodes = json.loads(without_record(tmp_path / "net-symbol.json"))["nodes"]
     assert [n["op"] for n in nodes].count("amp_cast") == 2
     assert not [n for n in nodes if "gluon_amp" in json.dumps(n)]
     kinds = {n: a.dtype for n, a in nd.load(str(tmp_path / "net-0000.params")).items()}

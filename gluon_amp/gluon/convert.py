@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 from collections import OrderedDict
 from functools import partial
 from typing import (
@@ -30,6 +31,7 @@ from ..graph.casts import float32_variables
 from ..graph.graph import CASTS, Graph
 from ..graph.keep import matches_nothing, matching, operator_names
 from ..policy import Policy, get_policy
+from ..record import needed_record, path_of
 from .converted import (
     ConvertedBlock,
     State,
@@ -39,10 +41,10 @@ from .converted import (
     discard_traces,
     log,
     original_class,
-    paths_in,
     restore_blocks,
 )
 from .parameter import ConvertedParameter, cast
+from .records import Computes, check_blocks, kept_in, kept_nodes, paths_in, policy_of
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22
@@ -50,8 +52,8 @@ MOST_UNDER_WAY = 2 ** 22
 NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
 
 
-def convert(net: Block, policy: Union[str, Policy] = "float16",
-            keep: Iterable[Any] = ()) -> Block:
+def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[Any] = (),
+            like: Union[str, bool, None] = None) -> Block:
     """Converts a network to mixed precision, in place, and returns it.
 
     Parameters get the policy's type. Those of norms stay float32, and so do those with values
@@ -62,7 +64,8 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
 
     Args:
         net: a gluon Block.
-        policy: "float16" (float16 parameters, for optimizers with master weights), "mixed_float16"
+        policy: "float16", the default (float16 parameters, for optimizers with master weights),
+            "mixed_float16"
             (float32 parameters, cast where used), "pure_float16"; on CPUs "bfloat16",
             "mixed_bfloat16", "tf32", "mixed_float8"; "float32" undoes a conversion; Apex's "O0" to
             "O3"; or a `gluon_amp.Policy`.
@@ -70,6 +73,10 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             name of a block or of a node (an operator of the graph). A network that has not run is
             traced for the names of its nodes. A kept block that was never hybridized runs
             imperatively and may read shapes and values.
+        like: a file of parameters of a converted network, such as "net.params": converts with the
+            policy and `keep` recorded in net.params.json. By default, parameters that the network
+            has loaded must have the same policy, and what they keep must be kept. False does not
+            compare, also when files are loaded later.
 
     Returns:
         The network.
@@ -77,13 +84,16 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
     Raises:
         TypeError: `net` is not a Block, or an entry of `keep` has another type.
         ValueError: the policy is unknown, `keep` matches nothing, a parameter is float64, or a
-            SymbolBlock has casts and 16-bit parameters. The network does not change.
+            SymbolBlock has casts and 16-bit parameters; or the policy or `keep` is not that of the
+            loaded parameters. The network does not change.
     """
-    policy = get_policy(policy)
     if not isinstance(net, Block):
         for_symbols = isinstance(net, mx.sym.Symbol)
         hint = " Use gluon_amp.convert_symbol for symbols." if for_symbols else ""
         raise TypeError(f"convert takes a gluon Block.{hint} Received: {type(net).__name__}")
+    if like not in (None, False):
+        return _convert_like(net, policy, keep, like)
+    policy = get_policy("float16" if policy is None else policy)
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
     keep = tuple(keep)
@@ -97,8 +107,11 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
             check_backend(block._backend)
         _check_symbol(block)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
-    _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net))
-    for outer in blocks_around(net, set(blocks)):
+    around = list(blocks_around(net, set(blocks)))
+    if like is None:
+        _check_loaded(blocks, around, policy, kept, nodes)
+    _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net), like is None)
+    for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
     if not any(isinstance(block, HybridBlock) for block in blocks):
@@ -109,6 +122,32 @@ def convert(net: Block, policy: Union[str, Policy] = "float16",
         log.info("%s: hybridized, because mixed precision runs as a graph (gluon_amp.restore "
                  "undoes it)", net.name)
     return net
+
+
+def _convert_like(net: Block, policy: object, keep: object, like: object) -> Block:
+    """Converts a network as the record of a file states."""
+    path = path_of(like, policy, keep)
+    record = needed_record(path)
+    kept = kept_in(record, net)
+    blocks = {path: block for block, path in paths_in(net).items()}
+    missing = [at for at in record.policies if at not in blocks]
+    if missing or any(block is None for block, _ in kept):
+        raise ValueError(f"{path} records {record.text()}, of a network with other blocks than "
+                         f"{net.name}")
+    for at, recorded in record.policies.items():
+        inside = set(blocks_in(blocks[at]))
+        convert(blocks[at], recorded, [re.escape(name) if name else block
+                                         for block, name in kept if block in inside])
+    return net
+
+
+def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy, kept: Set[Block],
+                  nodes: Set[str]) -> None:
+    """Refuses a conversion that the records of loaded parameters contradict."""
+    mine = dict.fromkeys(blocks, policy)
+    check_blocks([*blocks, *around], Computes(
+        lambda block: None if block in kept else mine.get(block) or policy_of(block),
+        nodes | kept_nodes(around)))
 
 
 def restore(net: Block) -> Block:
@@ -130,19 +169,21 @@ def restore(net: Block) -> Block:
 
 
 def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], policy: Policy,
-                    keep: Sequence[Any], scales: Scales, paths: Dict[Block, str]) -> None:
+                    keep: Sequence[Any], scales: Scales, paths: Dict[Block, str],
+                    compares: bool) -> None:
     """Sets the classes and states of blocks, and the types of their parameters.
 
     Args:
         kept: the blocks that stay float32.
         nodes: the names of the nodes that stay float32.
         keep: what stays float32 in new children.
+        compares: whether files must have the same policy and keep=.
     """
     types = _parameter_types(blocks, policy, kept, nodes)
     _check_parameters(types)
-    states = [State(policy, _was_hybridized(block), block in kept, frozenset(nodes),
-                    partial(_convert_new_child, policy, keep, block in kept, scales),
-                    scales, paths[block]) for block in blocks]
+    states = [State(policy, policy, _was_hybridized(block), block in kept, frozenset(nodes),
+                    partial(_convert_new_child, policy, keep, block in kept, scales, compares),
+                    scales, paths[block], compares) for block in blocks]
     _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
     for block, state in zip(blocks, states):
         discard_traces(block)
@@ -151,7 +192,7 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
 
 
 def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
-                       scales: Scales, child: Block, path: str) -> None:
+                       scales: Scales, compares: bool, child: Block, path: str) -> None:
     """Converts a block that becomes the child of a converted one, with the arguments of `convert`.
 
     Converted blocks inside it do not change. `path` is the child's path in the network.
@@ -159,7 +200,7 @@ def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
     new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
     if new:
         kept, nodes = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, kept, nodes, policy, keep, scales, paths_in(child, path))
+        _convert_blocks(new, kept, nodes, policy, keep, scales, paths_in(child, path), compares)
 
 
 def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:

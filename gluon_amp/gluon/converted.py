@@ -54,7 +54,9 @@ from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
+from ..record import Record, put_record, write_record
 from .parameter import cast, complete_copy, constant_fits, value_of
+from .records import check_file, record_of
 
 log = logging.getLogger("gluon_amp")
 
@@ -94,12 +96,14 @@ class Trace:
 class State:
     """The state of a converted block."""
     policy: Policy
+    given: Policy  # of `convert`; `policy` differs if the block runs imperatively
     active: bool  # whether the restored block is hybridized
     keep: bool  # whether keep= has this block or one around it
     keep_nodes: FrozenSet[str]  # nodes that stay float32
     convert_child: Callable[[Any, str], None]  # converts a new child at this path
     scales: Scales  # of the converted network
     path: str  # the block's path in that network, such as ".body.0"
+    compares: bool  # whether files must have the same policy and keep=
     # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
     # depend on each
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
@@ -179,17 +183,25 @@ class ConvertedBlock:
 
     def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
         """Saves the parameters as float32 arrays, which a float32 network loads too. 16-bit
-        parameters have rounded values; `Trainer.save_states` saves their master weights."""
+        parameters have rounded values; `Trainer.save_states` saves their master weights. FILE.json
+        records the policy and `keep=`."""
         parameters = self._collect_params_with_prefix()
         if deduplicate:
             last = {p: name for name, p in parameters.items()}
             parameters = {name: p for p, name in last.items()}
         save_arrays(filename, {name: to_float32(p._reduce()) for name, p in parameters.items()})
+        write_record(filename, record_of(self))
 
     def load_parameters(self, filename: str, ctx: Optional[Context] = None,
                         allow_missing: bool = False, ignore_extra: bool = False,
                         cast_dtype: bool = True, dtype_source: str = "current") -> None:
-        """Loads float32 or 16-bit files and keeps the types of the parameters."""
+        """Loads float32 or 16-bit files and keeps the types of the parameters.
+
+        Raises:
+            ValueError: the file's record has another policy, or keeps more in float32.
+        """
+        if self._amp.compares:
+            check_file(self, filename)
         super().load_parameters(filename, ctx, allow_missing, ignore_extra, cast_dtype,
                                 dtype_source)
 
@@ -444,7 +456,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
     def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
-        """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads.
+        """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads. Both record the
+        policy and `keep=`: an attribute of the symbol, and PATH-EPOCH.params.json.
 
         The graph is the one that ran last, in training or in prediction. Values of 16-bit
         parameters are rounded ones, in float32 arrays.
@@ -469,6 +482,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         for node in graph.nodes() if remove_amp_cast else ():
             if node.is_variable:
                 node.attrs.pop("__dtype__", None)
+        kept = sorted(self.kept_nodes() & operator_names(Graph.read(clean)))
+        put_record(graph, Record({"": self._amp.given}, nodes=tuple(kept)))
         symbol = graph.symbol()
         kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
                  **dict.fromkeys(symbol.list_auxiliary_states(), "aux")}
@@ -478,6 +493,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 arrays[f"{kinds[name]}:{name}"] = to_float32(parameter._reduce()) \
                     if remove_amp_cast else value_of(parameter)
         save_arrays(f"{path}-{epoch:04d}.params", arrays)
+        write_record(f"{path}-{epoch:04d}.params", record_of(self, kept))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
 
@@ -534,20 +550,6 @@ def recording_names(blocks: Iterable[Any], record: Callable[[str], object]) -> I
     finally:
         for state, recorders in before:
             state.recorders = recorders
-
-
-def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
-    """Returns the path of each block in a net at `path`; the first path of a shared block."""
-    made: Dict[Any, str] = {}
-
-    def walk(block: Block, path: str) -> None:
-        if block not in made:
-            made[block] = path
-            for name, child in block._children.items():
-                walk(child, f"{path}.{name}")
-
-    walk(net, path)
-    return made
 
 
 def parameters_in(net: Network) -> Dict[str, Any]:

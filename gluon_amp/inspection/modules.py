@@ -198,7 +198,7 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
             parameter.grad_req = "null"
         parameter.initialize(mx.init.Zero(), ctx=mx.cpu())
         parameter.set_data(value)
-    return convert(block, policy, keep=sorted(map(re.escape, kept)))
+    return convert(block, policy, keep=sorted(map(re.escape, kept)), like=False)
 
 
 # ---- the losses of heads ------------------------------------------------------------------------

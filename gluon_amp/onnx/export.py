@@ -37,7 +37,9 @@ from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
 from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
+from ..graph.keep import operator_names
 from ..policy import POLICIES, Policy, get_policy
+from ..record import record_in
 from ..symbolic.convert import check_parameters, convert_model, declared_types
 from .batch import SIZES, any_batch, refuse_batch
 from .calibrate import nodes_to_keep
@@ -194,7 +196,11 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     outputs = symbol.list_outputs()
     kept = _calibrated(Graph.read(symbol), everything, calibration, dtype)
     if dtype != "float32":
-        symbol, args, aux = convert_model(symbol, args, aux, dtype, map(re.escape, kept))
+        recorded = record_in(symbol)
+        wide = operator_names(Graph.read(symbol)).intersection(
+            [*kept, *(recorded.nodes or () if recorded else ())])
+        symbol, args, aux = convert_model(symbol, args, aux, dtype, map(re.escape, sorted(wide)),
+                                          like=False)
     graph = Graph.read(symbol)
     arrays = {**args, **aux}
     types = {**dict.fromkeys(graph.variables(), "float32"), **declared_types(graph),

@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, Dict, Iterable, Set, Tuple, Union
+import re
+from typing import Any, Collection, Dict, Iterable, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
 
@@ -12,15 +13,25 @@ from ..checks import listed
 from ..cpu.arrays import beyond_float16, dtype_name
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
-from ..graph.keep import kept_operators
+from ..graph.keep import kept_operators, operator_names
 from ..policy import IN_SYMBOLS, Policy, get_policy
+from ..record import (
+    Record,
+    needed_record,
+    path_of,
+    put_record,
+    read_record,
+    record_in,
+    refuse_others,
+)
 
 # Names of operators' inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
 
 
-def convert_symbol(sym: Symbol, policy: Union[str, Policy] = "float16",
-                   keep: Iterable[str] = ()) -> Symbol:
+def convert_symbol(sym: Symbol, policy: Union[str, Policy, None] = None,
+                   keep: Iterable[str] = (), like: Union[str, bool, None] = None
+                   ) -> Symbol:
     """Returns a symbol in mixed precision.
 
     It has a cast after the data, the body in the policy's type, norms in float32, and a cast
@@ -32,14 +43,16 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy] = "float16",
         sym: a symbol.
         policy: as for `gluon_amp.convert`, of float16 or bfloat16.
         keep: regular expressions for whole names of nodes that stay float32.
+        like: as for `gluon_amp.convert`, a file of the parameters of this symbol.
 
     Raises:
-        ValueError: the policy is for Gluon only, or `keep` matches nothing.
+        ValueError: the policy is for Gluon only, `keep` matches nothing, or the symbol, which a
+            converted network exported, records another policy or keeps more.
     """
-    policy = get_policy(policy)
     if not isinstance(sym, mx.sym.Symbol):
         hint = " Use gluon_amp.convert for Gluon's." if isinstance(sym, mx.gluon.Block) else ""
         raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
+    policy, keep = _as_recorded(policy, keep, like)
     if policy.is_emulated:
         raise ValueError(f"policy {policy.name} is for Gluon only: MXNet 1.9.1's symbols have "
                          f"its types of arrays. Valid: {', '.join(IN_SYMBOLS)}. "
@@ -48,6 +61,9 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy] = "float16",
     kept = kept_operators(graph, [keep] if isinstance(keep, str) else keep)
     if policy.is_float32:
         return graph.symbol()
+    recorded = record_in(sym)
+    if recorded is not None and like is not False:
+        _check(recorded, "the symbol", policy, kept, graph)
     parameters = parameter_names(graph)
     types = _types(graph, parameters, policy, kept)
     mixed = insert_casts(graph, types, policy, parameters, kept)
@@ -59,11 +75,41 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy] = "float16",
             if entry.node.is_variable and (node.op == "Cast" or types[name] != "float32"):
                 entry.node.attrs["__dtype__"] = str(TYPE_FLAG[types[name]])
     _keep_output_names(graph, mixed)
+    put_record(mixed, Record({"": policy}, nodes=tuple(sorted(kept))))
     return mixed.symbol()
 
 
+def _as_recorded(policy: Union[str, Policy, None], keep: Iterable[str], like: object
+                 ) -> Tuple[Policy, Iterable[str]]:
+    """Returns the policy and `keep` that a file records, or else the given ones."""
+    if like in (None, False):
+        return get_policy("float16" if policy is None else policy), keep
+    path = path_of(like, policy, keep)
+    record = needed_record(path)
+    if record.nodes is None:
+        raise ValueError(f"{path} records a network of blocks, which gluon_amp.convert takes. "
+                         "Valid: the parameters of an exported symbol or of a Module")
+    return record.policies[""], [re.escape(name) for name in record.nodes]
+
+
+def _check(recorded: Record, source: str, policy: Policy, kept: Collection[str], graph: Graph
+           ) -> None:
+    """Refuses another policy than a record's, and nodes that it keeps in float32."""
+    nodes = set(recorded.nodes or ()) & operator_names(graph)
+    others = [] if policy == recorded.policies.get("", policy) else [policy.name]
+    refuse_others(recorded, source, others, sorted(nodes - set(kept)), "convert_symbol(symbol")
+
+
+def check_record(sym: Symbol, params: str) -> None:
+    """Compares a converted symbol with the record of a file of parameters."""
+    mine, recorded = record_in(sym), read_record(params)
+    if mine is not None and recorded is not None:
+        _check(recorded, params, mine.policies[""], mine.nodes or (), Graph.read(sym))
+
+
 def convert_model(sym: Symbol, arg_params: Dict[str, Any], aux_params: Dict[str, Any],
-                  policy: Union[str, Policy] = "float16", keep: Iterable[str] = ()
+                  policy: Union[str, Policy, None] = None, keep: Iterable[str] = (),
+                  like: Union[str, bool, None] = None
                   ) -> Tuple[Symbol, Dict[str, Any], Dict[str, Any]]:
     """Converts a checkpoint to mixed precision.
 
@@ -73,6 +119,7 @@ def convert_model(sym: Symbol, arg_params: Dict[str, Any], aux_params: Dict[str,
         aux_params: its auxiliary states, by name.
         policy: as for `convert_symbol`.
         keep: as for `convert_symbol`.
+        like: as for `convert_symbol`.
 
     Returns:
         The converted symbol, and both dicts in its types.
@@ -81,7 +128,7 @@ def convert_model(sym: Symbol, arg_params: Dict[str, Any], aux_params: Dict[str,
         ValueError: as `convert_symbol`; or parameters are missing, unknown, or beyond the range of
             their type.
     """
-    converted = convert_symbol(sym, policy, keep)
+    converted = convert_symbol(sym, policy, keep, like)
     check_parameters(converted, arg_params, aux_params)
     types = declared_types(Graph.read(converted))
 

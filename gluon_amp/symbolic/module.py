@@ -28,6 +28,7 @@ from ..cpu.arrays import dtype_name, is_half, to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
+from ..record import record_in, write_record
 from ..training import checkpoint as files
 from ..training.averages import Averages, Named
 from ..training.backward import Backward, Copies, restore
@@ -41,7 +42,7 @@ from ..training.optimizer import (
 )
 from ..training.step import Step, Trained, in_one_thread
 from .binding import Bindable, environment
-from .convert import check_parameters, check_range
+from .convert import check_parameters, check_range, check_record
 
 
 class _Pass(Backward):
@@ -399,6 +400,17 @@ class _Module:
 
     # ---- files
 
+    def save_params(self, fname: str) -> None:
+        """Writes the parameters, atomically, and the record of the symbol's policy."""
+        mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
+        replace_file(fname, super().save_params)
+        write_record(fname, record_in(self._module()._symbol))
+
+    def load_params(self, fname: str) -> None:
+        """Loads a file of parameters, which must not record another policy than the symbol's."""
+        check_record(self._module()._symbol, fname)
+        super().load_params(fname)
+
     def save_optimizer_states(self, fname: str) -> None:
         """Writes the optimizer with its master weights, the loss scale and the counters."""
         module = self._module()
@@ -492,6 +504,7 @@ class Module(_Module, mx.mod.Module):
         """
         must_exist(f"{prefix}-symbol.json", f"{prefix}-{epoch:04d}.params")
         symbol, args, auxs = mx.model.load_checkpoint(prefix, epoch)
+        check_record(symbol, f"{prefix}-{epoch:04d}.params")
         check_parameters(symbol, args, auxs)
         module = cls(symbol, **kwargs)
         module._arg_params, module._aux_params = args, auxs
@@ -504,12 +517,11 @@ class Module(_Module, mx.mod.Module):
                         remove_amp_cast: bool = True) -> None:
         """Writes PREFIX-symbol.json, PREFIX-EPOCH.params and optionally PREFIX-EPOCH.states.
 
-        Each file is replaced atomically.
+        Each file is replaced atomically. PREFIX-EPOCH.params.json has the policy of the symbol.
         """
-        mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
         replace_file(f"{prefix}-symbol.json",
                      lambda path: self._symbol.save(path, remove_amp_cast=remove_amp_cast))
-        replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
+        self.save_params(f"{prefix}-{epoch:04d}.params")
         if save_optimizer_states:
             self.save_optimizer_states(f"{prefix}-{epoch:04d}.states")
 
@@ -550,6 +562,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
         must_exist(f"{prefix}-{epoch:04d}.params")
         module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
         symbol, data_names, label_names = module._call_sym_gen(default_bucket_key)
+        check_record(symbol, f"{prefix}-{epoch:04d}.params")
         args, auxs = mx.model.load_params(prefix, epoch)
         check_parameters(symbol, args, auxs)
         first = mx.mod.Module(symbol, data_names, label_names, logger=module.logger,
@@ -570,8 +583,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
         The files are PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and
         PREFIX-EPOCH.states. Each is replaced atomically.
         """
-        mx.nd.waitall()
-        replace_file(f"{prefix}-{epoch:04d}.params", self.save_params)
+        self.save_params(f"{prefix}-{epoch:04d}.params")
         for key in self._buckets:
             symbol = self._call_sym_gen(key)[0]
             replace_file(f"{prefix}-{key}-symbol.json",

@@ -144,7 +144,7 @@ def _types(options: argparse.Namespace) -> int:
     from .types import types
     if not options.model:
         raise ValueError("--types needs a network: pass --model NAME")
-    found = types(convert_symbol(load(options.model)))
+    found = types(convert_symbol(load(options.model), like=False))
     print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
     return 0
 

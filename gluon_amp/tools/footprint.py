@@ -95,7 +95,7 @@ def _bytes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...], policy: Policy,
     if policy.is_emulated:  # emulated formats use float32 arrays
         policy = Policy(policy.name, compute=policy.between if policy.between.is_array_type
                         else "float32")
-    mixed = convert_symbol(symbol, policy)
+    mixed = convert_symbol(symbol, policy, like=False)
     internals, declared = mixed.get_internals(), declared_types(Graph.read(mixed))
     _, types, _ = internals.infer_type(
         **{name: declared.get(name, "float32") for name in mixed.list_inputs()})

@@ -192,7 +192,7 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
 def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
     """Returns the X-ray of a symbol with losses."""
     data, labels = batches[0]
-    module = Module(convert_symbol(model.symbol, policy), data_names=model.inputs,
+    module = Module(convert_symbol(model.symbol, policy, like=False), data_names=model.inputs,
                     label_names=model.labels, context=mx.cpu(), loss_scale="dynamic")
     module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
                 [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
@@ -215,4 +215,5 @@ def _of_block(model: _Model, batches: List[Any], policy: Policy, loss: str) -> V
         parameter.initialize(mx.init.Zero(), ctx=mx.cpu())
         parameter.set_data(value)
     loss_fn = getattr(mx.gluon.loss, _LOSSES[loss])()
-    return xray(convert(block, policy), [(*data, *labels) for data, labels in batches], loss_fn)
+    convert(block, policy, like=False)
+    return xray(block, [(*data, *labels) for data, labels in batches], loss_fn)

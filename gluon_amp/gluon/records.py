@@ -1,0 +1,166 @@
+"""Records of Gluon networks: what a network is, what a file requires, and comparison of both.
+
+A converted network saves its policy and `keep=` beside its parameters (record.py). Loading
+parameters notes their record on the block. `convert` and `load_parameters` refuse a network in
+which a tensor would have another 16-bit policy than recorded, or would no longer be float32.
+"""
+from dataclasses import replace
+from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
+
+from .._mxnet import mx
+from .._mxnet import replace as wrap
+from ..annotations import Block, Network
+from ..graph.graph import Graph
+from ..graph.keep import operator_names
+from ..policy import Policy
+from ..record import Record, read_record, record_in, refuse_others, write_record
+
+_NOTE = "_record_of_gluon_amp"  # an attribute of blocks that have loaded a file with a record
+
+
+class Computes(NamedTuple):
+    """How a network computes.
+
+    Attributes:
+        policy: returns the policy of a block; None for float32.
+        nodes: the names of nodes that stay float32.
+    """
+    policy: Callable[[Block], Optional[Policy]]
+    nodes: Set[str]
+
+
+def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
+    """Returns the path of each block in a net at `path`; the first path of a shared block."""
+    made: Dict[Any, str] = {}
+
+    def walk(block: Block, path: str) -> None:
+        if block not in made:
+            made[block] = path
+            for name, child in block._children.items():
+                walk(child, f"{path}.{name}")
+
+    walk(net, path)
+    return made
+
+
+def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Optional[Record]:
+    """Returns the record of a network; None if no part of it is converted.
+
+    Args:
+        nodes: the names of the float32 nodes of its symbol, if it is saved with one.
+    """
+    paths = paths_in(net)
+    states = {path: block._amp for block, path in paths.items() if hasattr(block, "_amp")}
+    if not states:
+        return None
+    record = Record({})
+    for path, state in states.items():  # parents come first
+        if record.policy_at(path) != state.given:
+            record.policies[path] = state.given
+    kept = [path for path, state in states.items() if state.keep]
+    tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
+    names: FrozenSet[str] = frozenset().union(*(state.keep_nodes for state in states.values()))
+    places = [place for name in sorted(names) for place in _place(name, paths)]
+    return Record(record.policies, (*tops, *places),
+                  None if nodes is None else tuple(sorted(nodes)))
+
+
+def _place(node: str, paths: Dict[Any, str]) -> List[str]:
+    """Returns the path of a node: that of the innermost block whose prefix starts its name, and
+    the rest of the name. Empty for a node of another network."""
+    around = [block for block in paths if node.startswith(block.prefix)]
+    inner: Any = max(around, key=lambda block: len(block.prefix), default=None)
+    return [] if inner is None else [f"{paths[inner]}/{node[len(inner.prefix):]}"]
+
+
+def kept_in(record: Record, net: Block) -> List[Tuple[Any, str]]:
+    """Returns what a record keeps in float32 of a network: pairs of a block and the name of one of
+    its nodes, or "" for the whole block. The block is None if the network lacks it."""
+    if record.nodes is not None and isinstance(net, mx.gluon.SymbolBlock):
+        there = operator_names(Graph.read(net._cached_graph[1]))  # of a part of the saved network
+        return [(net, name) for name in record.nodes if name in there]
+    blocks = {path: block for block, path in paths_in(net).items()}
+    kept: List[Tuple[Any, str]] = []
+    for entry in record.keep:
+        path, is_node, rest = entry.partition("/")
+        block = blocks.get(path)
+        kept.append((block, block.prefix + rest if block is not None and is_node else ""))
+    return kept
+
+
+def check(record: Record, source: str, net: Block, computes: Computes) -> None:
+    """Refuses a network that computes in 16 bits what a record keeps in float32, or by another
+    policy than it records.
+
+    Args:
+        source: the file or the symbol that has the record.
+        net: the network whose parameters have it.
+        computes: how the network computes.
+    """
+    unkept: List[str] = []
+    others: Dict[str, None] = {}
+    for block, path in paths_in(net).items():
+        mine, recorded = computes.policy(block), record.policy_at(path)
+        if mine is not None and recorded is None:
+            unkept.append(block.name or type(block).__name__)
+        elif mine is not None and recorded is not None \
+                and mine != replace(recorded, name=mine.name):
+            others[mine.name] = None
+    unkept += [name for block, name in kept_in(record, net) if name
+               and name not in computes.nodes and computes.policy(block) is not None]
+    refuse_others(record, source, list(others), unkept, "convert(net")
+
+
+def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
+    """Compares blocks that will compute so with the records of what they have loaded."""
+    for block in blocks:
+        note = vars(block).get(_NOTE)
+        if note is not None:
+            source, text, error = note
+            if error:
+                raise ValueError(error)
+            check(Record.from_json(text, source), source, block, computes)
+        if isinstance(block, mx.gluon.SymbolBlock):
+            of_symbol = record_in(block._cached_graph[1])
+            if of_symbol is not None:
+                check(of_symbol, f"{block.name or 'the symbol'}", block, computes)
+
+
+def check_file(net: Block, filename: str) -> None:
+    """Compares a converted network with the record of a file before it loads the file."""
+    record = read_record(filename)
+    if record is not None:
+        blocks = paths_in(net)
+        check(record, filename, net, Computes(policy_of, kept_nodes(blocks)))
+
+
+def policy_of(block: Block) -> Optional[Policy]:
+    """Returns the policy of a block; None if it computes in float32."""
+    state = getattr(block, "_amp", None)
+    return None if state is None or state.keep else state.given
+
+
+def kept_nodes(blocks: Iterable[Block]) -> Set[str]:
+    """Returns the names of the nodes that converted blocks keep in float32."""
+    return set().union(*(block._amp.keep_nodes for block in blocks if hasattr(block, "_amp")))
+
+
+def wrap_files() -> None:
+    """Wraps `save_parameters` and `load_parameters` of MXNet's blocks: they write the record of
+    converted parts, remove an older one, and note the record of what is loaded."""
+    @wrap(mx.gluon.Block, "save_parameters")
+    def save_parameters(self: Any, filename: str, *args: Any, theirs: Any, **kwargs: Any) -> None:
+        theirs(self, filename, *args, **kwargs)
+        write_record(filename, record_of(self))
+
+    @wrap(mx.gluon.Block, "load_parameters")
+    def load_parameters(self: Any, filename: str, *args: Any, theirs: Any, **kwargs: Any) -> None:
+        theirs(self, filename, *args, **kwargs)
+        vars(self).pop(_NOTE, None)
+        try:
+            record = read_record(filename)
+        except ValueError as error:  # a network that stays float32 needs no record
+            vars(self)[_NOTE] = filename, "", str(error)
+        else:
+            if record is not None:
+                vars(self)[_NOTE] = filename, record.to_json(), ""

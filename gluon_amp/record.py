@@ -1,0 +1,203 @@
+"""Records of the policy and `keep=` of saved networks.
+
+A file of parameters, net.params, has its record beside it, in net.params.json; the parameters
+themselves are MXNet's file. A symbol has its record in an attribute of a variable.
+"""
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
+
+from ._mxnet import mx
+from .checks import listed
+from .files import must_exist, replace_text
+from .formats import FORMATS, Format
+from .graph.graph import Graph
+from .policy import POLICIES, Policy
+from .version import __version__
+
+ATTRIBUTE = "__mixed_precision__"  # of a symbol; MXNet ignores attributes of this form
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """How a saved network computes.
+
+    Attributes:
+        policies: the policy of each converted network in the saved one, by its path; "" is the
+            saved network itself.
+        keep: what stays float32: paths of blocks, such as ".output", and of nodes, such as
+            ".output/fwd".
+        nodes: the names of the float32 nodes of its symbol, if it was saved with one.
+    """
+    policies: Dict[str, Policy]
+    keep: Tuple[str, ...] = ()
+    nodes: Optional[Tuple[str, ...]] = None
+
+    def policy_at(self, path: str) -> Optional[Policy]:
+        """Returns the policy of the block at a path; None for float32."""
+        if any(_within(path, kept) for kept in self.keep if "/" not in kept):
+            return None
+        around = [at for at in self.policies if _within(path, at)]
+        return self.policies[max(around, key=len)] if around else None
+
+    def text(self) -> str:
+        """Returns its description for messages."""
+        names = listed([policy.name for policy in dict.fromkeys(self.policies.values())])
+        keep = self.keep or self.nodes or ()
+        return f"policy {names}, keep=[{listed(list(map(repr, keep)))}]"
+
+    def to_json(self, **others: Any) -> str:
+        """Returns its JSON, with further values."""
+        facts = {"gluon_amp": __version__, **others, "keep": list(self.keep), "policies": {
+            path: _policy_facts(policy) for path, policy in self.policies.items()}}
+        if self.nodes is not None:
+            facts["nodes"] = list(self.nodes)
+        return json.dumps(facts, ensure_ascii=False)  # MXNet reads no \\u
+
+    @classmethod
+    def from_json(cls, text: str, source: str) -> "Record":
+        """Parses JSON; `source` names it in errors."""
+        try:
+            facts = json.loads(text)
+            policies = {path: _policy_of(policy) for path, policy in facts["policies"].items()}
+            keep, nodes = facts["keep"], facts.get("nodes")
+            for names in (keep, nodes or []):
+                if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+                    raise TypeError(f"{names!r:.100} are no names")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{source} is no record of a policy, of gluon_amp {__version__} or "
+                             f"older: {error!r:.200}") from None
+        return cls(policies, tuple(keep), None if nodes is None else tuple(nodes))
+
+
+def _within(path: str, around: str) -> bool:
+    return path == around or path.startswith(f"{around}.")
+
+
+def _policy_facts(policy: Policy) -> Union[str, Dict[str, Any]]:
+    if POLICIES.get(policy.name) == policy:
+        return policy.name
+    return dataclasses.asdict(policy)
+
+
+def _policy_of(facts: Any) -> Policy:
+    if isinstance(facts, str):
+        return POLICIES[facts]
+    roles: Dict[str, Any] = {role: _format_of(value) if isinstance(value, dict) else value
+                             for role, value in facts.items()}
+    return Policy(**roles)
+
+
+def _format_of(facts: Dict[str, Any]) -> Format:
+    made = Format(**facts)
+    known = FORMATS.get(made.name)
+    return known if known == made else made
+
+
+# ---- beside parameters
+
+def record_path(params: str) -> str:
+    """Returns the path of the record of a file of parameters; a symbolic link's is its target's."""
+    return f"{os.path.realpath(params)}.json"
+
+
+def write_record(params: str, record: Optional[Record]) -> None:
+    """Writes the record of a file of parameters, which exists. None removes an older one."""
+    path = record_path(params)
+    if record is not None and os.path.isfile(params):
+        replace_text(path, record.to_json(sha256=_digest(params)) + "\n")
+    elif os.path.isfile(path) and _is_ours(path):
+        os.remove(path)
+
+
+def read_record(params: str) -> Optional[Record]:
+    """Returns the record of a file of parameters; None if it has none.
+
+    Raises:
+        ValueError: the record is damaged, or it is of another file.
+    """
+    path = record_path(params)
+    if not os.path.isfile(params) or not os.path.isfile(path) or not _is_ours(path):
+        return None
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    record = Record.from_json(text, path)
+    if json.loads(text).get("sha256") != _digest(params):
+        raise ValueError(f"{path} has the policy and keep= of another {os.path.basename(params)}: "
+                         "its checksum differs. Copy both files together, or delete "
+                         f"{os.path.basename(path)}, which says nothing of this file")
+    return record
+
+
+def path_of(like: object, policy: object, keep: object) -> str:
+    """Returns the path that `like=` is, without policy and `keep=` beside it."""
+    if not isinstance(like, (str, os.PathLike)):
+        raise TypeError("like takes the path of a file of parameters, or False. Received: "
+                        f"{like!r}")
+    if policy is not None or keep != ():
+        raise ValueError(f"like={str(like)!r} has the policy and keep=. Valid: like alone, or "
+                         f"policy and keep=. Received: policy={policy!r}, keep={keep!r}")
+    return os.fspath(like)
+
+
+def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Sequence[str],
+                  convert: str) -> None:
+    """Raises ValueError for a network with other policies than a record's, or with 16-bit parts
+    that it keeps in float32.
+
+    Args:
+        source: the file or the symbol that has the record.
+        others: the names of the other policies.
+        unkept: the names of these parts.
+        convert: the call that converts.
+    """
+    if others or unkept:
+        here = f"policy {listed(others)}" if others else "the same policy"
+        raise ValueError(
+            f"{source} records {record.text()}. This network has {here}"
+            f"{f', and does not keep {listed(unkept)}' if unkept else ''}. Valid: gluon_amp."
+            f"{convert}, like={source!r}), or the same policy and keep=. To compute otherwise on "
+            f"purpose: gluon_amp.{convert}, ..., like=False)")
+
+
+def needed_record(params: str) -> Record:
+    """Returns the record of a file of parameters, or raises ValueError if it has none."""
+    must_exist(params)
+    record = read_record(params)
+    if record is None:
+        raise ValueError(f"like={params!r} needs the record of its policy, {record_path(params)}, "
+                         "which does not exist. Converted networks write it beside their "
+                         "parameters: copy both files, or pass policy and keep=")
+    return record
+
+
+def _is_ours(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(12) == b'{"gluon_amp"'
+
+
+def _digest(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for part in iter(lambda: file.read(1 << 20), b""):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+# ---- in symbols
+
+def put_record(graph: Graph, record: Record) -> None:
+    """Sets the record of a graph: an attribute of its first variable."""
+    variables = [node for node in graph.nodes() if node.is_variable]
+    for node in variables:
+        node.attrs.pop(ATTRIBUTE, None)
+    for node in variables[:1]:
+        node.attrs[ATTRIBUTE] = record.to_json()
+
+
+def record_in(symbol: "mx.sym.Symbol") -> Optional[Record]:
+    """Returns the record that a symbol has; None if it has none."""
+    texts = [attrs[ATTRIBUTE] for attrs in symbol.attr_dict().values() if ATTRIBUTE in attrs]
+    return Record.from_json(texts[0], f"the symbol's attribute {ATTRIBUTE}") if texts else None
