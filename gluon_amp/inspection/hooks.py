@@ -80,7 +80,7 @@ class Measure:
 
 
 class Statistics(Measure):
-    """`AfterRounding` of each tensor: on a GPU, by `LAUNCHES` kernels at most for each, and by one
+    """`AfterRounding` of each tensor: on a GPU, by at most `LAUNCHES` kernels for each, and by one
     copy to the host for 512 tensors of a type."""
 
     LAUNCHES = 9  # abs, four comparisons, two for the sums of squares, two for the maximum

@@ -207,7 +207,7 @@ class Monitor:
 _SCALARS = ("rms", "largest", "zero", "underflow", "subnormal", "overflow")
 
 
-def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List["re.Pattern[str]"]]:
+def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pattern[str]]]:
     """Returns regular expressions for the names of the selected operators."""
     if given is None:
         return None
