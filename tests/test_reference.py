@@ -62,4 +62,4 @@ def test_signatures_have_types_as_they_are_written():
 
 def test_help_of_a_function():
     text = pydoc.plain(pydoc.render_doc(gluon_amp.convert)).replace("'", "")
-    assert "convert(net: Block, policy: Union[str, Policy] = float16," in text
+    assert "convert(net: Block, policy: Union[str, Policy, None] = None," in text

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 from .._mxnet import mx, np
 from ..annotations import Network, Trainer
 from ..formats import FORMATS
-from ..gluon.converted import paths_in
+from ..gluon.records import paths_in
 from ..policy import POLICIES
 from ..version import __version__
 from .hooks import AfterRounding, Recorded, Timed
