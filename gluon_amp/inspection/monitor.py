@@ -19,7 +19,7 @@ from ..checks import imports_of, nearest, whole_number
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from .hooks import VARIABLE, Checksums, HookWatch, Measure, Statistics, Times, plain_graphs
-from .records import Clock, Line, Places, head, tensor_line, time_lines, variable_line
+from .lines import Clock, Line, Places, head, tensor_line, time_lines, variable_line
 from .tensors import Key
 from .watch import Watch, hybrid_blocks
 
