@@ -50,42 +50,44 @@ API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alph
                         pd, g, dg, db, epsilon, sm, sv);
 }
 
-// ---- cuDNN's fast kernels for channels-last float16 data, which need a workspace
+// ---- cuDNN's fast kernels for channels-last float16 data, which need a workspace and a reserve space
 
-static const size_t kNormSpace = 1 << 12;  // bytes
-static bool is_fast(int mode, D x) { return mode == 2 && x->type == 2 && x->format == 1; }
+static const size_t kNormSpace = 1 << 12, kNormReserve = 1 << 9;  // bytes
+static size_t fast(int mode, D x, size_t bytes) { return mode == 2 && x->type == 2 && x->format == 1 ? bytes : 0; }
 
-API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int, int operation, D, D, size_t* n) {
-  *n = 0;
+API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int mode, int operation, D, D xd, size_t* n) {
+  *n = fast(mode, xd, kNormReserve);
   return operation ? NOT_SUPPORTED : 0;
 }
 API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D,
                                                                  size_t* n) {
-  *n = is_fast(mode, xd) ? kNormSpace : 0;
+  *n = fast(mode, xd, kNormSpace);
   return operation ? NOT_SUPPORTED : 0;
 }
 API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D, D, D,
                                                           size_t* n) {
-  *n = is_fast(mode, xd) ? kNormSpace : 0;
+  *n = fast(mode, xd, kNormSpace);
   return operation ? NOT_SUPPORTED : 0;
 }
-static int norm_space_check(const char* call, int mode, int operation, D xd, V s, size_t n) {
+static int norm_spaces_check(const char* call, int mode, int operation, D xd, V s, size_t n, V r, size_t rn) {
   if (operation) return bad(call, "operation", NOT_SUPPORTED);
-  if (is_fast(mode, xd) && n < kNormSpace) return bad(call, "workspace is too small");
-  return n == 0 || check(call, "workspace", s, n) ? 0 : EXECUTION_FAILED;
+  if (n < fast(mode, xd, kNormSpace) || rn < fast(mode, xd, kNormReserve)) return bad(call, "a space is too small");
+  return check(call, "workspace", s, n) && check(call, "reserve", r, rn) ? 0 : EXECUTION_FAILED;
 }
 API int cudnnBatchNormalizationForwardTrainingEx(void*, int mode, int operation, V alpha, V beta, D xd, V x, D, V, D yd,
                                                  V y, D pd, V g, V b, double factor, V rm, V rv, double epsilon, V sm,
-                                                 V sv, D, V s, size_t n, V, size_t) {
+                                                 V sv, D, V s, size_t n, V r, size_t rn) {
   const char* name = "cudnnBatchNormalizationForwardTrainingEx";
-  if (int e = norm_space_check(name, mode, operation, xd, s, n)) return e;
+  if (int e = norm_spaces_check(name, mode, operation, xd, s, n, r, rn)) return e;
+  if (computes()) *(V*)real(r) = sm;
   return norm_forward(name, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv);
 }
 API int cudnnBatchNormalizationBackwardEx(void*, int mode, int operation, V alpha, V beta, V alpha_p, V beta_p, D xd,
                                           V x, D, V, D dyd, V dy, D, V, D dxd, V dx, D pd, V g, V, V dg, V db,
-                                          double epsilon, V sm, V sv, D, V s, size_t n, V, size_t) {
+                                          double epsilon, V sm, V sv, D, V s, size_t n, V r, size_t rn) {
   const char* name = "cudnnBatchNormalizationBackwardEx";
-  if (int e = norm_space_check(name, mode, operation, xd, s, n)) return e;
+  if (int e = norm_spaces_check(name, mode, operation, xd, s, n, r, rn)) return e;
+  if (computes() && *(V*)real(r) != sm) return bad(name, "the reserve space is of another forward pass", EXECUTION_FAILED);
   return norm_gradients(name, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon, sm, sv);
 }
 
