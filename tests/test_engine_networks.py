@@ -158,6 +158,40 @@ def test_second_derivatives_supported_by_mxnet(name, rng):
         np.testing.assert_allclose(half, wide, rtol=8e-3, atol=1e-3)
 
 
+def second_gradients(dtype, arrays, flatten, head):
+    """Of a dense layer: the sum of squares of its gradients, and that sum's gradients."""
+    arrays = [nd.array(a, dtype=dtype) for a in arrays]
+    for a in arrays:
+        a.attach_grad()
+    with autograd.record():
+        y = nd.FullyConnected(*arrays, num_hidden=5, flatten=flatten, no_bias=len(arrays) == 2)
+        found = autograd.grad(y.tanh(), arrays if head == "all" else arrays[:1],
+                              create_graph=True, retain_graph=True)
+        total = sum(g.square().sum() for g in found)
+    total.backward()
+    return total.asscalar(), [a.grad.asnumpy().astype("float64") for a in arrays]
+
+
+@pytest.mark.parametrize("head", ["data", "all"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("flatten", [False, True])
+def test_second_gradients_of_dense_layers_match_numeric_ones(flatten, bias, head, rng):
+    """MXNet 1.9.1 leaves out the gradient with respect to the layer's head gradient."""
+    shapes = [(3, 2, 4), (5, 8 if flatten else 4)] + [(5,)] * bias
+    arrays = [rng.uniform(-0.5, 0.5, shape) for shape in shapes]
+    exact = second_gradients("float64", arrays, flatten, head)[1]
+    for array, found in zip(arrays, exact):
+        index = tuple(0 for _ in array.shape)
+        ends, kept = [], array[index]
+        for array[index] in (kept + 1e-4, kept - 1e-4):
+            ends.append(second_gradients("float64", arrays, flatten, head)[0])
+        array[index] = kept
+        assert found[index] == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-5)
+    for dtype, share in (("float32", 1e-6), ("float16", 2e-3), ("bfloat16", 2e-2)):
+        for found, one in zip(second_gradients(dtype, arrays, flatten, head)[1], exact):
+            assert np.abs(found - one).max() < share * np.abs(one).max()
+
+
 def test_two_threads_can_call_one_network(rng):
     net, _ = converted("residual", rng)
     inputs = [networks.images(9)(rng) for _ in range(2)]

@@ -61,7 +61,7 @@ std::string substitute(const Operator& of, const std::string& key, const std::st
 }
 
 // Computes the attributes for a 16-bit type; returns whether any differs.
-bool change(const Operator& of, const NodeAttrs& attrs, int type, Attributes::Texts* texts) {
+bool change(const Operator& of, const NodeAttrs& attrs, int type, Texts* texts) {
   bool changed = false;
   for (const auto& item : attrs.dict) {
     const std::string text = substitute(of, item.first, item.second, type);
@@ -85,26 +85,24 @@ struct Cache {
 
 }  // namespace
 
-Attributes::Attributes(const nnvm::Op* op, const Texts& texts) {
+nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts) {
   std::vector<const char*> keys, values;
   for (const auto& text : texts) {
     keys.push_back(text.first.c_str());
     values.push_back(text.second.c_str());
   }
+  void* symbol = nullptr;
   errno = 0;  // MXNet reads it without clearing it: after an overflow in libm it refuses "inf"
   if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), static_cast<uint32_t>(keys.size()),
-                                 keys.data(), values.data(), &symbol_))
+                                 keys.data(), values.data(), &symbol))
     throw dmlc::Error(MXGetLastError());
-}
-
-Attributes::~Attributes() { MXSymbolFree(symbol_); }
-
-const NodeAttrs& Attributes::get() const {
-  return static_cast<const std::vector<nnvm::NodeEntry>*>(symbol_)->front().node->attrs;
+  const nnvm::ObjectPtr made = static_cast<const std::vector<nnvm::NodeEntry>*>(symbol)->front().node;
+  MXSymbolFree(symbol);
+  return made;
 }
 
 std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half) {
-  Attributes::Texts texts;
+  Texts texts;
   if (half != kNoHalf) change(of, attrs, half, &texts);
   else texts.assign(attrs.dict.begin(), attrs.dict.end());
   return std::make_shared<const Attributes>(of.op, texts);

@@ -4,17 +4,20 @@
 
 namespace gluon_amp {
 
+// Names and values of attributes.
+using Texts = std::vector<std::pair<std::string, std::string>>;
+
+// A new node without inputs, made by MXNet, which parses its attributes.
+nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts);
+
 // A copy of a node's attributes, parsed by MXNet.
 class Attributes {
  public:
-  using Texts = std::vector<std::pair<std::string, std::string>>;
-  Attributes(const nnvm::Op* op, const Texts& texts);
-  ~Attributes();
-  Attributes(const Attributes&) = delete;
-  const NodeAttrs& get() const;
+  Attributes(const nnvm::Op* op, const Texts& texts) : node_(make_node(op, texts)) {}
+  const NodeAttrs& get() const { return node_->attrs; }
 
  private:
-  void* symbol_ = nullptr;
+  nnvm::ObjectPtr node_;
 };
 
 // A copy, which lives while it is referenced; `half`: kNoHalf, or the 16-bit type of constants, as below.

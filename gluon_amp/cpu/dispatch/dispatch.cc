@@ -467,7 +467,9 @@ void dispatch(nnvm::Op& op) {
   else wrap_places(*of, op);
   wrap_resources(*of, op);
   if (const auto* g = get<nnvm::FGradient>(&op, "FGradient"))
-    set<nnvm::FGradient>(op, "FGradient", [of_theirs = nnvm::FGradient(*g)](const auto&... node) {
+    set<nnvm::FGradient>(op, "FGradient", [of_theirs = op.name == "_backward_FullyConnected"
+                                               ? nnvm::FGradient(gradient_of_dense_gradient)
+                                               : nnvm::FGradient(*g)](const auto&... node) {
       return gradient(of_theirs, node...);
     });
 }

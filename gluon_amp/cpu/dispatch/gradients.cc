@@ -5,6 +5,8 @@
 #include <set>
 #include <sstream>
 
+#include "dispatch/attributes.h"
+
 namespace gluon_amp {
 
 namespace {
@@ -90,13 +92,56 @@ void scale_copy(const nnvm::ObjectPtr& n, const Entries& made) {
   inputs_of(node).push_back(inputs_of(n.get())[1]);
 }
 
+bool is_zero(const nnvm::NodeEntry& gradient) {
+  const nnvm::Op* const op = gradient.node ? gradient.node->attrs.op : nullptr;
+  return op && (op->name == "_zeros" || op->name == "_zeros_without_dtype" || op->name == "zeros_like");
+}
+
+nnvm::NodeEntry output_of(const char* op, Entries inputs, const Texts& texts = {}) {
+  const nnvm::ObjectPtr node = make_node(nnvm::Op::Get(op), texts);
+  inputs_of(node.get()) = std::move(inputs);
+  return {node, 0, 0};
+}
+
+// A dense layer with the attributes of `n`, which has two inputs, or with a bias three.
+nnvm::NodeEntry dense_layer(const nnvm::ObjectPtr& n, Entries inputs) {
+  Texts texts;
+  for (const auto& item : n->attrs.dict)
+    if (item.first != "no_bias") texts.push_back(item);
+  texts.emplace_back("no_bias", inputs.size() == 2 ? "1" : "0");
+  return output_of("FullyConnected", std::move(inputs), texts);
+}
+
 }  // namespace
+
+Entries gradient_of_dense_gradient(const nnvm::ObjectPtr& n, const Entries& above) {
+  const auto& inputs = inputs_of(n.get());
+  const nnvm::NodeEntry &head = inputs[0], &data = inputs[1], &weight = inputs[2];
+  const bool of_bias = above.size() == 3 && !is_zero(above[2]);
+  Entries layers, of_data, of_weight;
+  const auto add = [&](Entries reads) {
+    layers.push_back(dense_layer(n, std::move(reads)));
+    const nnvm::ObjectPtr& layer = layers.back().node;
+    return (*get<nnvm::FGradient>(layer->attrs.op, "FGradient"))(layer, {head});
+  };
+  if (!is_zero(above[0])) of_weight.push_back(add({above[0], weight})[1]);
+  if (of_bias) of_data.push_back(add({data, above[1], above[2]})[0]);
+  else if (!is_zero(above[1])) of_data.push_back(add({data, above[1]})[0]);
+  const auto or_zero = [](const Entries& found, const nnvm::NodeEntry& like) {
+    return found.empty() ? output_of("zeros_like", {like}) : found[0];
+  };
+  return {layers.size() == 2 ? output_of("elemwise_add", layers) : or_zero(layers, head),
+          or_zero(of_data, data), or_zero(of_weight, weight)};
+}
 
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above) {
   Entries made = of_theirs(n, above);
   const Settings& settings = settings_of(n->attrs);
   if (!has_settings(settings)) return made;
+  if (settings.products.emulates() && n->attrs.op->name == "_backward_FullyConnected")
+    throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
+                      "keep the layer in float32 (keep=)");
   if (settings.loss_scale) scale_copy(n, made);
   const auto is_high = [&](size_t i) { return letter(settings.high, i, '0') == '1'; };
   // A separate node computes the products in high precision, because MXNet's node also computes others. For
@@ -118,10 +163,6 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
       nnvm::ObjectPtr node = todo.back();
       todo.pop_back();
       if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
-      if (node->attrs.op->name == "_backward_backward_FullyConnected" &&
-          settings.products.emulates())
-        throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
-                          "keep the layer in float32 (keep=)");
       if (is_dispatched_here(node->attrs.op)) describe(node, n, above, made, high, described++);
       for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
     }

@@ -10,4 +10,9 @@ using Entries = std::vector<nnvm::NodeEntry>;
 Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
                  const Entries& above);
 
+// The gradient of the gradient node of a dense layer. MXNet's lacks the part of the layer's head gradient. The sum of
+// products of `above` and the layer's gradients equals the product of the head gradient and the sum of two dense
+// layers: of the data's `above` with the layer's weight, and of the layer's data with `above` as its parameters.
+Entries gradient_of_dense_gradient(const nnvm::ObjectPtr& n, const Entries& above);
+
 }  // namespace gluon_amp

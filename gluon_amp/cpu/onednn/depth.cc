@@ -54,7 +54,7 @@ NDArray surrounded(const NDArray& images, const Depth& depth, Lease* lease) {
 // The node's attributes for images that have their padding in depth.
 Attributes without_padding(const NodeAttrs& attrs) {
   const std::vector<int64_t> pad = numbers(attrs, "pad");
-  Attributes::Texts texts;
+  Texts texts;
   for (const auto& item : attrs.dict)
     if (item.first != "pad" && item.first != "target_shape") texts.push_back(item);  // oneDNN's code reads `pad`
   texts.emplace_back("pad", "(0, " + std::to_string(pad[1]) + ", " + std::to_string(pad[2]) + ")");
