@@ -13,6 +13,7 @@ from .formats import Format
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
+from .gluon.penalty import gradient_penalty
 from .gluon.records import wrap_files
 from .inspection.monitor import Monitor
 from .inspection.search import search
@@ -37,8 +38,9 @@ wrap_files()
 __all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
            "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",
            "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
-           "export_onnx", "freeze", "gpu_trace", "lr_find", "optimizer", "read_logs", "report",
-           "restore", "scale_loss", "search", "tensor_core_dot", "types", "xray"]
+           "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find", "optimizer",
+           "read_logs", "report", "restore", "scale_loss", "search", "tensor_core_dot", "types",
+           "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

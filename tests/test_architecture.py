@@ -129,7 +129,8 @@ def objects():
             "Optimizer": trainer._optimizer, "gluon.Trainer": trainer, "Module": module,
             "BucketingModule": bucketing, "Executor": module._exec_group.execs[0],
             "mx.gluon.block._BlockScope": net._scope, "mx.kv.KVStore": mx.kv.create("local"),
-            "mx.name.NameManager": mx.name.NameManager(), "nn.BatchNorm": nn.BatchNorm()}
+            "mx.name.NameManager": mx.name.NameManager(), "nn.BatchNorm": nn.BatchNorm(),
+            "nn.Dropout": nn.Dropout(0.5)}
 
 
 @pytest.mark.parametrize("of", listed())

@@ -10,7 +10,7 @@ PUBLIC = """
     convert restore freeze Policy Format
     Trainer backward optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
-    export_onnx lr_find report read_logs data
+    gradient_penalty export_onnx lr_find report read_logs data
     xray explain search types gpu_trace Monitor
     tensor_core_dot Horovod KernelError
 """.split()

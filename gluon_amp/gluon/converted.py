@@ -53,7 +53,7 @@ from ..graph.build import (
 from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
-from ..policy import Policy
+from ..policy import POLICIES, Policy
 from ..record import Record, put_record, write_record
 from .parameter import cast, complete_copy, constant_fits, value_of
 from .records import check_file, record_of
@@ -80,7 +80,8 @@ class Trace:
     clean: Graph  # the same as a Graph
     in_format: Any
     out_format: Any
-    # by (whether on a GPU, the inputs' types), with the reason why it cannot train, or ""
+    # by (whether on a GPU, the inputs' types, whether a hook reads its tensors, whether it runs in
+    # float32), with the reason why it cannot train, or ""
     ops: Dict[Any, Tuple[Op, str]] = field(default_factory=dict)
     kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
     devices: int = 1  # devices that synchronize in training
@@ -109,6 +110,7 @@ class State:
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
+    in_float32: bool = False  # set by `gradient_penalty`
     kept: FrozenSet[str] = frozenset()  # those of the block's current trace
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
@@ -378,9 +380,10 @@ class ConvertedHybridBlock(ConvertedBlock):
         key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
         if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
-        if self._amp.stand_in is not None:
+        in_float32 = self._amp.in_float32
+        if self._amp.stand_in is not None and not in_float32:
             return self._amp.stand_in(self, key, arrays)
-        which = (*key, bool(self._callback))
+        which = (*key, bool(self._callback), in_float32)
         if which not in trace.ops:
             trace.ops[which] = self._make_op(trace.clean, *which)
         op, untrainable = trace.ops[which]
@@ -412,15 +415,20 @@ class ConvertedHybridBlock(ConvertedBlock):
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
-                 hooked: bool) -> Tuple[Op, str]:
-        """Returns a CachedOp, and the reason if it cannot train, else "". `hooked`: whether a hook
-        reads its tensors."""
-        graph, types = self.mixed_graph(dtypes, clean)
+                 hooked: bool, in_float32: bool) -> Tuple[Op, str]:
+        """Returns a CachedOp, and the reason if it cannot train, else "".
+
+        Args:
+            hooked: whether a hook reads its tensors.
+            in_float32: whether it runs in float32, whatever the policy.
+        """
         state, names = self._amp, [d.name for d in self._cached_graph[0]]
-        op, built = make_op(self, graph, types, state.policy, names, parameters_in(self),
+        policy = POLICIES["float32"] if in_float32 else state.policy
+        graph, types = self.mixed_graph(dtypes, clean, policy)
+        op, built = make_op(self, graph, types, policy, names, parameters_in(self),
                             self._flags, on_gpu, scales=state.scales, place=self.place,
                             blocks=not hooked)
-        return op, dropout_in_loops(built, state.policy.name)
+        return op, dropout_in_loops(built, policy.name)
 
     def place(self, node: str) -> str:
         """Returns a node's path in the converted network: that of the innermost block whose prefix
@@ -432,26 +440,30 @@ class ConvertedHybridBlock(ConvertedBlock):
         rest = node[len(inner.prefix):] if inner in around else node
         return f"{inner._amp.path}/{rest}"
 
-    def mixed_graph(self, dtypes: Iterable[str],
-                    clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
-        """Returns the graph with casts for inputs of these types, and its variables' types."""
+    def mixed_graph(self, dtypes: Iterable[str], clean: Optional[Graph] = None,
+                    policy: Optional[Policy] = None) -> Tuple[Graph, Dict[str, str]]:
+        """Returns the graph with casts for inputs of these types, and its variables' types.
+
+        `policy` is used instead of the block's.
+        """
         data, traced = self._cached_graph
         types = {name: dtype_name(p.dtype) for name, p in parameters_in(self).items()}
         types.update(zip((d.name for d in data), dtypes))
-        return self.with_casts(clean or Graph.read(traced), types), types
+        return self.with_casts(clean or Graph.read(traced), types, policy=policy), types
 
     def kept_nodes(self) -> FrozenSet[str]:
         """Returns the nodes of the current graph that stay float32 by `keep=`."""
         return self._amp.kept.union(*(state.keep_nodes for state in _states(self)))
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
-                   also: Iterable[str] = ()) -> Graph:
+                   also: Iterable[str] = (), policy: Optional[Policy] = None) -> Graph:
         """Returns a traced graph with casts for variables of these types.
 
-        `also` names nodes that stay float32 besides those of `convert`.
+        `also` names nodes that stay float32 besides those of `convert`; `policy` is used instead
+        of the block's.
         """
         keep = self.kept_nodes().union(also)
-        policy, parameters = self._amp.policy, parameters_in(self)
+        policy, parameters = policy or self._amp.policy, parameters_in(self)
         wide = wide_constants(parameters, policy)
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
