@@ -1,5 +1,5 @@
 """Runs tests of networks on recording GPUs of capabilities 9.0, 10.0 and 12.0; these two have cuDNN
-9. Then tests of recurrent layers and batch norms, on a computing GPU with cuDNN 9.
+9. Then tests of recurrent layers, batch norms and layouts, on a computing GPU with cuDNN 9.
 
     python tests/newer_gpus.py FOLDER
 
@@ -33,7 +33,7 @@ def main(cache):
                         ROOT / "tests" / "gpu" / "test_gpu_operators.py"], check=True)
     subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--cudnn", "9", "--compute", "--log",
                     cache / "log-rnn.jsonl", *RUN, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                    "-k", "rnn or RNN or lstm or gru or bidirectional or norms",
+                    "-k", "rnn or RNN or lstm or gru or bidirectional or norms or layouts",
                     ROOT / "tests" / "gpu_computing"], check=True)
 
 

@@ -51,6 +51,7 @@ from ..graph.build import (
     dropout_in_loops,
 )
 from ..graph.casts import SPARSE, STORAGE, insert_casts
+from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import POLICIES, Policy
@@ -512,7 +513,7 @@ class ConvertedHybridBlock(ConvertedBlock):
 
 def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,
             data: Sequence[str], parameters: Mapping[str, Any], flags: Iterable[Any],
-            on_gpu: bool = False, **settings: Any) -> Tuple[Op, Graph]:
+            on_gpu: bool = False, blocks: bool = False, **settings: Any) -> Tuple[Op, Graph]:
     """Returns the CachedOp of a block's graph, and the graph that it runs.
 
     The CachedOp returns numpy arrays if the block was traced in numpy mode.
@@ -523,10 +524,13 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
         policy: the policy of the casts.
         data, parameters, flags: as in `cached_op`.
         on_gpu: whether it runs on a GPU.
+        blocks: whether images within the graph may have another layout.
         settings: further arguments of `build`.
     """
     check_device(graph, policy, on_gpu)
-    built = build(graph, types, policy, **settings)
+    if on_gpu and blocks:
+        graph = channels_last(graph, types)
+    built = build(graph, types, policy, blocks=blocks, **settings)
     symbol = built.symbol()
     if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
         symbol = symbol.as_np_ndarray()

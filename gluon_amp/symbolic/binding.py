@@ -30,6 +30,7 @@ from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import HALVES, array_type, dtype_name
 from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
+from ..graph.channels_last import channels_last
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import BATCH_NORMS, LOSSES, POSSIBLE_LOSSES
 from ..policy import POLICIES
@@ -143,7 +144,7 @@ class Bindable(mx.sym.Symbol):
         on_gpu = ctx.device_type == "gpu"
         if low:
             check_device(graph, POLICIES["bfloat16" if "bfloat16" in used else "float16"], on_gpu)
-            graph = build(graph, types)
+            graph = build(channels_last(graph, types) if on_gpu else graph, types)
         with _bound_as_built(low and not on_gpu):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,

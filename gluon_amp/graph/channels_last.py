@@ -1,0 +1,140 @@
+"""Float16 images with their channels last, the layout of Tensor Cores' convolutions on GPUs.
+
+Regions begin at convolutions. Operators that work on each number, norms, pooling, concatenations
+and slices continue them. Before any other operator, and before an output of the graph, a transpose
+restores MXNet's order. Parameters keep theirs: a transpose of the weight precedes its convolution.
+"""
+import os
+from typing import Dict, List, Mapping, Sequence, Union
+
+from ..cuda import load
+from .graph import Entry, Graph, Node
+
+_LAST, _FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # the axes of transposes to channels-last, and back
+
+# Operators that work on each number; all images have the same shape.
+_ELEMENTWISE = frozenset("""
+    Activation LeakyReLU relu sigmoid tanh clip Dropout hard_sigmoid erf negative abs square sqrt
+    _copy BlockGrad _mul_scalar _plus_scalar _minus_scalar _rminus_scalar _div_scalar _rdiv_scalar
+    _power_scalar _maximum_scalar _minimum_scalar
+    elemwise_add elemwise_sub elemwise_mul elemwise_div add_n _grad_add
+    _npx_relu _npx_sigmoid _npi_tanh _npi_negative _npi_absolute _npi_square _npi_sqrt
+    _npi_multiply_scalar _npi_add_scalar _npi_subtract_scalar _npi_rsubtract_scalar
+    _npi_true_divide_scalar _npi_rtrue_divide_scalar
+""".split())
+# The same for images that broadcast, such as one number for each channel.
+_BROADCASTING = frozenset("""
+    broadcast_add broadcast_sub broadcast_mul broadcast_div broadcast_maximum broadcast_minimum
+    _npi_add _npi_subtract _npi_multiply _npi_true_divide
+""".split())
+# The attribute with an operator's axis, and its default.
+_AXIS = {"Concat": ("dim", "1"), "slice_axis": ("axis", ""), "SliceChannel": ("axis", "1"),
+         "BatchNorm": ("axis", "1"), "_npi_concatenate": ("axis", "0")}
+
+
+def channels_last(graph: Graph, types: Mapping[str, str]) -> Graph:
+    """Returns the graph for a GPU, with channels-last regions.
+
+    It is the given graph where cuDNN is older than 9: its batch norms of such images are slow.
+    The bodies of loops and conditions stay as they are.
+    """
+    choice = load.prepared and load.prepared.choice
+    if not choice or choice.cuda < 12 or os.environ.get("GLUON_AMP_BLOCKS") == "off":
+        return graph
+    return graph.rewrite(_Rewriting(graph, types).make)
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph, types: Mapping[str, str]):
+        self.types = graph.types(types)
+        self.inputs = {node: node.inputs for node in graph.nodes()}
+        self.count: Dict[Node, int] = {}  # outputs of each node
+        for entry in self.types:
+            self.count[entry.node] = self.count.get(entry.node, 0) + 1
+        self.images: Dict[Entry, Entry] = {}  # of an image in MXNet's order, its channels-last copy
+
+    def make(self, node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
+        if node.op in ("transpose", "_npi_transpose") and inputs[0] in self.images \
+                and _numbers(node, "axes") == _LAST:
+            return [self.images[inputs[0]]]
+        images = self._images(node, inputs)
+        if not images:
+            return node.like(inputs)
+        made = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
+        if node.op in ("Convolution", "Deconvolution"):
+            made.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
+        if node.op in ("Convolution", "Deconvolution", "Pooling"):
+            made.attrs["layout"] = "NHWC"
+        elif node.op in _AXIS:
+            key, default = _AXIS[node.op]
+            made.attrs[key] = str(_LAST.index(int(node.attrs.get(key, default)) % 4))
+        return [self._first(Entry(made, i)) if i < _results(node) else Entry(made, i)
+                for i in range(self.count[node])]
+
+    def _images(self, node: Node, inputs: Sequence[Entry]) -> int:
+        """Returns how many of the first inputs are images that the node reads channels-last."""
+        of_node = self.inputs[node]
+        if node.subgraphs or not of_node or self.types[of_node[0]] != "float16" \
+                or self.types[Entry(node)] != "float16":
+            return 0
+        if node.op in ("Convolution", "Deconvolution"):
+            is_one = len(_numbers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
+                and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16"
+            return int(is_one)
+        known = [e in self.images for e in inputs]
+        if node.op in _ELEMENTWISE:
+            is_one = any(known) and not _has_channels(node)
+            return len(inputs) if is_one else 0
+        if node.op in _BROADCASTING:
+            return len(inputs) if all(known) else 0
+        if node.op in ("Concat", "_npi_concatenate"):
+            return len(inputs) if any(known) and node.attrs.get("axis") != "None" else 0
+        if node.op == "Pooling":
+            is_one = _has_mxnets_layout(node) and not _is_set(node, "cudnn_off") \
+                and node.attrs.get("pool_type", "max") in ("max", "avg")
+        elif node.op == "SliceChannel":
+            is_one = not _is_set(node, "squeeze_axis")
+        elif node.op == "BatchNorm":
+            is_one = int(node.attrs.get("axis", 1)) == 1 and not _is_set(node, "cudnn_off")
+        else:
+            is_one = node.op == "slice_axis"
+        return int(is_one and known[0])
+
+    def _last(self, entry: Entry) -> Entry:
+        if entry not in self.images:
+            self.images[entry] = _transpose(entry, _LAST, entry.node.name)
+        return self.images[entry]
+
+    def _first(self, image: Entry) -> Entry:
+        """Returns a channels-last image in MXNet's order. Without readers, it is in no graph."""
+        made = _transpose(image, _FIRST, image.node.name)
+        self.images[made] = image
+        return made
+
+
+def _transpose(entry: Entry, axes: Sequence[int], name: str) -> Entry:
+    suffix = "channels_last" if axes == _LAST else "channels_first"
+    name = f"{name}{entry.output or ''}_{suffix}"
+    return Entry(Node("transpose", name, {"axes": str(axes)}, [entry]))
+
+
+def _results(node: Node) -> int:
+    """Returns how many of the first outputs are images."""
+    return int(node.attrs["num_outputs"]) if node.op == "SliceChannel" else 1
+
+
+def _has_channels(node: Node) -> bool:
+    """Whether an elementwise operator distinguishes channels or axes."""
+    return node.attrs.get("act_type") in ("prelu", "rrelu") or bool(_numbers(node, "axes"))
+
+
+def _has_mxnets_layout(node: Node) -> bool:
+    return node.attrs.get("layout", "None") in ("None", "NCHW")
+
+
+def _is_set(node: Node, key: str) -> bool:
+    return node.attrs.get(key, "False") in ("True", "1")
+
+
+def _numbers(node: Node, key: str) -> Sequence[int]:
+    return tuple(int(n) for n in node.attrs.get(key, "").strip("()[]").split(",") if n.strip())
