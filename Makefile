@@ -1,4 +1,4 @@
-# make demo    train float32 and float16 side by side
+# make demo    train float32, float16 and bfloat16 side by side
 # make test    run all tests
 # make setup   only make .venv
 # make lint    ruff and mypy

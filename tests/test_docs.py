@@ -146,6 +146,46 @@ def test_code_runs(page, tmp_path, monkeypatch, same_log):
     Runner().run(page)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_script_of_readme_can_be_pasted(number, tmp_path):
+    script = [t.content for t in of_page(ROOT / "README.md") if t.info == "python"][number]
+    assert "\n\n " not in script, "an empty line ends a pasted block"
+    done = processes.run("-c", script, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_names_the_pythons_of_the_package():
+    project = (ROOT / "pyproject.toml").read_text()
+    versions = re.findall(r"Python :: (3\.\d+)", project)
+    shown = f"{versions[0]} to {versions[-1]}"
+    assert f"Python: {shown}" in (ROOT / "docs" / "badges" / "python.svg").read_text()
+    assert f"[![Python {shown}]" in (ROOT / "README.md").read_text()
+
+
+def test_figures_of_readme_are_those_of_the_results():
+    """Accuracies, and steps and memory of three networks, from the pages with all figures."""
+    rows = [row.split("|")[1:-1] for row in (ROOT / "README.md").read_text().splitlines()
+            if row.startswith("|")]
+    table = {label.strip(): [cell.strip() for cell in cells] for label, *cells in rows}
+    accuracy = (ROOT / "results" / "README.md").read_text()
+    for start, study in (("accuracy minus", "digits"), ("the same:", "fine_tune_resnet20")):
+        cells = next(cells for label, cells in table.items() if label.startswith(start))
+        for arm, cell in zip(("float16", "bfloat16"), cells):
+            number = cell.replace(" points", "")
+            assert number == "not measured" or re.search(
+                rf"\| {study} \| {arm} \| .*\| {re.escape(number)} \|", accuracy), (study, arm)
+    speeds = (ROOT / "benchmarks" / "README.md").read_text()
+    of = {start: next(cells for label, cells in table.items() if label.startswith(start))
+          for start in ("[step on a CPU]", "memory of", "that step")}
+    for i, network in enumerate(("resnet50 224px b8", "mobilenetv2 128px b8", "bert-base b4")):
+        measured = [[cell.partition(" (")[0] for cell in row.split(" | ")] for row in re.findall(
+            rf"(?m)^\| {network} \| (.*) \|$", speeds)]
+        for column in (0, 1):
+            assert any(of["[step on a CPU]"][column].split(", ")[i] in row
+                       and of["memory of"][column].split(", ")[i] in row for row in measured)
+        assert [re.findall(r"0\.\d+", of["that step"][1])[i]] in measured
+
+
 def test_readme_diff_is_on_first_page():
     """The diff of the README is run there."""
     readme, first = ([t.content for t in of_page(page) if t.info == "diff"]

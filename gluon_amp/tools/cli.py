@@ -336,7 +336,7 @@ COMMANDS = (
         "gluon-amp doctor --gpu-trace resnet18_v1 --batch-size 8",
         "gluon-amp doctor --verify",
     ), _doctor_arguments, _doctor),
-    _Command("demo", "train float32 and float16 side by side, on scanned digits", (
+    _Command("demo", "train float32, float16 and bfloat16 side by side, on scanned digits", (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
