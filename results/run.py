@@ -1,14 +1,17 @@
 """Runs the trainings of this folder: python results/run.py [STUDY ...]
 
 It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.jsonl, or to
-results/tasks/STUDY.jsonl. Completed runs are skipped, so another call continues; remove a study's
-file to repeat it. It trains one run per CPU in parallel, each with one thread, and starts none
+results/tasks/STUDY.jsonl, or to FOLDER/STUDY.jsonl with --output FOLDER. Completed runs are
+skipped, so another call continues; remove a study's file to repeat it. Lower seeds of all studies
+run first. It trains one run per CPU in parallel, each with one thread, and ends those that remain
 after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
 were fixed before the runs.
 """
 import argparse
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,7 +19,6 @@ from pathlib import Path
 from typing import Dict, NamedTuple, Sequence
 
 import study
-from tqdm import tqdm
 
 HERE = Path(__file__).parent
 # `control` is float32 with one weight changed by one unit in the last place: observe.py.
@@ -88,18 +90,34 @@ STUDIES = {
 }
 
 
-def file_of(name):
+def file_of(name, folder=None):
     """Returns the file of a study's runs."""
-    return (HERE / "tasks" if "tasks" in STUDIES[name].script else HERE) / f"{name}.jsonl"
+    if folder is None:
+        folder = HERE / "tasks" if "tasks" in STUDIES[name].script else HERE
+    return folder / f"{name}.jsonl"
 
 
-def train(name, kind, seed):
-    """Trains a run, and returns the lines of its log.jsonl; raises an error if it fails."""
+def machine(gpu):
+    """Returns the name of the GPU or of the CPU that trains."""
+    if gpu:
+        return subprocess.check_output(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True).strip()
+    with open("/proc/cpuinfo") as file:
+        return next(line for line in file if "model name" in line).split(":")[1].strip()
+
+
+def train(name, kind, seed, more="", seconds=None):
+    """Trains a run with more flags, and returns the lines of its log.jsonl.
+
+    Raises:
+        RuntimeError: it fails. subprocess.TimeoutExpired: it has not ended after so many seconds.
+    """
     script, flags, _, kinds = STUDIES[name]
     with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
         saved, hits = Path(scratch, "saved"), Path(scratch, "hits")
         before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
-        study.train(script, f"--seed {seed} {kinds[kind]} {flags}", saved, before=before)
+        study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
+                    seconds=seconds)
         text = (saved / "log.jsonl").read_text()
         for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
             text = text.replace(str(folder), word)
@@ -114,36 +132,48 @@ def main():
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N",
                         help="number of parallel runs (%(default)s)")
     parser.add_argument("--minutes", type=float, default=150, metavar="N",
-                        help="start no run after this time (%(default)s)")
+                        help="end after this time (%(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of the runs")
+    parser.add_argument("--gpu", action="store_true",
+                        help="train on GPU 0, without TF32 and without the arm bfloat16")
     args = parser.parse_args()
     unknown = set(args.studies) - set(STUDIES)
     if unknown:
         parser.error(f"no study {', '.join(sorted(unknown))}. Valid: {', '.join(STUDIES)}")
-    runs = [(name, kind, seed) for name in args.studies or STUDIES
-            for seed in STUDIES[name].seeds for kind in STUDIES[name].kinds]
-    done = {name: study.runs(file_of(name)) for name in STUDIES}
-    left = [(name, kind, seed) for name, kind, seed in runs
-            if f"{kind}-seed{seed}" not in done[name]]
+    more = ""
+    if args.gpu:
+        more = " --gpus 0"
+        os.environ.update(NVIDIA_TF32_OVERRIDE="0", MXNET_CUDNN_AUTOTUNE_DEFAULT="0")
+    files = {name: file_of(name, args.output) for name in args.studies or STUDIES}
+    done = {name: study.runs(file) for name, file in files.items()}
+    left = sorted(((name, kind, seed) for name in files for seed in STUDIES[name].seeds
+                   for kind in STUDIES[name].kinds if not (args.gpu and kind == "bfloat16")
+                   if f"{kind}-seed{seed}" not in done[name]), key=lambda run: run[2])
     end = time.monotonic() + 60 * args.minutes
+    where = machine(args.gpu)
 
     def train_in_time(*run):
-        return train(*run) if time.monotonic() < end else None
+        seconds = end - time.monotonic()
+        return train(*run, more, seconds) if seconds > 0 else None
 
-    with ThreadPoolExecutor(args.jobs) as pool, \
-            tqdm(total=len(runs), initial=len(runs) - len(left), unit="run") as bar:
+    failed = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
         futures = {pool.submit(train_in_time, *run): run for run in left}
-        try:
-            for future in as_completed(futures):
-                if future.result() is None:
-                    continue
-                name, kind, seed = futures[future]
-                study.put_run(file_of(name), f"{kind}-seed{seed}", future.result())
-                bar.set_postfix_str(f"{name} {kind} {seed}")
-                bar.update()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+        for future in as_completed(futures):
+            name, kind, seed = futures[future]
+            try:
+                made = future.result()
+            except subprocess.TimeoutExpired:
+                continue
+            except RuntimeError as error:
+                failed += 1
+                print(f"{name} {kind}-seed{seed}: {error}", flush=True)
+                continue
+            if made:
+                made[0]["machine"] = where
+                study.put_run(files[name], f"{kind}-seed{seed}", made)
+                print(f"{name} {kind}-seed{seed}", flush=True)
+    sys.exit(f"{failed} runs failed" if failed else 0)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from gluon_amp.files import replace_text
@@ -17,20 +19,32 @@ TIMES = {"seconds", "samples_per_second"}
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
-def train(script, flags, folder, launcher=(), before=()):
+def train(script, flags, folder, launcher=(), before=(), seconds=None):
     """Runs a script of the checkout with one thread, and saves to a folder.
 
     Args:
         flags: its flags; SHARED stands for the folder of data.
         launcher: the command before Python.
         before: the Python script that runs it, if any.
+        seconds: its time limit.
+
+    Raises:
+        RuntimeError: it fails.
+        subprocess.TimeoutExpired: the time is over.
     """
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
     command = [*launcher, *PYTHON, *before, CHECKOUT / script, "--save-dir", folder, *words]
-    done = subprocess.run(list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"},
-                          text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
-    if done.returncode:
-        raise SystemExit(f"{script} {flags} failed:\n{done.stderr[-2000:]}")
+    process = subprocess.Popen(
+        list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its workers, too
+        process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{script} {flags} failed:\n{errors[-2000:]}")
 
 
 def lines(path):
@@ -44,6 +58,7 @@ def add(path, *made):
 
 
 def _write(path, made):
+    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(str(path), "".join(json.dumps({
         name: value for name, value in line.items() if name not in TIMES}) + "\n" for line in made))
 

@@ -31,12 +31,15 @@ class Run:
         parser.add_argument("--arm", choices=ARMS, default="float32")
         parser.add_argument("--seed", type=int, default=0)
         parser.add_argument("--save-dir", type=Path, required=True)
+        parser.add_argument("--gpus", type=int, metavar="N", help="the GPU that trains")
         parser.add_argument("--steps", type=int, help="fewer steps than the task's, for a trial")
         args = parser.parse_args()
         self.arm, self.seed, self._steps = args.arm, args.seed, args.steps
         args.save_dir.mkdir(parents=True)
         self._log = args.save_dir / "log.jsonl"
         self._write(arm=args.arm, seed=args.seed)
+        if args.gpus is not None:
+            mx.gpu(args.gpus).__enter__()  # the context of all arrays of this process
         mx.random.seed(args.seed)
         random.seed(args.seed)
         self.rng = np.random.RandomState(args.seed)
