@@ -68,9 +68,12 @@ class Places:
         return self._found[node]
 
     def block(self, node: str) -> str:
-        """Returns the path and the class of a node's innermost block."""
-        block, path = self._innermost(node)
-        return f"{path} {type(block).__name__}".strip()
+        """Returns the path of a node's innermost block."""
+        return self._innermost(node)[1]
+
+    def classes(self) -> Dict[str, str]:
+        """Returns the class of the block at each path."""
+        return {path.lstrip("."): type(block).__name__ for block, path in self._paths.items()}
 
     def place(self, node: str) -> str:
         """Returns the path of a node's innermost block, and the rest of the node's name."""

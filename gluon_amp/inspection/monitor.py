@@ -105,7 +105,7 @@ class Monitor:
         self.steps = 0
         self._path = os.fspath(path)
         self._places, self._clock = Places(net), Clock()
-        self._append([] if record == "statistics" else [head(net, trainer, record)])  # or raises
+        self._append(self._head())  # raises now if the file is not writable
         self._events = _Events(tensorboard) if tensorboard is not None else None
         self._arm()
 
@@ -116,6 +116,12 @@ class Monitor:
         measure = _MEASURES[self._record]()
         return HookWatch(self._net, self._trainer, self._is_chosen, measure,
                          variables=self._record == "checksums")
+
+    def _head(self) -> List[Line]:
+        if self._record == "statistics":
+            return []
+        blocks = {"blocks": self._places.classes()} if self._record == "times" else {}
+        return [{**head(self._net, self._trainer, self._record), **blocks}]
 
     def step(self) -> None:
         """Counts a step, and writes its statistics if it was observed. Call it after each step."""

@@ -100,11 +100,12 @@ def _details(summary: str, inside: str) -> str:
 
 
 def _plots(plots: Sequence[Plot], prefix: str) -> str:
-    figures = "\n".join(_figure(plot, prefix) for plot in plots)
+    figures = "\n".join(figure(plot, prefix) for plot in plots)
     return f"<div class=plots>\n{figures}\n</div>"
 
 
-def _figure(plot: Plot, prefix: str) -> str:
+def figure(plot: Plot, prefix: str) -> str:
+    """Returns a plot with its caption as HTML."""
     text = escape(json.dumps(plot.hover), quote=False).replace("'", "&#x27;")
     hover = f" data-hover='{text}'" if plot.hover else ""
     return f"<figure{hover}>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \

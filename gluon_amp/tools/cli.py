@@ -293,6 +293,30 @@ def _diff(options: argparse.Namespace) -> int:
     return 1 if found.parted else 0
 
 
+def _profile_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("recordings", nargs="+", metavar="FILE", help="files of gluon_amp.Monitor(..., "
+        "record='times'), such as one of float32 and one of float16")
+    add("--depth", type=positive, metavar="N", help="the length of blocks' paths (default: the "
+        "largest with at most 30 blocks)")
+    add("-o", "--output", metavar="DIR", help="new folder for profile.html, a table (CSV) and the "
+        "picture (default: none)")
+    add("--json", action="store_true", help="print JSON")
+
+
+def _profile(options: argparse.Namespace) -> None:
+    from .profile import describe, facts, read, rows, save
+    if options.output and os.path.exists(options.output):
+        raise ValueError(f"--output must be a new folder. Received: {options.output}, which exists")
+    recordings = [read(path) for path in options.recordings]
+    found = rows(recordings, options.depth)
+    print(json.dumps(facts(recordings, found), indent=2) if options.json
+          else describe(recordings, found))
+    if options.output:
+        path = save(recordings, found, options.output)
+        print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
+
+
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
     of = parser.add_subparsers(dest="action", metavar="build|install", required=True)
     build = of.add_parser("build", help="compile the kernels of MXNet's CUDA build")
@@ -351,6 +375,10 @@ COMMANDS = (
         "gluon-amp diff a.jsonl b.jsonl",
         "gluon-amp diff a.jsonl b.jsonl --tolerance 0.01 --json",
     ), _diff_arguments, _diff),
+    _Command("profile", "show time and memory of a training step by block", (
+        "gluon-amp profile float32.jsonl float16.jsonl",
+        "gluon-amp profile float32.jsonl float16.jsonl --depth 2 -o profile",
+    ), _profile_arguments, _profile),
     _Command("launch", "start several workers, of MXNet's parameter server or Horovod", (
         "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",
