@@ -25,6 +25,7 @@ from .reports import read_logs, report
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tools.types import types
+from .training.averaged import AveragedWeights
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
@@ -35,9 +36,9 @@ library.start()
 wrap_mxnet()
 wrap_files()
 
-__all__ = ["BucketingModule", "DynamicLossScale", "Format", "Horovod", "KernelError",
-           "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale", "Trainer",
-           "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
+__all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
+           "KernelError", "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale",
+           "Trainer", "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
            "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find", "optimizer",
            "read_logs", "report", "restore", "scale_loss", "search", "tensor_core_dot", "types",
            "xray"]

@@ -8,7 +8,8 @@ from mxnet.contrib.amp import amp as contrib_amp
 
 PUBLIC = """
     convert restore freeze Policy Format
-    Trainer backward optimizer scale_loss StaticLossScale DynamicLossScale LossScaleError
+    Trainer AveragedWeights backward optimizer
+    scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
     gradient_penalty export_onnx lr_find report read_logs data
     xray explain search types gpu_trace Monitor

@@ -260,6 +260,7 @@ def symbol(**how):
     return amp.convert_symbol(mx.sym.SoftmaxOutput(out, name="softmax"), **how)
 
 
+@pytest.mark.mx_nd("MXNet's Module has no numpy mode")
 def test_checkpoints_of_modules_have_the_policy(tmp_path):
     prefix = str(tmp_path / "net")
     params = f"{prefix}-0003.params"
@@ -275,6 +276,7 @@ def test_checkpoints_of_modules_have_the_policy(tmp_path):
     mx.model.load_checkpoint(prefix, 3)
 
 
+@pytest.mark.mx_nd("MXNet's Module has no numpy mode")
 def test_buckets_are_compared_with_their_checkpoint(tmp_path):
     def bucket(keep):
         return lambda key: (symbol(keep=keep), ("data",), ("softmax_label",))

@@ -57,7 +57,7 @@ from ..graph.keep import operator_names
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, write_record
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, record_of
+from .records import check_file, record_of, save_float32
 
 log = logging.getLogger("gluon_amp")
 
@@ -184,21 +184,29 @@ class ConvertedBlock:
                 cast(parameter, "float32")
         net.summary(*inputs)
 
-    def save_parameters(self, filename: str, deduplicate: bool = False) -> None:
-        """Saves the parameters as float32 arrays, which a float32 network loads too. 16-bit
-        parameters have rounded values; `Trainer.save_states` saves their master weights. FILE.json
-        records the policy and `keep=`."""
-        parameters = self._collect_params_with_prefix()
-        if deduplicate:
-            last = {p: name for name, p in parameters.items()}
-            parameters = {name: p for p, name in last.items()}
-        save_arrays(filename, {name: to_float32(p._reduce()) for name, p in parameters.items()})
-        write_record(filename, record_of(self))
+    def save_parameters(self, filename: str, deduplicate: bool = False,
+                        masters: Any = None) -> None:
+        """Saves the parameters as float32 arrays, which a float32 network loads too, and FILE.json,
+        a record of the policy and `keep=`. 16-bit parameters have rounded values.
+
+        Args:
+            filename: the path of the file.
+            deduplicate: whether a shared parameter is saved once.
+            masters: a Trainer, or a list of Trainers: saves their master weights, which are not
+                rounded.
+        """
+        save_float32(self, filename, deduplicate, masters)
 
     def load_parameters(self, filename: str, ctx: Optional[Context] = None,
                         allow_missing: bool = False, ignore_extra: bool = False,
-                        cast_dtype: bool = True, dtype_source: str = "current") -> None:
+                        cast_dtype: bool = True, dtype_source: str = "current",
+                        masters: Any = None) -> None:
         """Loads float32 or 16-bit files and keeps the types of the parameters.
+
+        Args:
+            filename, ctx, allow_missing, ignore_extra, cast_dtype, dtype_source: as in MXNet.
+            masters: a Trainer, or a list of Trainers: their master weights get the file's numbers,
+                which the weights have in rounded form.
 
         Raises:
             ValueError: the file's record has another policy, or keeps more in float32.
@@ -206,7 +214,7 @@ class ConvertedBlock:
         if self._amp.compares:
             check_file(self, filename)
         super().load_parameters(filename, ctx, allow_missing, ignore_extra, cast_dtype,
-                                dtype_source)
+                                dtype_source, masters=masters)
 
 
 class ConvertedHybridBlock(ConvertedBlock):

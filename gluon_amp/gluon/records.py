@@ -10,10 +10,12 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 from .._mxnet import mx
 from .._mxnet import replace as wrap
 from ..annotations import Block, Network
+from ..cpu.arrays import save_arrays, to_float32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
 from ..record import Record, read_record, record_in, refuse_others, write_record
+from ..training.masters import trainers_of, write
 
 _NOTE = "_record_of_gluon_amp"  # an attribute of blocks that have loaded a file with a record
 
@@ -146,16 +148,27 @@ def kept_nodes(blocks: Iterable[Block]) -> Set[str]:
 
 
 def wrap_files() -> None:
-    """Wraps `save_parameters` and `load_parameters` of MXNet's blocks: they write the record of
-    converted parts, remove an older one, and note the record of what is loaded."""
+    """Wraps `save_parameters` and `load_parameters` of MXNet's blocks.
+
+    They write the record of converted parts, remove an older one, and note the record of what is
+    loaded. `masters=trainer` makes float32 files of master weights, also of networks without a
+    conversion, so that one script trains in all types.
+    """
     @wrap(mx.gluon.Block, "save_parameters")
-    def save_parameters(self: Any, filename: str, *args: Any, theirs: Any, **kwargs: Any) -> None:
-        theirs(self, filename, *args, **kwargs)
-        write_record(filename, record_of(self))
+    def save_parameters(self: Any, filename: str, deduplicate: bool = False, masters: Any = None,
+                        *, theirs: Any) -> None:
+        if masters is None:
+            theirs(self, filename, deduplicate)
+            write_record(filename, record_of(self))
+        else:
+            save_float32(self, filename, deduplicate, masters)
 
     @wrap(mx.gluon.Block, "load_parameters")
-    def load_parameters(self: Any, filename: str, *args: Any, theirs: Any, **kwargs: Any) -> None:
+    def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, theirs: Any,
+                        **kwargs: Any) -> None:
+        trainers = {} if masters is None else trainers_of(masters)
         theirs(self, filename, *args, **kwargs)
+        _write_masters(self, filename, trainers)
         vars(self).pop(_NOTE, None)
         try:
             record = read_record(filename)
@@ -164,3 +177,33 @@ def wrap_files() -> None:
         else:
             if record is not None:
                 vars(self)[_NOTE] = filename, record.to_json(), ""
+
+
+def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: Any = None) -> None:
+    """Saves parameters as float32 arrays, with a record.
+
+    Args:
+        net: the network.
+        filename: the path of the file.
+        deduplicate: whether a shared parameter is saved once.
+        masters: Trainers whose master weights are saved instead of 16-bit weights.
+    """
+    trainers = {} if masters is None else trainers_of(masters)
+    parameters = net._collect_params_with_prefix()
+    if deduplicate:
+        last = {p: name for name, p in parameters.items()}
+        parameters = {name: p for p, name in last.items()}
+    save_arrays(filename, {
+        name: trainers[p].master(p) if p in trainers else to_float32(p._reduce())
+        for name, p in parameters.items()})
+    write_record(filename, record_of(net))
+
+
+def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:
+    """Sets master weights to the numbers in a file, which the weights have in rounded form."""
+    saved = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(filename) if trainers else {}
+    named = {name[len(net.prefix):]: p for name, p in net.collect_params().items()}
+    named.update(net._collect_params_with_prefix())
+    for name, parameter in named.items():
+        if parameter in trainers and name in saved:
+            write(trainers[parameter], parameter, saved[name])

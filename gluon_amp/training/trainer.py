@@ -17,7 +17,7 @@ from ..checks import counted, positive_number
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
-from . import checkpoint
+from . import checkpoint, masters
 from .averages import Averages, Named
 from .backward import Recorded, check_losses, run_backward
 from .loss_scale import GivenLossScale
@@ -72,6 +72,7 @@ class Trainer(mx.gluon.Trainer):
                  clip_norm: Optional[float] = None) -> None:
         """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
+        self._averaged: List[Any] = []  # `AveragedWeights`
         self._step = Step(loss_scale, clip_norm, self._trained)
         self._workers = self._step.workers
         if not parameters:
@@ -226,6 +227,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _check_step(self, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
+        self._check_own_weights("step()")
         self._step.check_new("step()")
         if self._step.scaling:
             self._step.to_use(ignore_stale_grad)  # raises if some are stale
@@ -266,12 +268,39 @@ class Trainer(mx.gluon.Trainer):
         if self._workers.exchange and not self._workers.compared:
             self._workers.compared = True
             self.check_ranks()
+        if self._step.updated:
+            for averaged in self._averaged:
+                averaged.note_update()
         return self._step.updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite."""
         return [(p.name, p.list_data()) for p in self._params
                 if p.grad_req == "null" and p._data is not None and _is_average(p)]
+
+    # ---- master weights
+
+    def master(self, parameter: Parameter) -> Array:
+        """Returns a copy of a parameter's float32 master weights.
+
+        It is on the first device; all devices and workers have the same. Float32 weights are their
+        own master weights. Those of 16-bit weights are created by the first step; before it, this
+        returns the weights. To write master weights, load a float32 file:
+        `net.load_parameters(file, masters=trainer)`.
+
+        Args:
+            parameter: a parameter of this Trainer.
+
+        Raises:
+            ValueError: it is not this Trainer's, or the optimizer has no master weights.
+        """
+        return masters.read(self, parameter)
+
+    def _check_own_weights(self, call: str) -> None:
+        """Refuses a call while the network has averages instead of the training's weights."""
+        if any(averaged.applied for averaged in self._averaged):
+            raise RuntimeError(f"{call} in the `with` block of AveragedWeights, where the network "
+                               "has averages. Valid: after the block")
 
     # ---- many workers
 
@@ -431,8 +460,10 @@ class Trainer(mx.gluon.Trainer):
         Args:
             fname: the file's path.
         """
+        self._check_own_weights("save_states()")
+        averaged = [one.state() for one in self._averaged]
         checkpoint.save(fname, self._step, self._optimizer, super().save_states,
-                        names=[p.name for p in self._params],
+                        names=[p.name for p in self._params], averaged=averaged,
                         scales=[s.read() for s in scales_of(self._params)])
 
     def load_states(self, fname: str) -> None:
@@ -448,12 +479,20 @@ class Trainer(mx.gluon.Trainer):
         Raises:
             ValueError: the file does not fit or is damaged. Nothing changes.
         """
+        self._check_own_weights("load_states()")
         states, optimizer = checkpoint.read_states(fname, self._optimizer)
         maker = optimizer or self._optimizer
         with checkpoint.one_error(fname):
             checkpoint.check_order(fname, maker, [p.name for p in self._params])
             scales = scales_of(self._params)
             histories = checkpoint.histories_in(maker, len(scales))
+            averaged = checkpoint.step_state(optimizer).pop("averaged", [])
+            if averaged and len(averaged) != len(self._averaged):
+                raise ValueError(f"it holds {counted(len(averaged), 'average')} of weights, and "
+                                 f"this Trainer has {len(self._averaged)}. Create AveragedWeights "
+                                 "before, as when it was saved")
+            for mine, saved in zip(self._averaged, averaged):
+                mine.check(saved)
             checkpoint.check_states(fname, states, maker, {
                 i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
@@ -473,6 +512,8 @@ class Trainer(mx.gluon.Trainer):
         for updater, own in zip(updaters, copies):
             checkpoint.give_states(updater, own)
             updater.optimizer = maker
+        for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
+            mine.load(saved)
         self._workers.compared = False
         self._optimizer = with_masters(maker)
         self._optimizer.param_dict = dict(enumerate(self._params))

@@ -1,0 +1,79 @@
+"""Master weights of a Trainer: read, written, and in files of parameters."""
+from typing import Any, Dict, List, Sequence, Union
+
+from .._mxnet import mx
+from ..annotations import Parameter
+from ..cpu.arrays import follow, is_half, narrow, to_float32
+from .optimizer import master_in
+
+Trainer = Any  # trainer.py imports this module
+
+
+def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[Any]:
+    """Returns the arrays of a parameter's master weights on each device, which updates write.
+
+    The weights themselves are returned if they are float32, are not trained, or, without `create`,
+    if no step has created master weights yet.
+
+    Raises:
+        ValueError: the Trainer does not have the parameter or its master weights.
+    """
+    name = getattr(parameter, "name", None)
+    number = trainer._param2idx.get(name)
+    if number is None or trainer._params[number] is not parameter:
+        raise ValueError(f"this Trainer does not have the parameter {name or repr(parameter)}")
+    weights: List[Any] = parameter.list_data()
+    if not is_half(weights[0].dtype) or parameter.grad_req == "null":
+        return weights
+    optimizer = trainer._optimizer
+    if trainer._update_on_kvstore or not optimizer.multi_precision:
+        reason = "servers update it" if trainer._update_on_kvstore else \
+            "its optimizer has multi_precision=False"
+        raise ValueError(f"{name} has no master weights here, because {reason}")
+    masters = []
+    for updater, weight in zip(trainer._updaters, weights):
+        if create and number not in updater.states:
+            updater.states[number] = optimizer.create_state_multi_precision(number, weight)
+            updater.states_synced[number] = True
+        state = updater.states.get(number)
+        found = master_in(optimizer, state)
+        if found is None and (create or state is not None):
+            raise ValueError(f"{type(optimizer).__name__} manages the master weights of {name} "
+                             "itself, and does not show them")
+        masters.append(weight if found is None else found)
+    return masters
+
+
+def read(trainer: Trainer, parameter: Parameter) -> Any:
+    """Returns a float32 copy of a parameter's master weights on its first device."""
+    found, weight = live(trainer, parameter)[0], parameter.list_data()[0]
+    if found is weight:
+        copied = to_float32(weight) if is_half(weight.dtype) else weight.copy()
+    else:
+        copied = found.copy()
+        follow(copied, weight)  # as the next step does after a write to the weight
+    classic = copied.as_nd_ndarray()
+    return classic.as_np_ndarray() if isinstance(weight, mx.np.ndarray) else classic
+
+
+def write(trainer: Trainer, parameter: Parameter, value: Any) -> None:
+    """Sets a parameter's master weights on all devices, and its weights to their rounded values."""
+    weights = parameter.list_data()
+    classic = value.as_nd_ndarray()
+    if not is_half(weights[0].dtype) or parameter.grad_req == "null":
+        is_np = isinstance(weights[0], mx.np.ndarray)
+        parameter.set_data(classic.as_np_ndarray() if is_np else classic)
+        return
+    for master, weight in zip(live(trainer, parameter, create=True), weights):
+        classic.copyto(master.as_nd_ndarray())
+        narrow(master, weight)
+
+
+def trainers_of(given: Union[Trainer, Sequence[Trainer]]) -> Dict[Any, Trainer]:
+    """Returns the Trainer of each parameter, of one or several Trainers in `masters=`."""
+    trainers = list(given) if isinstance(given, (list, tuple)) else [given]
+    wrong = [type(one).__name__ for one in trainers if not hasattr(one, "master")]
+    if wrong:
+        raise TypeError("masters takes a gluon_amp.Trainer, or a list of these. Received: "
+                        f"{', '.join(wrong)}")
+    return {parameter: trainer for trainer in trainers for parameter in trainer._params}

@@ -1,0 +1,323 @@
+"""Master weights read, saved and loaded; averages of master weights."""
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from converting import saved_types
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+POLICIES = ("float32", "float16", "mixed_float16", "bfloat16")
+DEVICES = [mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]
+
+
+def array(values):
+    return (mx.np if mx.util.is_np_array() else nd).array(values)
+
+
+def network(policy="float16", devices=DEVICES[0]):
+    mx.random.seed(3)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(6, in_units=4, activation="relu"), nn.BatchNorm(in_channels=6),
+            nn.Dense(2, in_units=6))
+    net.initialize(mx.init.Xavier(), ctx=devices)
+    return amp.convert(net, policy)
+
+
+def trainer_of(net, optimizer="sgd", **kwargs):
+    settings = {"learning_rate": 0.01, **({"momentum": 0.9} if optimizer == "sgd" else {})}
+    return amp.Trainer(net.collect_params(), optimizer, settings, **kwargs)
+
+
+def train(net, trainer, steps, begin=0, factor=1.0):
+    """Takes steps on data that depends on the step's number."""
+    devices = net[0].weight.list_ctx()
+    for step in range(begin, begin + steps):
+        data = array(np.random.RandomState(step).normal(size=(8, 4)).astype("float32"))
+        with autograd.record():
+            losses = [(net(part) ** 2).mean() * factor
+                      for part in gluon.utils.split_and_load(data, devices)]
+        trainer.backward(losses)
+        trainer.step(1)
+
+
+def masters(net, trainer):
+    return {name: trainer.master(parameter).asnumpy()
+            for name, parameter in net._collect_params_with_prefix().items()}
+
+
+def weights(net):
+    return {name: [a.asnumpy() for a in p.list_data()]
+            for name, p in net._collect_params_with_prefix().items()}
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "nag", "rmsprop"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_master_is_float32_and_its_weight_rounded(policy, optimizer, devices):
+    net = network(policy, devices)
+    trainer = trainer_of(net, optimizer)
+    before = masters(net, trainer)
+    train(net, trainer, 3)
+    after = masters(net, trainer)
+    assert {a.dtype for a in after.values()} == {np.dtype("float32")}
+    assert all((before[n] != after[n]).any() for n in ("0.weight", "2.weight"))
+    for name, parameter in net._collect_params_with_prefix().items():
+        found = array(after[name]).astype(parameter.dtype).asnumpy()
+        for weight in parameter.list_data()[:None if parameter.grad_req != "null" else 1]:
+            assert np.array_equal(found, weight.asnumpy())
+    rounded = (net[0].weight.data().astype("float32").asnumpy() != after["0.weight"]).any()
+    assert rounded == (policy in ("float16", "bfloat16"))
+
+
+def test_master_is_a_copy_and_follows_writes_to_its_weight():
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 1)
+    trainer.master(net[0].weight)[:] = 7
+    assert (masters(net, trainer)["0.weight"] != 7).all()
+    net[0].weight.set_data(net[0].weight.data() * 0 + 0.5)
+    assert (masters(net, trainer)["0.weight"] == 0.5).all()
+
+
+def test_parameters_without_master_weights_are_refused():
+    net = network()
+    optimizer = amp.optimizer("sgd", multi_precision=False)
+    trainer = amp.Trainer(net.collect_params(), optimizer)
+    with pytest.raises(ValueError, match="has multi_precision=False"):
+        trainer.master(net[0].weight)
+    assert trainer.master(net[1].gamma).shape == (6,)
+    with pytest.raises(ValueError, match="does not have the parameter"):
+        trainer.master(network()[0].weight)
+    with pytest.raises(ValueError, match="does not have the parameter 'weight'"):
+        trainer.master("weight")
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_files_of_masters_are_float32_and_load_in_full(policy, devices, tmp_path):
+    path = str(tmp_path / "net.params")
+    net = network(policy, devices)
+    trainer = trainer_of(net)
+    train(net, trainer, 3)
+    net.save_parameters(path, masters=trainer)
+    assert saved_types(path) == {"float32"}
+    saved, expected = nd.load(path), masters(net, trainer)
+    assert all(np.array_equal(saved[n].asnumpy(), expected[n]) for n in expected)
+
+    plain = network("float32")
+    plain.load_parameters(path)
+    assert all(np.array_equal(plain._collect_params_with_prefix()[n].data().asnumpy(), expected[n])
+               for n in expected)
+
+    other = network(policy, devices)
+    mine = trainer_of(other)
+    other.load_parameters(path, ctx=devices, masters=mine)
+    assert all(np.array_equal(masters(other, mine)[n], expected[n]) for n in expected)
+
+
+def test_loaded_masters_train_as_if_never_saved(tmp_path):
+    path = str(tmp_path / "net.params")
+    net = network()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    train(net, trainer, 3)
+    net.save_parameters(path, masters=trainer)
+    other = network()
+    mine = amp.Trainer(other.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    other.load_parameters(path, masters=mine)
+    train(net, trainer, 3, begin=3)
+    train(other, mine, 3, begin=3)
+    assert all(np.array_equal(value, masters(other, mine)[name])
+               for name, value in masters(net, trainer).items())
+
+
+def test_files_of_several_trainers(tmp_path):
+    path = str(tmp_path / "net.params")
+    net = network()
+    trainers = [trainer_of(net[0]), trainer_of(net[1]), trainer_of(net[2])]
+    with autograd.record():
+        loss = net(array(np.ones((4, 4), "float32"))).mean()
+    amp.backward(loss, trainers)
+    for trainer in trainers:
+        trainer.step(1)
+    net.save_parameters(path, masters=trainers)
+    assert np.array_equal(nd.load(path)["2.weight"].asnumpy(),
+                          trainers[2].master(net[2].weight).asnumpy())
+    with pytest.raises(TypeError, match=r"masters takes a gluon_amp\.Trainer"):
+        net.save_parameters(path, masters=net)
+
+
+@pytest.mark.mx_nd("MXNet cannot load names without a dot in numpy mode")
+def test_file_of_a_layer_alone(tmp_path):
+    path = str(tmp_path / "layer.params")
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 2)
+    net[2].save_parameters(path, masters=trainer)
+    expected = trainer.master(net[2].weight).asnumpy()
+    net[2].weight.set_data(net[2].weight.data() * 0)
+    net[2].load_parameters(path, masters=trainer)
+    assert np.array_equal(trainer.master(net[2].weight).asnumpy(), expected)
+
+
+# ---- averages
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize(("decay", "every"), [(0.9, 1), (None, 1), (0.5, 2), (None, 3)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_averages_are_those_of_the_master_weights(policy, decay, every, devices):
+    net = network(policy, devices)
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, decay, every)
+    expected, count = {}, 0
+    for step in range(7):
+        train(net, trainer, 1, begin=step)
+        if (step + 1) % every:
+            continue
+        count += 1
+        share = 1 / count if decay is None or count == 1 else 1 - decay
+        for name, value in masters(net, trainer).items():
+            expected[name] = expected.get(name, 0) * (1 - share) + value.astype("float64") * share
+    for name, parameter in net._collect_params_with_prefix().items():
+        if parameter.grad_req != "null":
+            found = averaged.value(parameter).asnumpy()
+            assert found.dtype == np.float32
+            np.testing.assert_allclose(found, expected[name], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("decay", [0.8, None])
+def test_averages_in_float16_are_close_to_those_in_float32(decay):
+    found = {}
+    for policy in ("float32", "float16"):
+        net = network(policy)
+        trainer = trainer_of(net)
+        averaged = amp.AveragedWeights(trainer, decay)
+        train(net, trainer, 20)
+        found[policy] = {n: (averaged.value(p).asnumpy(), trainer.master(p).asnumpy())
+                         for n, p in net._collect_params_with_prefix().items()
+                         if p.grad_req != "null"}
+    average, last, low = (np.concatenate([pair[which].ravel() for pair in found[policy].values()])
+                          for policy, which in (("float32", 0), ("float32", 1), ("float16", 0)))
+    error = np.linalg.norm(low - average) / np.linalg.norm(average)
+    assert error < 1e-3  # the last weights differ by 0.09 to 0.24
+    assert np.linalg.norm(last - average) / np.linalg.norm(average) > 0.05
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_block_has_the_averages_and_restores_the_training(policy, devices, tmp_path):
+    nets = [network(policy, devices) for _ in range(2)]
+    trainers = [trainer_of(net) for net in nets]
+    averaged = amp.AveragedWeights(trainers[0], 0.5)
+    for net, trainer in zip(nets, trainers):
+        train(net, trainer, 3)
+    net, trainer = nets[0], trainers[0]
+    before = weights(net), masters(net, trainer)
+    data = array(np.ones((4, 4), "float32"))
+    path = str(tmp_path / "averaged.params")
+    with averaged as same:
+        assert same is averaged
+        assert any((a != b).any() for a, b in zip(weights(net)["0.weight"], before[0]["0.weight"]))
+        inside = masters(net, trainer)
+        for name, parameter in net._collect_params_with_prefix().items():
+            if parameter.grad_req != "null":
+                assert np.array_equal(inside[name], averaged.value(parameter).asnumpy())
+        net.save_parameters(path, masters=trainer)
+        with autograd.train_mode():
+            net(data.as_in_context(devices[0]) * 100)  # moves averages of the batch norm
+        for call in (lambda: train(net, trainer, 1), lambda: trainer.save_states(path),
+                     lambda: trainer.load_states(path), averaged.__enter__):
+            with pytest.raises(RuntimeError, match="in the `with` block of AveragedWeights"):
+                call()
+    assert all(np.array_equal(nd.load(path)[n].asnumpy(), v) for n, v in inside.items())
+    after = weights(net), masters(net, trainer)
+    for name in before[0]:
+        assert all(np.array_equal(a, b) for a, b in zip(before[0][name], after[0][name]))
+        assert np.array_equal(before[1][name], after[1][name])
+    # the refused step had a backward pass, which the other network has, too
+    for net, trainer in zip(nets, trainers):
+        train(net, trainer, 3, begin=3)
+    assert all(np.array_equal(a, masters(nets[1], trainers[1])[n])
+               for n, a in masters(nets[0], trainers[0]).items())
+
+
+def test_with_block_is_left_on_an_error():
+    net = network()
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 2)
+    before = masters(net, trainer)
+    with pytest.raises(KeyError), averaged:
+        raise KeyError
+    assert all(np.array_equal(v, masters(net, trainer)[n]) for n, v in before.items())
+    train(net, trainer, 1)
+
+
+def test_skipped_steps_do_not_count():
+    net = network()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    averaged = amp.AveragedWeights(trainer)
+    train(net, trainer, 2)
+    train(net, trainer, 1, factor=float("inf"))
+    assert (trainer.skipped, averaged.updates, averaged.count) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_checkpoint_resumes_averages_bit_for_bit(decay, policy, devices, tmp_path):
+    files = str(tmp_path / "net.params"), str(tmp_path / "net.states")
+
+    def start():
+        net = network(policy, devices)
+        trainer = trainer_of(net)
+        return net, trainer, amp.AveragedWeights(trainer, decay, every=2)
+
+    net, trainer, averaged = start()
+    train(net, trainer, 5)
+    net.save_parameters(files[0])
+    trainer.save_states(files[1])
+    train(net, trainer, 5, begin=5)
+    other, mine, resumed = start()
+    other.load_parameters(files[0], ctx=devices)
+    mine.load_states(files[1])
+    train(other, mine, 5, begin=5)
+    for p, q in zip(net.collect_params().values(), other.collect_params().values()):
+        if p.grad_req != "null":
+            assert np.array_equal(averaged.value(p).asnumpy(), resumed.value(q).asnumpy())
+    assert resumed.count == averaged.count == 5
+
+
+def test_states_of_other_averages_are_refused_and_old_states_restart(tmp_path):
+    path, old = str(tmp_path / "net.states"), str(tmp_path / "old.states")
+    net = network()
+    trainer = trainer_of(net)
+    train(net, trainer, 1)
+    trainer.save_states(old)
+    averaged = amp.AveragedWeights(trainer, 0.9)
+    train(net, trainer, 2)
+    trainer.save_states(path)
+    none = trainer_of(net)
+    with pytest.raises(ValueError, match="it holds 1 average of weights, and this Trainer has 0"):
+        none.load_states(path)
+    amp.AveragedWeights(none, 0.8)
+    with pytest.raises(ValueError, match=r"'decay': 0.9.*Received: .*'decay': 0.8"):
+        none.load_states(path)
+    trainer.load_states(old)
+    assert averaged.count == 0
+    plain = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True, "momentum": 0.9})
+    plain.load_states(path)  # MXNet's Trainer reads them, too
+
+
+@pytest.mark.parametrize("decay", [0, 1, 1.0, -0.5, "0.9", True])
+def test_invalid_decay_is_refused(decay):
+    with pytest.raises(ValueError, match="decay must be a number between 0 and 1"):
+        amp.AveragedWeights(trainer_of(network()), decay)
+
+
+def test_other_arguments_are_checked():
+    net = network()
+    with pytest.raises(ValueError, match="every must be a whole number"):
+        amp.AveragedWeights(trainer_of(net), every=0)
+    with pytest.raises(TypeError, match=r"takes a gluon_amp\.Trainer"):
+        amp.AveragedWeights(gluon.Trainer(net.collect_params(), "sgd"))
