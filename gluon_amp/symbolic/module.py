@@ -102,6 +102,7 @@ class _Module:
     # An updater and its states for the next update. Until then it has the file's numbering.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
+    _norm_is_hidden = False  # whether the last update has used sums of gradients of a store
     # Moving averages before the last forward pass, if it may be repeated.
     _averages_before: Optional[Copies] = None
 
@@ -127,6 +128,19 @@ class _Module:
         These are pending gradients or else those of the last step.
         """
         return self._step.overflowed
+
+    @property
+    def gradient_norm(self) -> Optional[float]:
+        """The norm of all gradients of the last update together, as the update sees them.
+
+        They are summed over devices and workers, unscaled, and multiplied by `rescale_grad`, but
+        not clipped. Without a loss scale and `clip_norm`, a store may sum them in its own arrays:
+        then it raises RuntimeError.
+        """
+        if self._norm_is_hidden:
+            raise RuntimeError("gradient_norm needs a loss scale, clip_norm, or one device without "
+                               "a kvstore: otherwise the store has the sums of gradients")
+        return self._step.gradient_norm
 
     def _module(self) -> mx.mod.Module:
         """Returns the current module of MXNet."""
@@ -253,6 +267,9 @@ class _Module:
         if self._fitting_states:
             files.give_states(*self._fitting_states)
             self._fitting_states = None
+        self._norm_is_hidden = not self._step.checks_gradients and module._kvstore is not None
+        if not self._step.checks_gradients and not self._norm_is_hidden:
+            self._step.note_unchecked(module._optimizer.rescale_grad)
         if not self._step.checks_gradients and self._mxnet_updates():
             self._update_by_mxnet()
             self._step.reset()

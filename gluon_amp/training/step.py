@@ -82,6 +82,39 @@ class Gradient:
         self.array, self.is_new = self.own, False
 
 
+class _Norm:
+    """The norm of the gradients of a step, which is computed when it is read.
+
+    Args:
+        step: the step.
+        gradients: the gradients, summed over devices and workers.
+        multiplier: the factor by which the update multiplies them, without clipping.
+        sums: the sums of their squares, if they are known.
+    """
+
+    def __init__(self, step: "Step", gradients: Sequence[Gradient], multiplier: float,
+                 sums: Any = None) -> None:
+        self._step, self._gradients, self._multiplier = step, gradients, multiplier
+        self._sums = sums
+        self._before = None if sums is not None else versions([g.own for g in gradients])
+
+    def value(self) -> float:
+        """Returns the norm; raises RuntimeError if the gradients have been written since."""
+        if self._sums is None:
+            arrays = [gradient.own for gradient in self._gradients]
+            if self._before is not None:
+                writes = versions(arrays, since=self._before)
+                self._before = None
+                if writes is None or any(read(writes)):
+                    self._gradients = []
+            if not self._gradients:
+                raise RuntimeError("the gradients of the last step have been overwritten. Without "
+                                   "a loss scale and clip_norm, read gradient_norm before the next "
+                                   "backward pass and before zero_grad()")
+            self._sums = squares(arrays)
+        return self._multiplier * self._step._norm(self._gradients, self._sums)
+
+
 class Stage(enum.Enum):
     """What gradients are: see the head of this file."""
     EMPTY = 0
@@ -135,6 +168,7 @@ class Step:
         self._cached_lists: List[Any] = []  # those of `Trained` in the last `_find`
         self._gradients: List[Gradient] = []  # their gradients
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
+        self._last_norm: Optional[_Norm] = None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
         self._calling: Optional[threading.Thread] = None  # the thread that is in `in_thread`
@@ -463,6 +497,7 @@ class Step:
             update: updates with gradients multiplied by a number.
         """
         sums = self._sums(gradients)
+        self._last_norm = _Norm(self, gradients, self.multiplier(rescale_grad), sums)
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
         overflow = bool(self._last_overflowed)
@@ -492,6 +527,15 @@ class Step:
                 marks([gradient.weight for gradient in gradients], clear=True)
             self.reset()
             self.weights_replaced = False
+
+    def note_unchecked(self, rescale_grad: float, ignore_stale: bool = True) -> None:
+        """Records the gradients that MXNet updates with, for `gradient_norm`."""
+        self._last_norm = _Norm(self, self.to_use(ignore_stale), rescale_grad)
+
+    @property
+    def gradient_norm(self) -> Optional[float]:
+        """The norm of the last step's gradients, unscaled and averaged over the batch."""
+        return None if self._last_norm is None else self._last_norm.value()
 
     def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
         """Returns the sum of squares of each gradient; that of the search if the arrays are the

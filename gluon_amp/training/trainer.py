@@ -125,6 +125,19 @@ class Trainer(mx.gluon.Trainer):
         """
         return self._step.overflowed
 
+    @property
+    def gradient_norm(self) -> Optional[float]:
+        """The norm of all gradients of the last step together, as the update sees them.
+
+        They are summed over devices and workers, unscaled, and divided by the batch size, but not
+        clipped. It is infinite or NaN if a step was skipped for that, and None before the first.
+        Without a loss scale and `clip_norm`, reading it computes it, before the next backward pass.
+        """
+        if self._update_on_kvstore:
+            raise RuntimeError("gradient_norm needs gradients that this process sums, and servers "
+                               "sum them. Valid: a Trainer with update_on_kvstore=False")
+        return self._step.gradient_norm
+
     # ---- a backward pass
 
     def backward(self, loss: Arrays, retain_graph: bool = False) -> None:
@@ -245,6 +258,8 @@ class Trainer(mx.gluon.Trainer):
         self._check_summed()
         step = self._step
         if not step.decides:
+            if not self._update_on_kvstore:
+                step.note_unchecked(self._optimizer.rescale_grad, ignore_stale_grad)
             super()._update(ignore_stale_grad)
             step.reset()
             step.updated = True
