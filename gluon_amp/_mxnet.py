@@ -168,3 +168,9 @@ if TYPE_CHECKING:
     import mxnet as mx
 else:
     mx = _import_mxnet()
+
+
+def has_cudnn_9() -> bool:
+    """Whether MXNet's CUDA build calls cuDNN 9."""
+    choice = load.prepared and load.prepared.choice
+    return bool(choice and choice.cuda >= 12)

@@ -7,7 +7,7 @@ restores MXNet's order. Parameters keep theirs: a transpose of the weight preced
 import os
 from typing import Dict, List, Mapping, Sequence, Union
 
-from ..cuda import load
+from .._mxnet import has_cudnn_9
 from .graph import Entry, Graph, Node
 
 _LAST, _FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # the axes of transposes to channels-last, and back
@@ -38,8 +38,7 @@ def channels_last(graph: Graph, types: Mapping[str, str]) -> Graph:
     It is the given graph where cuDNN is older than 9: its batch norms of such images are slow.
     The bodies of loops and conditions stay as they are.
     """
-    choice = load.prepared and load.prepared.choice
-    if not choice or choice.cuda < 12 or os.environ.get("GLUON_AMP_BLOCKS") == "off":
+    if not has_cudnn_9() or os.environ.get("GLUON_AMP_BLOCKS") == "off":
         return graph
     return graph.rewrite(_Rewriting(graph, types).make)
 
