@@ -54,6 +54,11 @@ STUDIES = {
     "cifar10": CIFAR10,
     # the question of cifar10, with new seeds
     "cifar10_replication": CIFAR10._replace(seeds=range(10, 30)),
+    "plateau": CIFAR10._replace(
+        flags="--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec "
+        "--classes 10 --model cifar_resnet20_v1 --image-size 32 --batch-size 100 --epochs 65 "
+        "--lr 0.1 --lr-mode step --lr-decay-epoch 40,55 --warmup-epochs 0.5 --log-interval 25",
+        seeds=range(3), kinds={**TYPES, **BFLOAT16}),
     "fine_tune_resnet20": Study(
         "example/fine_tune.py",
         f"--dataset {PHOTOS}_train.rec --val {PHOTOS}_test.rec --classes 10 "
