@@ -1,10 +1,12 @@
 """Sphinx configuration of the documentation: `make docs`, where warnings are errors."""
 import base64
+import importlib
 import json
 import logging
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import gluon_amp
@@ -206,12 +208,22 @@ def darkened(path, app):
 
 def draw_figures(app):
     """Draws missing figures. Existing ones are kept: their last bits depend on the processor."""
-    if (HERE / "figures").exists():
-        return
+    if not (HERE / "figures").exists():
+        _figures().draw(HERE / "figures")
+
+
+def write_live_page(app, error):
+    """Writes the X-ray that the first page shows."""
+    if error is None:
+        with tempfile.TemporaryDirectory() as folder:
+            page = Path(_figures().xray_of_overflow().save(Path(folder) / "xray")).read_text()
+        Path(app.outdir, "live_xray.html").write_text(page.replace(f"{ROOT}{os.sep}", ""))
+
+
+def _figures():
     logging.getLogger("gluon_amp").setLevel(logging.WARNING)
     sys.path.insert(0, str(HERE))
-    import figures
-    figures.draw(HERE / "figures")
+    return importlib.import_module("figures")
 
 
 def setup(app):
@@ -219,6 +231,7 @@ def setup(app):
     app.connect("autodoc-process-docstring", remove_any, priority=900)  # after it
     app.connect("source-read", read_page)
     app.connect("build-finished", finish_notebooks)
+    app.connect("build-finished", write_live_page)
     app.add_transform(DarkImages)
     app.add_transform(WholeWords)
     app.connect("builder-inited", draw_figures)

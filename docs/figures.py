@@ -88,25 +88,32 @@ def large_digits(size, seed=0):
         yield 127.5 * (data.repeat(2, axis=2).repeat(2, axis=3) + 1), label
 
 
+def bilinear():
+    """Returns a network whose products of features overflow in float16."""
+    mx.random.seed(1)
+    net = Bilinear(prefix="net_")
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    return net
+
+
+def xray_of_overflow():
+    """Returns the X-ray of three batches."""
+    source = large_digits(64)
+    return amp.xray(amp.convert(bilinear()), [next(source) for _ in range(3)],
+                    gluon.loss.SoftmaxCrossEntropyLoss())
+
+
 def overflow():
     """Draws losses in float32, float16, and float16 with X-ray's keep=; and X-ray's counts."""
-    def fresh():
-        mx.random.seed(1)
-        net = Bilinear(prefix="net_")
-        net.initialize(mx.init.Xavier())
-        net.hybridize()
-        return net
-
     loss_fn, kept = gluon.loss.SoftmaxCrossEntropyLoss(), "float16, X-ray's keep="
-    source = large_digits(64)
-    net = amp.convert(fresh())
-    view = amp.xray(net, [next(source) for _ in range(3)], loss_fn)
+    view = xray_of_overflow()
     figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     top, bottom = figure.subplots(2, 1, height_ratios=(3, 2))
     for name, policy, keep, style in (("float32", "float32", (), "-"),
                                       ("float16", "float16", (), "-"),
                                       (kept, "float16", view.keep, "--")):
-        net = amp.convert(fresh(), policy, keep=keep)
+        net = amp.convert(bilinear(), policy, keep=keep)
         trainer = amp.Trainer(net.collect_params(), "sgd",
                               {"learning_rate": 0.03, "momentum": 0.9})
         losses, source = [], large_digits(64)

@@ -395,6 +395,14 @@ def test_notebook_lines_fit_80_columns(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 80] == []
 
 
+def test_first_page_shows_an_xray(built):
+    assert '<iframe class="live" src="live_xray.html"' in (built / "index.html").read_text()
+    page = (built / "live_xray.html").read_text()
+    assert "overflow begins in net_batch_dot0" in page
+    assert "amp.convert(net, keep=[" in page
+    assert str(ROOT) not in page
+
+
 def test_every_public_name_is_in_reference(built):
     reference = "".join(page.read_text() for page in (built / "api").glob("*.html"))
     for name in gluon_amp.__all__:

@@ -248,7 +248,7 @@ def test_save_writes_page_table_and_one_line_per_tensor_and_step(tmp_path):
     with open(page, encoding="utf-8") as file:
         text = file.read()
     assert "http" not in text
-    assert re.search(r'<p class="verdict error">.*\n.*\n<pre>', text)
+    assert re.search(r'<p class="verdict error">.*\n.*\n<div class=code><pre>', text)
     assert f"<span class=tag>Error</span> <b>{view.findings[0].node}:</b>" in text
     assert view.keep_line.replace("'", "&#x27;") in text
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
@@ -280,7 +280,7 @@ def test_page_is_whole_with_any_name_of_a_node(tmp_path, name):
     text = Path(page).read_text(encoding="utf-8")
     assert (text.count("<script"), text.count("</script"), text.count("<!--")) == (1, 1, 0)
     data = json.loads(re.search(r"const data = (.*);\n", text).group(1))
-    assert any(name in row["tensor"] for row in data["rows"])
+    assert any(name in row["tensor"] for row in data["states"][0]["rows"])
 
 
 def test_command_analyzes_saved_run_in_another_format(tmp_path, capsys):

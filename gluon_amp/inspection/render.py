@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import np
 from ..files import new_folder, replace_text
-from ..formats import FLOAT16, FLOAT32, Format
+from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.colors import COLORS, GREY, INK
 from ..reports.page import cell, part, table
 from ..reports.page import page as page_of
@@ -27,6 +27,7 @@ _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0
           "inherited_snr": ("inherited", "{}")}
 VERSION = 2  # of xray.jsonl
 _LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others are at the edges
+_MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left out evenly
 
 
 # ---- text ---------------------------------------------------------------------------------------
@@ -138,13 +139,14 @@ def rows(view: Any) -> List[Dict[str, Any]]:
     for t in view.worst():
         own = t.counts.own_snr if t.is_low else None
         made.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
-                         t.is_low, place=t.place, operator=t.op, own_snr=_as_number(own),
-                         snr=_as_number(t.snr), inherited_snr=_as_number(view.inherited(t)),
+                         t.is_low, node=t.key.node, place=t.place, operator=t.op,
+                         own_snr=_as_number(own), snr=_as_number(t.snr),
+                         inherited_snr=_as_number(view.inherited(t)),
                          bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
     for weight in view.weights:
-        made.append(_row(weight.name, "weight", weight.format, weight.counts))
+        made.append(_row(weight.name, "weight", weight.format, weight.counts, node=weight.name))
         if weight.updates is not None:
-            made.append(_row(weight.name, "update", FLOAT32, weight.updates,
+            made.append(_row(weight.name, "update", FLOAT32, weight.updates, node=weight.name,
                              without_master=weight.without_master))
     return made
 
@@ -154,15 +156,21 @@ def _row(name: str, kind: str, format_: Format, counts: Counts, judged_in: Forma
     """Returns a row. Its bins are shares, from the lowest drawn exponent to the highest."""
     low, high = counts.range or (None, None)
     below, above = counts.headroom(judged_in) or (None, None)
+    lost = counts.infinite + counts.nan
+    return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
+            **counts.shares(judged_in, own), "not_finite": lost, "smallest": low, "largest": high,
+            "bits_below": below, "bits_above": above, **_shares(counts), **others}
+
+
+def _shares(counts: Counts) -> Dict[str, Any]:
+    """Returns what a heat map draws: shares of the values by exponent, and of those that are not
+    finite before ("infinite") and after rounding ("broken")."""
     total, lost = max(counts.numbers, 1), counts.infinite + counts.nan
     inside = counts.bins[_LOW + 127:_HIGH + 128].astype(float)
     inside[0] += counts.bins[:_LOW + 127].sum()
     inside[-1] += counts.bins[_HIGH + 128:].sum()
-    return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
-            **counts.shares(judged_in, own), "not_finite": lost, "smallest": low, "largest": high,
-            "bits_below": below, "bits_above": above,
-            "broken": (counts.overflowed + lost) / total,
-            "bins": [round(share, 5) for share in (inside / total).tolist()], **others}
+    return {"infinite": lost / total, "broken": (counts.overflowed + lost) / total,
+            "bins": [round(share, 5) for share in (inside / total).tolist()]}
 
 
 def _as_number(value: Optional[float]) -> Optional[float]:
@@ -184,10 +192,14 @@ def _draw(view: Any, folder: str) -> None:
             figure.savefig(os.path.join(folder, f"{name}.png"), dpi=200)
 
 
-def _edges(tensors: List[Tensor]) -> Tuple[int, int, int]:
+def _format_of(tensors: List[Tensor]) -> Format:
+    """Returns the format that a heat map of these tensors is about."""
+    return next((t.format for t in tensors if t.is_low), FLOAT16)
+
+
+def _edges(format_: Format) -> Tuple[int, int, int]:
     """Returns the ends of a heat map's bands: below the first, numbers become 0; below the second,
     they have fewer digits; above the third, they overflow."""
-    format_ = next((t.format for t in tensors if t.is_low), FLOAT16)
     return (round(math.log2(format_.smallest)), round(math.log2(format_.smallest_normal)),
             math.floor(math.log2(format_.largest)) + 1)
 
@@ -198,7 +210,7 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
     count = len(tensors)
     axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
                 interpolation="nearest", extent=(_LOW, _HIGH + 1, count - 0.5, -0.5))
-    for edge in _edges(tensors):
+    for edge in _edges(_format_of(tensors)):
         axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
     if count <= 75:
         axes.set_yticks(range(count), [t.name for t in tensors], fontsize=5.5)
@@ -220,11 +232,13 @@ def page(view: Any) -> str:
     """Returns the text of xray.html. Its script draws the heat maps: a row for each tensor, a
     column for each exponent, the share of values as darkness, lines at the ends of the format."""
     every = rows(view)
+    format_ = _format_of(view.tensors)
     data = {
-        "low": _LOW, "high": _HIGH, "edges": _edges(view.tensors), "rows": every,
-        "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
-                    for step, w in enumerate(view.windows)],
-        "scales": [math.log2(scale) for scale, _ in view.steps]}
+        "low": _LOW, "high": _HIGH, "format": format_.name,
+        "edges": {each.name: _edges(each) for each in (format_, *FORMATS.values())
+                  if each != FLOAT32},
+        "states": [_state(view, every),
+                   *([_state(view.after, rows(view.after))] if view.after else [])]}
     shown = [{title: _shown(row.get(key), form) for key, (title, form) in _SHOWN.items()}
              for row in every if row["kind"] not in ("weight", "update")]
     body = part("xray.html", __package__).replace(
@@ -232,6 +246,31 @@ def page(view: Any) -> str:
     script = "const data = " + json.dumps(data).replace("<", "\\u003c") + ";\n"
     return page_of(f"X-ray of {view.name}", f"{_advice(view)}\n{body}",
                    script + part("xray.js", __package__))
+
+
+def _state(view: Any, every: List[Dict[str, Any]]) -> Dict[str, Any]:
+    """Returns what the page shows of a View, which may be the one with `keep`."""
+    count = max(len(view.tensors), 1)
+    stride = -(-len(view.steps) * count // _MOST_BY_STEP) or 1
+    chosen = range(0, len(view.steps), stride) if len(view.steps) > 1 else ()
+    names = {t.name: t.key for t in view.tensors}
+    return {"rows": every,
+            "steps": [{"number": i, "tensors": {
+                name: _compact(view.steps[i][1][key]) for name, key in names.items()
+                if key in view.steps[i][1]}} for i in chosen],
+            "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
+                        for step, w in enumerate(view.windows)],
+            "scales": [math.log2(scale) for scale, _ in view.steps]}
+
+
+def _compact(counts: Counts) -> List[Any]:
+    """Returns the shares of a tensor in one step: [of 0, infinite, broken, first exponent, bins].
+    """
+    shares = _shares(counts)
+    bins = shares["bins"]
+    inside = [i for i, share in enumerate(bins) if share] or [0]
+    return [round(counts.zero / max(counts.numbers, 1), 5), round(shares["infinite"], 5),
+            round(shares["broken"], 5), inside[0], bins[inside[0]:inside[-1] + 1]]
 
 
 def _shown(value: object, form: str) -> str:
@@ -244,7 +283,8 @@ def _advice(view: Any) -> str:
     parts = []
     for kind, about, line in sorted(said(view), key=lambda each: _ORDER.index(each[0])):
         if kind == "keep":
-            parts.append(f"<p>{escape(about)}:</p>\n<pre>{escape(line)}</pre>")
+            parts.append(f"<p>{escape(about)}:</p>\n<div class=code><pre>{escape(line)}</pre>"
+                         "<button class=copy>Copy</button></div>")
             continue
         style = f"verdict {view.severity}" if kind == "verdict" else kind
         tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in _TAGGED else ""

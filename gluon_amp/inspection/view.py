@@ -38,6 +38,7 @@ class View:
         goes_forward: whether no forward tensor overflows.
         training: the training's loss scales, and whether it checks gradients.
         outcome: what the training does, the start of `verdict`.
+        after: the X-ray of the network with `keep`; None if nothing is to keep.
     """
     name: str
     tensors: List[Tensor]
@@ -57,6 +58,7 @@ class View:
     goes_forward: bool = True
     training: Training = field(default_factory=Training)
     outcome: str = ""
+    after: Optional[View] = None
 
     @property
     def advising(self) -> List[Tuple[float, Mapping[Key, Counts]]]:

@@ -259,6 +259,8 @@ def _try_keeping(run: XrayRun, view: View) -> None:
                if i not in view.left_out]
     again, _, names = run.keep(view, batches)
     if names:
+        again.tensors = [t for t in again.tensors if t.counts is not None]
+        view.after = again
         view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
     fits = view.window and view.window.fits(view.training)
     if again is not view and again.goes_forward and not fits:

@@ -1,9 +1,47 @@
 const style = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const search = document.querySelector("input[type=search]");
-const named = row => row.tensor.toLowerCase().includes(search.value.toLowerCase());
-const ofKind = kind => data.rows.filter(row => kind.test(row.kind));
+const format = document.getElementById("format"), step = document.getElementById("step");
+const chosen = name => document.querySelector(`input[name=${name}]:checked`).value;
 const parts = {forward: /^output$/, backward: /gradient/, weights: /^(weight|update)$/};
 const percent = share => `${(100 * share).toPrecision(3)} %`;
+const nameOf = row => row.tensor + (row.kind === "update" ? ", added" : "");
+let module = "", selected = "", places = {};  // a prefix of nodes, a tensor, rows of the heat maps
+
+// ---- which tensors, of which network, step and format
+
+const state = () => data.states[+chosen("state")];
+const named = row => nameOf(row).toLowerCase().includes(search.value.toLowerCase())
+  && row.node.startsWith(module);
+
+function inStep(row) {  // the row's counts in the chosen step, instead of all steps
+  const at = state().steps[step.value - 1];
+  if (!at || row.kind === "weight" || row.kind === "update") return row;
+  const counts = at.tensors[row.tensor];
+  if (!counts) return null;
+  const [zero, infinite, broken, first, inside] = counts;
+  const bins = row.bins.map((_, i) => inside[i - first] || 0);
+  return {...row, zero, infinite, broken, bins, own_snr: null, snr: null};
+}
+
+function inFormat(row) {  // the row's counts rounded to the chosen format, instead of the run's
+  if (format.value === data.format || row.format === "float32") return row;
+  const [least, , beyond] = data.edges[format.value];
+  let above = 0, lost = 0, whole = 0;  // a share; squares of the norm
+  row.bins.forEach((share, i) => {
+    const exponent = data.low + i, square = share * 4 ** exponent;
+    whole += square;
+    if (exponent >= beyond) above += share;
+    if (exponent < least - 1) lost += square;
+  });
+  const broken = row.infinite + above;
+  return {...row, format: format.value, broken, bad: above > 0 || lost > 1e-4 * whole,
+          own_snr: null, snr: null};
+}
+
+const ofKind = kind => state().rows.filter(row => kind.test(row.kind));
+const shown = kind => ofKind(kind).filter(named).map(inStep).filter(Boolean).map(inFormat);
+
+// ---- drawing
 
 function cut(context, text, width) {
   if (context.measureText(text).width <= width) return text;
@@ -22,11 +60,9 @@ function canvas(element, height) {
   return [context, width];
 }
 
-// ---- heat maps of exponents
-
 function values(row, exponent) {
   const share = row.bins[exponent - data.low];
-  const lines = [`${row.tensor} (${row.operator || row.kind}, ${row.format})`];
+  const lines = [`${nameOf(row)} (${row.operator || row.kind}, ${row.format})`];
   if (share !== undefined) lines.push(`2^${exponent}: ${percent(share)}`);
   lines.push(`0: ${percent(row.zero)}`);
   if (row.broken) lines.push(`not finite: ${percent(row.broken)}`);
@@ -40,9 +76,7 @@ function values(row, exponent) {
 function heat(id, rows) {
   const element = document.getElementById(id);
   if (!element.closest("details").open) return;
-  rows = rows.filter(named);
-  if (document.querySelector("input:checked").value === "place")
-    rows.sort((a, b) => a.place - b.place);
+  if (chosen("order") === "place") rows.sort((a, b) => a.place - b.place);
   const each = rows.length > 60 ? 12 : 16, top = 20;
   const [context, width] = canvas(element, top + rows.length * each + 4);
   const left = each < 16 ? Math.min(250, width * 0.36) : Math.min(320, width * 0.36);
@@ -53,9 +87,15 @@ function heat(id, rows) {
   context.font = (each < 16 ? 10 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
+    places[nameOf(row)] = [element, y];
+    if (nameOf(row) === selected) {
+      context.fillStyle = style("--shade"); context.fillRect(0, y, width, each);
+      context.strokeStyle = grey; context.lineWidth = 1;
+      context.strokeRect(0.5, y + 0.5, width - 1, each - 1);
+    }
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
-    const name = row.tensor.replace(/^gradient of /, "") + (row.kind === "update" ? ", added" : "");
-    context.fillText(cut(context, name, left - 8), 0, y + each / 2);
+    context.fillText(cut(context, nameOf(row).replace(/^gradient of /, ""), left - 8), 3,
+                     y + each / 2);
     const draw = (at, wide, share, color) => {
       if (!share) return;
       context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
@@ -68,7 +108,8 @@ function heat(id, rows) {
     draw(width - extra + 5, extra - 5, row.broken, red);
   });
   context.strokeStyle = red;
-  for (const at of data.edges) {
+  for (const at of data.edges[format.value]) {
+    if (at < data.low || at > data.high + 1) continue;
     context.beginPath(); context.moveTo(x(at), top - 3);
     context.lineTo(x(at), top + rows.length * each); context.stroke();
   }
@@ -82,24 +123,26 @@ function heat(id, rows) {
     context.fillText("2^" + tick, at, 8); last = at;
   }
   context.fillText("inf", width - (extra - 5) / 2, 8);
-  showValues(element.parentNode, (across, down) => {
-    const row = rows[Math.floor((down - top) / each)];
-    return row ? values(row, Math.floor((across - left - extra) / cell) + data.low) : null;
-  });
+  const rowAt = down => rows[Math.floor((down - top) / each)];
+  showValues(element.parentNode, (across, down) => rowAt(down)
+    ? values(rowAt(down), Math.floor((across - left - extra) / cell) + data.low) : null);
+  element.onclick = event => {
+    const row = rowAt(event.clientY - element.getBoundingClientRect().top);
+    if (row) location.hash = encodeURIComponent(nameOf(row));
+  };
 }
 
 // ---- loss scales by step
 
 function windows() {
-  const points = data.windows.filter(Boolean), left = 46, bottom = 145, top = 10;
-  if (!points.length) {
-    for (const part of document.querySelectorAll(".fits")) part.hidden = true;
-    return;
-  }
+  const {windows, scales} = state();
+  const points = windows.filter(Boolean), left = 46, bottom = 145, top = 10;
+  for (const part of document.querySelectorAll(".fits")) part.hidden = !points.length;
+  if (!points.length) return;
   const [context, width] = canvas(document.getElementById("window"), 170);
-  const powers = points.flatMap(p => [p[1], p[2]]).concat(data.scales);
+  const powers = points.flatMap(p => [p[1], p[2]]).concat(scales);
   const least = Math.floor(Math.min(...powers)) - 1, most = Math.ceil(Math.max(...powers)) + 1;
-  const steps = Math.max(data.windows.length, 1), wide = (width - left - 8) / steps;
+  const steps = Math.max(windows.length, 1), wide = (width - left - 8) / steps;
   const y = v => bottom - (v - least) / (most - least) * (bottom - top);
   const grey = style("--grey"), blue = style("--float16"), red = style("--float8");
   context.strokeStyle = style("--line"); context.fillStyle = grey; context.textAlign = "right";
@@ -116,7 +159,7 @@ function windows() {
     context.globalAlpha = 1;
   }
   context.strokeStyle = style("--float32"); context.lineWidth = 2; context.beginPath();
-  data.scales.forEach((scale, i) => {
+  scales.forEach((scale, i) => {
     context.lineTo(left + i * wide, y(scale)); context.lineTo(left + (i + 1) * wide, y(scale));
   });
   context.stroke();
@@ -125,23 +168,116 @@ function windows() {
   for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
 }
 
-function draw() {
-  for (const [id, kind] of Object.entries(parts)) {
-    const rows = ofKind(kind);
-    document.getElementById(id).closest("details").hidden = !rows.length;
-    if (rows.length) heat(id, rows);
+// ---- the tree of modules: a block's name starts the names of its operators
+
+function tree() {
+  const root = {prefix: "", parts: new Map(), rows: []};
+  const inOrder = [...state().rows].sort((a, b) => (a.place ?? 1e9) - (b.place ?? 1e9));
+  for (const row of inOrder.map(inFormat)) {
+    let at = root;
+    root.rows.push(row);
+    for (const word of row.node.split("_amp_cast_")[0].match(/_?[^_]+_?|_+/g) || []) {
+      if (!at.parts.has(word))
+        at.parts.set(word, {prefix: at.prefix + word, parts: new Map(), rows: []});
+      at = at.parts.get(word);
+      at.rows.push(row);
+    }
   }
-  windows();
+  const list = (node, start) => {
+    const items = document.createElement("ul");
+    for (let part of node.parts.values()) {
+      while (part.parts.size === 1 && [...part.parts.values()][0].rows.length === part.rows.length)
+        part = [...part.parts.values()][0];  // one name for a chain without branches
+      const button = document.createElement("button"), item = document.createElement("li");
+      button.textContent = part.prefix.slice(start.length).replace(/_+$/, "");
+      button.title = `${part.prefix}: ${part.rows.length} tensors`;
+      button.className = part.rows.some(row => row.bad) ? "bad" : "";
+      button.setAttribute("aria-pressed", module === part.prefix);
+      button.onclick = () => { module = module === part.prefix ? "" : part.prefix; draw(); };
+      item.append(button);
+      if (part.parts.size > 1) item.append(list(part, part.prefix));
+      items.append(item);
+    }
+    return items;
+  };
+  document.querySelector(".tree").replaceChildren(list(root, ""));
 }
 
+// ---- the selected tensor, which the address of the page names
+
+function select() {
+  try { selected = decodeURIComponent(location.hash.slice(1)); } catch { selected = ""; }
+  const kind = Object.keys(parts).find(id => ofKind(parts[id]).some(r => nameOf(r) === selected));
+  if (kind) {
+    document.getElementById(kind).closest("details").open = true;
+    search.value = module = "";
+  }
+  draw();
+  const [element, y] = places[selected] || [];
+  if (element) scrollTo(0, scrollY + element.getBoundingClientRect().top + y - innerHeight / 3);
+}
+
+function describe() {
+  const aside = document.getElementById("selected");
+  const row = state().rows.filter(r => nameOf(r) === selected).map(inStep).filter(Boolean)
+    .map(inFormat)[0];
+  aside.hidden = !row;
+  if (!row) return;
+  const [first, ...lines] = values(row), link = document.createElement("a");
+  link.href = "#" + encodeURIComponent(selected);
+  link.textContent = first;
+  const range = row.bins.map((share, i) => share ? data.low + i : null).filter(e => e !== null);
+  if (range.length) lines.unshift(`2^${range[0]} to 2^${range[range.length - 1]}`);
+  const close = document.createElement("button");
+  close.textContent = "✕"; close.setAttribute("aria-label", "Close");
+  close.onclick = () => { history.replaceState(null, "", location.pathname); select(); };
+  aside.replaceChildren(link, " · " + lines.join(" · "), close);
+}
+
+function draw() {
+  places = {};
+  step.max = state().steps.length;
+  const at = state().steps[step.value - 1];
+  document.querySelector("#steps output").textContent = at ? at.number : "all";
+  document.getElementById("steps").hidden = !state().steps.length;
+  document.querySelector(".estimate").hidden = format.value === data.format;
+  document.querySelector(".overflow").hidden = data.states.length < 2 || chosen("state") === "1"
+    || !ofKind(parts.backward).some(row => row.broken);
+  for (const [id, kind] of Object.entries(parts)) {
+    document.getElementById(id).closest("details").hidden = !ofKind(kind).length;
+    heat(id, shown(kind));
+  }
+  windows();
+  tree();
+  describe();
+}
+
+for (const name of Object.keys(data.edges)) format.add(new Option(name));
+document.getElementById("states").hidden = data.states.length < 2;
 for (const details of document.querySelectorAll("details")) {  // what is long is folded
   const element = details.querySelector("canvas");
-  details.open = (element ? ofKind(parts[element.id]) : data.rows).length <= 60;
+  details.open = (element ? ofKind(parts[element.id]) : data.states[0].rows).length <= 60;
   details.addEventListener("toggle", draw);
 }
-for (const input of document.querySelectorAll("input")) input.addEventListener("input", draw);
-for (const row of document.querySelectorAll(".tensors tbody tr"))
-  search.addEventListener("input", () => { row.hidden = !named({tensor: row.cells[0].textContent}); });
+document.getElementById("modules").open = innerWidth > 800;
+for (const input of document.querySelectorAll("input, select"))
+  input.addEventListener("input", draw);
+const ofTable = data.states[0].rows.filter(row => !parts.weights.test(row.kind));
+document.querySelectorAll(".tensors tbody tr").forEach((row, i) => {
+  const link = document.createElement("a");
+  link.href = "#" + encodeURIComponent(ofTable[i].tensor);
+  link.append(...row.cells[0].childNodes);
+  row.cells[0].append(link);
+  search.addEventListener("input", () => { row.hidden = !named(ofTable[i]); });
+});
+for (const button of document.querySelectorAll(".copy"))
+  button.addEventListener("click", () => {
+    const line = button.parentNode.querySelector("pre");
+    getSelection().selectAllChildren(line);  // what remains where a page may not copy
+    Promise.resolve(navigator.clipboard && navigator.clipboard.writeText(line.textContent))
+      .then(() => { button.textContent = "Copied"; }, () => document.execCommand("copy"));
+  });
 addEventListener("resize", draw);
+addEventListener("hashchange", select);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-draw();
+select();
