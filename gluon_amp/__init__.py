@@ -15,6 +15,7 @@ from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
 from .gluon.penalty import gradient_penalty
 from .gluon.records import wrap_files
+from .graph.keep import ops
 from .inspection.monitor import Monitor
 from .inspection.search import search
 from .inspection.xray import explain, xray
@@ -39,9 +40,9 @@ wrap_files()
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale",
            "Trainer", "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
-           "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find", "optimizer",
-           "read_logs", "report", "restore", "scale_loss", "search", "tensor_core_dot", "types",
-           "xray"]
+           "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find", "ops",
+           "optimizer", "read_logs", "report", "restore", "scale_loss", "search", "tensor_core_dot",
+           "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

@@ -30,10 +30,12 @@ class Record:
         keep: what stays float32: paths of blocks, such as ".output", and of nodes, such as
             ".output/fwd".
         nodes: the names of the float32 nodes of its symbol, if it was saved with one.
+        operators: operators of which all nodes stay float32, of a network without a symbol.
     """
     policies: Dict[str, Policy]
     keep: Tuple[str, ...] = ()
     nodes: Optional[Tuple[str, ...]] = None
+    operators: Tuple[str, ...] = ()
 
     def policy_at(self, path: str) -> Optional[Policy]:
         """Returns the policy of the block at a path; None for float32."""
@@ -45,8 +47,9 @@ class Record:
     def text(self) -> str:
         """Returns its description for messages."""
         names = listed([policy.name for policy in dict.fromkeys(self.policies.values())])
-        keep = self.keep or self.nodes or ()
-        return f"policy {names}, keep=[{listed(list(map(repr, keep)))}]"
+        keep = [repr(name) for name in self.keep or self.nodes or ()]
+        keep += [f"gluon_amp.ops({name!r})" for name in self.operators]
+        return f"policy {names}, keep=[{listed(keep)}]"
 
     def to_json(self, **others: Any) -> str:
         """Returns its JSON, with further values."""
@@ -54,6 +57,8 @@ class Record:
             path: _policy_facts(policy) for path, policy in self.policies.items()}}
         if self.nodes is not None:
             facts["nodes"] = list(self.nodes)
+        if self.operators:
+            facts["operators"] = list(self.operators)
         return json.dumps(facts, ensure_ascii=False)  # MXNet reads no \\u
 
     @classmethod
@@ -62,14 +67,16 @@ class Record:
         try:
             facts = json.loads(text)
             policies = {path: _policy_of(policy) for path, policy in facts["policies"].items()}
-            keep, nodes = facts["keep"], facts.get("nodes")
-            for names in (keep, nodes or []):
+            keep, nodes, operators = (facts["keep"], facts.get("nodes"),
+                                      facts.get("operators", []))
+            for names in (keep, nodes or [], operators):
                 if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
                     raise TypeError(f"{names!r:.100} are no names")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source} is no record of a policy, of gluon_amp {__version__} or "
                              f"older: {error!r:.200}") from None
-        return cls(policies, tuple(keep), None if nodes is None else tuple(nodes))
+        return cls(policies, tuple(keep), None if nodes is None else tuple(nodes),
+                   tuple(operators))
 
 
 def _within(path: str, around: str) -> bool:

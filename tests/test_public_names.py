@@ -7,7 +7,7 @@ import pytest
 from mxnet.contrib.amp import amp as contrib_amp
 
 PUBLIC = """
-    convert restore freeze Policy Format
+    convert restore freeze ops Policy Format
     Trainer AveragedWeights backward optimizer
     scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model

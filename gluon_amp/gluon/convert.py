@@ -8,6 +8,7 @@ from collections import OrderedDict
 from functools import partial
 from typing import (
     Any,
+    Collection,
     Dict,
     Iterable,
     Iterator,
@@ -29,7 +30,7 @@ from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import CASTS, Graph
-from ..graph.keep import matches_nothing, matching, operator_names
+from ..graph.keep import Operators, matches_none, matches_nothing, matching, operators_in
 from ..policy import Policy, get_policy
 from ..record import needed_record, path_of
 from .converted import (
@@ -44,7 +45,15 @@ from .converted import (
     restore_blocks,
 )
 from .parameter import ConvertedParameter, cast
-from .records import Computes, check_blocks, kept_in, kept_nodes, paths_in, policy_of
+from .records import (
+    Computes,
+    check_blocks,
+    kept_in,
+    kept_nodes,
+    kept_operators,
+    paths_in,
+    policy_of,
+)
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22
@@ -69,8 +78,9 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
             (float32 parameters, cast where used), "pure_float16"; on CPUs "bfloat16",
             "mixed_bfloat16", "tf32", "mixed_float8"; "float32" undoes a conversion; Apex's "O0" to
             "O3"; or a `gluon_amp.Policy`.
-        keep: what stays float32: blocks, classes of blocks, and regular expressions for the whole
-            name of a block or of a node (an operator of the graph). A network that has not run is
+        keep: what stays float32: blocks, classes of blocks, operators (`gluon_amp.ops`), and
+            regular expressions for the whole name of a block or of a node (an operator of the
+            graph). A network that has not run is
             traced for the names of its nodes. A kept block that was never hybridized runs
             imperatively and may read shapes and values.
         like: a file of parameters of a converted network, such as "net.params": converts with the
@@ -100,7 +110,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     kept, nodes = _resolve_keep(net, keep)
     blocks = list(blocks_in(net))
     if policy.is_float32:
-        _check_parameters(_parameter_types(blocks, policy, kept, nodes))
+        _check_parameters(_parameter_types(blocks, policy, kept, nodes, _kept_operators(keep)))
         return restore(net)
     for block in blocks:
         if isinstance(block, HybridBlock):
@@ -109,7 +119,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     around = list(blocks_around(net, set(blocks)))
     if like is None:
-        _check_loaded(blocks, around, policy, kept, nodes)
+        _check_loaded(blocks, around, policy, kept, nodes, _kept_operators(keep))
     _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net), like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
@@ -134,20 +144,26 @@ def _convert_like(net: Block, policy: object, keep: object, like: object) -> Blo
     if missing or any(block is None for block, _ in kept):
         raise ValueError(f"{path} records {record.text()}, of a network with other blocks than "
                          f"{net.name}")
+    operators = [Operators(record.operators, frozenset(record.operators), must_match=False)]
     for at, recorded in record.policies.items():
         inside = set(blocks_in(blocks[at]))
-        convert(blocks[at], recorded, [re.escape(name) if name else block
-                                         for block, name in kept if block in inside])
+        convert(blocks[at], recorded, [*operators, *(
+            re.escape(name) if name else block for block, name in kept if block in inside)])
     return net
 
 
+def _kept_operators(keep: Sequence[Any]) -> Set[str]:
+    """Returns the operators that `keep` lists."""
+    return {name for entry in keep if isinstance(entry, Operators) for name in entry.names}
+
+
 def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy, kept: Set[Block],
-                  nodes: Set[str]) -> None:
+                  nodes: Set[str], operators: Set[str]) -> None:
     """Refuses a conversion that the records of loaded parameters contradict."""
     mine = dict.fromkeys(blocks, policy)
     check_blocks([*blocks, *around], Computes(
         lambda block: None if block in kept else mine.get(block) or policy_of(block),
-        nodes | kept_nodes(around)))
+        nodes | kept_nodes(around), operators | kept_operators(around)))
 
 
 def restore(net: Block) -> Block:
@@ -179,11 +195,13 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
         keep: what stays float32 in new children.
         compares: whether files must have the same policy and keep=.
     """
-    types = _parameter_types(blocks, policy, kept, nodes)
+    operators = frozenset(_kept_operators(keep))
+    types = _parameter_types(blocks, policy, kept, nodes, operators)
     _check_parameters(types)
-    states = [State(policy, policy, _was_hybridized(block), block in kept, frozenset(nodes),
-                    partial(_convert_new_child, policy, keep, block in kept, scales, compares),
-                    scales, paths[block], compares) for block in blocks]
+    states = [State(
+        policy, policy, _was_hybridized(block), block in kept, frozenset(nodes), operators,
+        partial(_convert_new_child, policy, keep, block in kept, scales, compares), scales,
+        paths[block], compares) for block in blocks]
     _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
     for block, state in zip(blocks, states):
         discard_traces(block)
@@ -270,51 +288,67 @@ def _trace(block: HybridBlock) -> Optional[Graph]:
         return None
 
 
-def _node_names(blocks: Iterable[Block]) -> Set[str]:
-    """Returns the names of the nodes of blocks that have not run."""
-    names: Set[str] = set()
+def _operators(blocks: Iterable[Block]) -> Tuple[Dict[str, str], bool]:
+    """Returns the operators of the nodes of blocks that have not run, by their names, and whether
+    these are all: some blocks cannot be traced."""
+    operators: Dict[str, str] = {}
     traced: Set[Block] = set()
+    complete = True
     for block in blocks:
-        graph = _trace(block) if isinstance(block, HybridBlock) and block not in traced else None
+        if not isinstance(block, HybridBlock) or block in traced:
+            continue
+        graph = _trace(block)
         if graph:
-            names |= operator_names(graph)
+            operators.update(operators_in(graph))
             traced.update(blocks_in(block))
-    return names
+        else:
+            complete = False
+    return operators, complete
 
 
 def _resolve_keep(net: Block, keep: Iterable[Any],
                   must_match: bool = True) -> Tuple[Set[Block], Set[str]]:
-    """Returns the blocks that `keep` lists, with those inside them, and the names of its nodes."""
+    """Returns the blocks that `keep` lists, with those inside them, and the names of nodes that it
+    lists. It checks operators."""
     blocks = list(blocks_in(net))
-    nodes: Set[str] = set().union(*(operator_names(g) for b in blocks for g in _graphs(b)))
+    operators = {name: op for b in blocks for g in _graphs(b) for name, op in
+                 operators_in(g).items()}
+    complete = True
     kept: Set[Block] = set()
     kept_nodes: Set[str] = set()
     for entry in keep:
+        found: Set[Block] = set()
         names: Set[str] = set()
         if isinstance(entry, Block):
             found = {b for b in blocks if b is entry}
         elif isinstance(entry, type) and issubclass(entry, Block):
             found = {b for b in blocks if isinstance(b, entry)}
         elif isinstance(entry, str):
-            matched, names = matching(entry, {b.name for b in blocks}, nodes)
-            if must_match and not matched and not nodes:
-                nodes = _node_names(blocks)
-                (names,) = matching(entry, nodes)
+            matched, names = matching(entry, {b.name for b in blocks}, set(operators))
+            if must_match and not matched and not operators:
+                operators, complete = _operators(blocks)
+                (names,) = matching(entry, set(operators))
             found = {b for b in blocks if b.name in matched}
+        elif isinstance(entry, Operators):
+            if must_match and not operators:
+                operators, complete = _operators(blocks)
+            if must_match and complete and entry.must_match and not entry.among(operators):
+                raise ValueError(matches_none(entry, operators))
+            continue  # State.keep_operators
         else:
-            raise TypeError("keep takes blocks, classes of blocks and regular expressions. "
-                            f"Received: {entry!r}")
+            raise TypeError("keep takes blocks, classes of blocks, regular expressions and "
+                            f"gluon_amp.ops(...). Received: {entry!r}")
         if must_match and not found and not names:
-            raise ValueError(_matches_nothing(entry, blocks, nodes))
+            raise ValueError(_matches_nothing(entry, blocks, operators))
         kept.update(inner for block in found for inner in blocks_in(block))
         kept_nodes |= names
     return kept, kept_nodes
 
 
-def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
+def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str]) -> str:
     """Returns the error message for an entry of `keep` that matches nothing."""
     if isinstance(entry, str):
-        what, word, there = repr(entry), entry, {b.name for b in blocks} | nodes
+        what, word, there = repr(entry), entry, {b.name for b in blocks} | {*operators}
     elif isinstance(entry, Block):
         what, word, there = f"block {entry.name!r}", entry.name, {b.name for b in blocks}
     else:
@@ -323,8 +357,8 @@ def _matches_nothing(entry: Any, blocks: List[Block], nodes: Set[str]) -> str:
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block],
-                     nodes: Set[str]) -> Dict[Parameter, str]:
+def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block], nodes: Set[str],
+                     operators: Collection[str]) -> Dict[Parameter, str]:
     """Returns the type of each floating-point parameter that these hybrid blocks own.
 
     A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable),
@@ -345,7 +379,9 @@ def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block],
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
-            names = float32_variables(Graph.read(block._cached_graph[1]), policy, nodes)
+            graph = Graph.read(block._cached_graph[1])
+            names = float32_variables(graph, policy, nodes | {
+                name for name, op in operators_in(graph).items() if op in operators})
             float32.update(p for p in parameters if p.name in names)
         float32.update(p for p in parameters if not p._differentiable or p.name in mutated
                        or isinstance(p, mx.gluon.Constant)

@@ -53,7 +53,7 @@ from ..graph.build import (
 from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
-from ..graph.keep import operator_names
+from ..graph.keep import operator_names, operators_in
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, write_record
 from .parameter import cast, complete_copy, constant_fits, value_of
@@ -102,6 +102,7 @@ class State:
     active: bool  # whether the restored block is hybridized
     keep: bool  # whether keep= has this block or one around it
     keep_nodes: FrozenSet[str]  # nodes that stay float32
+    keep_operators: FrozenSet[str]  # operators of which all nodes stay float32, also of new traces
     convert_child: Callable[[Any, str], None]  # converts a new child at this path
     scales: Scales  # of the converted network
     path: str  # the block's path in that network, such as ".body.0"
@@ -331,8 +332,8 @@ class ConvertedHybridBlock(ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        if self._amp.keep:
-            kept |= operator_names(clean)
+        kept |= {name for name, op in operators_in(clean).items()
+                 if self._amp.keep or op in self._amp.keep_operators}
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 

@@ -26,9 +26,11 @@ class Computes(NamedTuple):
     Attributes:
         policy: returns the policy of a block; None for float32.
         nodes: the names of nodes that stay float32.
+        operators: operators of which all nodes stay float32.
     """
     policy: Callable[[Block], Optional[Policy]]
     nodes: Set[str]
+    operators: Set[str]
 
 
 def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
@@ -63,8 +65,9 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Optional[Rec
     tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
     names: FrozenSet[str] = frozenset().union(*(state.keep_nodes for state in states.values()))
     places = [place for name in sorted(names) for place in _place(name, paths)]
-    return Record(record.policies, (*tops, *places),
-                  None if nodes is None else tuple(sorted(nodes)))
+    if nodes is not None:  # the symbol has the nodes of all kept operators
+        return Record(record.policies, (*tops, *places), tuple(sorted(nodes)))
+    return Record(record.policies, (*tops, *places), operators=tuple(sorted(kept_operators(paths))))
 
 
 def _place(node: str, paths: Dict[Any, str]) -> List[str]:
@@ -110,6 +113,7 @@ def check(record: Record, source: str, net: Block, computes: Computes) -> None:
             others[mine.name] = None
     unkept += [name for block, name in kept_in(record, net) if name
                and name not in computes.nodes and computes.policy(block) is not None]
+    unkept += [f"the operator {op}" for op in record.operators if op not in computes.operators]
     refuse_others(record, source, list(others), unkept, "convert(net")
 
 
@@ -133,7 +137,8 @@ def check_file(net: Block, filename: str) -> None:
     record = read_record(filename)
     if record is not None:
         blocks = paths_in(net)
-        check(record, filename, net, Computes(policy_of, kept_nodes(blocks)))
+        check(record, filename, net,
+              Computes(policy_of, kept_nodes(blocks), kept_operators(blocks)))
 
 
 def policy_of(block: Block) -> Optional[Policy]:
@@ -145,6 +150,11 @@ def policy_of(block: Block) -> Optional[Policy]:
 def kept_nodes(blocks: Iterable[Block]) -> Set[str]:
     """Returns the names of the nodes that converted blocks keep in float32."""
     return set().union(*(block._amp.keep_nodes for block in blocks if hasattr(block, "_amp")))
+
+
+def kept_operators(blocks: Iterable[Block]) -> Set[str]:
+    """Returns the operators that converted blocks keep in float32."""
+    return set().union(*(b._amp.keep_operators for b in blocks if hasattr(b, "_amp")))
 
 
 def wrap_files() -> None:

@@ -13,6 +13,8 @@ from .._mxnet import message, mx
 from ..annotations import Block, Network
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, Op, blocks_in, recording_names
+from ..gluon.records import kept_operators as operators_kept
+from ..graph.keep import Operators
 from .watch import hybrid_blocks, observed, replaced
 
 
@@ -65,13 +67,20 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
     return {re.escape(block.name): nodes_of(block, names) | {node}}
 
 
-def kept_already(net: Network) -> List[str]:
-    """Returns the values of `keep=` for what the network already keeps in float32."""
+def kept_already(net: Network) -> List[Any]:
+    """Returns the entries of `keep=` for what the network already keeps in float32."""
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     blocks = [b for b in converted if b._amp.keep]
     nodes = sorted({name for b in converted for name in b._amp.keep_nodes
                     if not any(name.startswith(kept.prefix) for kept in blocks)})
-    return list(dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes]))
+    names = dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes])
+    return [*names, *kept_operators(net)]
+
+
+def kept_operators(net: Network) -> List[Operators]:
+    """Returns the entry of `keep=` for operators that the network keeps in float32, if any."""
+    names = operators_kept(blocks_in(net))
+    return [Operators(tuple(sorted(names)), frozenset(names))] if names else []
 
 
 def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:

@@ -104,8 +104,9 @@ def lines(view: Any) -> Iterator[Dict[str, Any]]:
     """Yields the lines of xray.jsonl: the run; each tensor of each step; then each parameter, and
     the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
     yield {"version": VERSION, "network": view.name, "said": str(view),
-           "loss_scale": view.loss_scale, "keep": view.keep, "left_out": view.left_out,
-           "lost": view.lost, "findings": [vars(f) for f in view.findings],
+           "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
+           "left_out": view.left_out, "lost": view.lost,
+           "findings": [vars(f) for f in view.findings],
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:

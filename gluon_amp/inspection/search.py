@@ -23,7 +23,7 @@ from ..checks import counted, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..graph.operators import PRODUCTS
 from .judge import FIRST_SCALE, Training
-from .network import in_groups, keep_line
+from .network import in_groups, keep_line, kept_operators
 from .session import Session
 from .trials import BudgetSpent, Nodes, Settings, Trials
 from .xray import XrayRun
@@ -61,7 +61,7 @@ class Search:
         runs: the number of training runs.
         notes: further results as sentences.
     """
-    keep: List[str]
+    keep: List[Any]
     best: Choice
     verified: bool
     front: List[Choice]
@@ -147,9 +147,9 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
         except KeyboardInterrupt:
             state.notes.append("interrupted: this is the best result so far")
         best = state.verified or state.cheapest()
-        return Search(keep_line(session.net, best | trials.reference.keep, sorted(state.all)),
-                      state.choice(best), best == state.verified, state.front(best), trials.runs,
-                      state.notes)
+        keep = keep_line(session.net, best | trials.reference.keep, sorted(state.all))
+        return Search([*keep, *kept_operators(session.net)], state.choice(best),
+                      best == state.verified, state.front(best), trials.runs, state.notes)
 
 
 class _State:

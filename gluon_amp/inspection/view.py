@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
-from typing import Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import render
 from .judge import Finding, Overflow, Training, Window, window
@@ -45,7 +45,7 @@ class View:
     weights: List[Weight] = field(default_factory=list)
     window: Optional[Window] = None
     findings: List[Finding] = field(default_factory=list)
-    keep: List[str] = field(default_factory=list)
+    keep: List[Any] = field(default_factory=list)
     first_overflow: Optional[Overflow] = None
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)

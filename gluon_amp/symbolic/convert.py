@@ -42,7 +42,8 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy, None] = None,
     Args:
         sym: a symbol.
         policy: as for `gluon_amp.convert`, of float16 or bfloat16.
-        keep: regular expressions for whole names of nodes that stay float32.
+        keep: what stays float32: regular expressions for whole names of nodes, and
+            `gluon_amp.ops(...)`.
         like: as for `gluon_amp.convert`, a file of the parameters of this symbol.
 
     Raises:
