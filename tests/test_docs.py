@@ -21,6 +21,7 @@ import numpy as np
 import processes
 import pytest
 from gluon_amp.cuda.__main__ import main as gpu_command
+from gluon_amp.policy import get_policy
 from gluon_amp.tools.cli import main as gluon_amp_command
 from markdown_it import MarkdownIt
 from sybil.document import Document
@@ -253,6 +254,9 @@ def check_command(line, monkeypatch):
     elif arguments[:2] == ["-m", "gluon_amp.cuda"]:
         parse(gpu_command, arguments[2:], monkeypatch)
         check_command(shlex.join(arguments[arguments.index("python"):]), monkeypatch)
+    elif arguments[:2] == ["-m", "gluon_amp"]:
+        assert arguments[2] == "--dtype"
+        get_policy(arguments[3])
     elif program in ("python", "bash"):
         assert (ROOT / arguments[0]).exists()
     else:

@@ -1,0 +1,211 @@
+"""`python -m gluon_amp --dtype float16 train.py`: mixed precision for a script without an edit.
+
+While the script runs, MXNet's Trainer and Module are gluon_amp's, `hybridize` converts the networks
+of the Trainer, and `backward` is the Trainer's. A script with several Trainers, or several backward
+passes for a step, is refused with what to write instead.
+"""
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import Any, Iterator, List, NoReturn, Optional
+from weakref import ref
+
+from .._mxnet import mx
+from ..checks import listed
+from ..formats import FLOAT16
+from ..gluon.convert import convert
+from ..gluon.converted import ConvertedBlock, blocks_in
+from ..policy import Policy, get_policy
+from ..symbolic.convert import convert_symbol
+from ..symbolic.module import BucketingModule, Module
+from ..training.trainer import Trainer
+
+
+class Switch:
+    """Converts what a script trains.
+
+    Attributes:
+        trains: the script's one Trainer or Module; None before the script creates it.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.trains: Any = None
+        self._hybridized: List[ref[Any]] = []
+        self._passes = 0  # backward passes since the last step
+        self._nested = False  # within a call that the switch has replaced
+        low = FLOAT16 in (policy.product, policy.between, policy.gradient)
+        self.loss_scale: Optional[str] = "dynamic" if low else None
+
+    def begin(self, one: Any) -> None:
+        """Notes the script's Trainer or Module when it begins to train."""
+        if self.trains is not None and self.trains is not one:
+            self.refuse("the script has a second Trainer or Module that trains",
+                        "for Trainers: amp.convert(net) for each network, amp.Trainer for each "
+                        "gluon.Trainer, and amp.backward(loss, [trainer, ...]). For Modules: "
+                        "amp.Module(amp.convert_symbol(symbol), loss_scale='dynamic')")
+        self.trains = one
+
+    def refuse(self, what: str, instead: str) -> NoReturn:
+        raise RuntimeError(f"python -m gluon_amp --dtype {self.policy.name}: {what}. Write "
+                           f"instead, after import gluon_amp as amp: {instead}")
+
+    # ---- networks
+
+    def hybridized(self, net: Any) -> None:
+        """Notes a block that the script hybridizes, and converts it if the Trainer has it."""
+        self._hybridized.append(ref(net))
+        if isinstance(self.trains, Trainer):
+            self.convert(self.trains._params)
+
+    def convert(self, parameters: Any) -> None:
+        """Converts the outermost hybridized blocks with some of these parameters."""
+        trained = {id(p) for p in parameters}
+        alive = [net for net in (one() for one in self._hybridized) if net is not None]
+        nets = [net for net in alive
+                if any(id(p) in trained for p in net.collect_params().values())]
+        inside = {id(block) for net in nets for block in blocks_in(net) if block is not net}
+        for net in nets:
+            if id(net) not in inside and not isinstance(net, ConvertedBlock):
+                convert(net, self.policy)
+                self.tell(net.name)
+
+    def tell(self, name: str) -> None:
+        print(f"gluon-amp: {name} trains in {self.policy.name}", file=sys.stderr)
+
+    # ---- steps
+
+    def backward(self, losses: Any, head_grads: Any, retain_graph: bool, train_mode: bool) -> None:
+        """Runs the Trainer's backward pass."""
+        self._passes += 1
+        if self._passes > 1:
+            self.refuse("a second backward pass before trainer.step",
+                        "amp.convert(net), amp.Trainer for gluon.Trainer, and trainer.backward("
+                        "losses), with a list of the losses of all devices; or a call for each, to "
+                        "accumulate gradients")
+        if head_grads is not None or not train_mode:
+            self.refuse("backward has head gradients or train_mode=False",
+                        "amp.convert(net), amp.Trainer for gluon.Trainer, and trainer.backward("
+                        "loss) of a loss that is the sum of products with the head gradients")
+        if not any(isinstance(block, ConvertedBlock)
+                   for block in (one() for one in self._hybridized)):
+            names = [p.name for p in self.trains._params]
+            self.refuse(f"the script hybridizes no network of the Trainer ({listed(names, 2)})",
+                        "net.hybridize() before training; or amp.convert(net), which runs it as a "
+                        "graph")
+        with self.own_calls():
+            self.trains.backward(losses, retain_graph)
+
+    def stepped(self) -> None:
+        self._passes = 0
+
+    @property
+    def replaces(self) -> bool:
+        """Whether a backward pass is the Trainer's."""
+        return isinstance(self.trains, Trainer) and not self._nested
+
+    @contextmanager
+    def own_calls(self) -> Iterator[None]:
+        """Leaves MXNet's functions as they are within the block."""
+        before, self._nested = self._nested, True
+        try:
+            yield
+        finally:
+            self._nested = before
+
+
+def install(name: str) -> Switch:
+    """Replaces MXNet's classes and functions for the rest of the process.
+
+    Raises:
+        ValueError: the policy is unknown.
+    """
+    switch = Switch(get_policy(name))
+    if not switch.policy.is_float32:
+        _replace_functions(switch)
+        _replace_classes(switch)
+    return switch
+
+
+def _replace_functions(switch: Switch) -> None:
+    for cls in (mx.gluon.Block, mx.gluon.HybridBlock):
+        def hybridize(self: Any, *args: Any, theirs: Any = cls.hybridize, **kwargs: Any) -> None:
+            if switch._nested:
+                theirs(self, *args, **kwargs)
+                return
+            with switch.own_calls():
+                theirs(self, *args, **kwargs)
+                if kwargs.get("active", args[0] if args else True):
+                    switch.hybridized(self)
+
+        cls.hybridize = hybridize
+
+    plain, one = mx.autograd.backward, mx.nd.NDArray.backward
+
+    def backward(heads: Any, head_grads: Any = None, retain_graph: bool = False,
+                 train_mode: bool = True) -> None:
+        if switch.replaces:
+            switch.backward(heads, head_grads, retain_graph, train_mode)
+        else:
+            plain(heads, head_grads, retain_graph, train_mode)
+
+    def backward_of(self: Any, out_grad: Any = None, retain_graph: bool = False,
+                    train_mode: bool = True) -> None:
+        if switch.replaces:
+            switch.backward(self, out_grad, retain_graph, train_mode)
+        else:
+            one(self, out_grad, retain_graph, train_mode)
+
+    mx.autograd.backward, mx.nd.NDArray.backward = backward, backward_of
+
+
+def _replace_classes(switch: Switch) -> None:
+    class SwitchedTrainer(Trainer):
+        """gluon_amp's Trainer of the networks that the script hybridizes."""
+
+        def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+            switch.begin(self)
+            given = list(params.values()) if hasattr(params, "values") else list(params)
+            with switch.own_calls():
+                switch.convert(given)
+            super().__init__(params, *args, **{"loss_scale": switch.loss_scale, **kwargs})
+
+        def step(self, *args: Any, **kwargs: Any) -> bool:
+            switch.stepped()
+            with switch.own_calls():
+                return super().step(*args, **kwargs)
+
+        def update(self, *args: Any, **kwargs: Any) -> bool:
+            switch.stepped()
+            return super().update(*args, **kwargs)
+
+    class SwitchedModule(Module):
+        """gluon_amp's Module of the converted symbol."""
+
+        def __init__(self, symbol: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(convert_symbol(symbol, switch.policy), *args,
+                             **{"loss_scale": switch.loss_scale, **kwargs})
+
+        def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
+            switch.begin(self)
+            switch.tell(f"a Module of {listed(self.output_names)}")
+            super().init_optimizer(*args, **kwargs)
+
+    class SwitchedBucketingModule(BucketingModule):
+        """gluon_amp's BucketingModule of the converted symbols."""
+
+        def __init__(self, sym_gen: Any, *args: Any, **kwargs: Any) -> None:
+            def converted(key: Any) -> Any:
+                symbol, *names = sym_gen(key)
+                return (convert_symbol(symbol, switch.policy), *names)
+
+            super().__init__(converted, *args, **{"loss_scale": switch.loss_scale, **kwargs})
+
+        def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
+            switch.begin(self)
+            switch.tell(f"a BucketingModule of {listed(self.output_names)}")
+            super().init_optimizer(*args, **kwargs)
+
+    mx.gluon.Trainer = SwitchedTrainer
+    mx.mod.Module, mx.mod.BucketingModule = SwitchedModule, SwitchedBucketingModule

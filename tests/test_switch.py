@@ -1,0 +1,284 @@
+"""`python -m gluon_amp --dtype float16 train.py`: scripts in mixed precision without an edit."""
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import processes
+import pytest
+from gluon_amp.tools.switch import install
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+PLACES = [(mx.gluon, "Trainer"), (mx.mod, "Module"), (mx.mod, "BucketingModule"),
+          (mx.autograd, "backward"), (mx.nd.NDArray, "backward"), (mx.gluon.Block, "hybridize"),
+          (mx.gluon.HybridBlock, "hybridize")]
+SCRIPT = """
+import sys
+import mxnet as mx
+from mxnet import autograd, gluon
+
+net = gluon.nn.Dense(1)
+net.initialize()
+net.hybridize()
+{trainer}
+for _ in range(2):
+    with autograd.record():
+        loss = (net(mx.nd.ones((4, 3))) ** 2).mean()
+    {step}
+print(sys.argv[1:], net.weight.dtype, getattr(trainer, "loss_scale", None))
+"""
+TRAINER = 'trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})'
+
+
+@pytest.fixture
+def switched(monkeypatch):
+    """Returns `install`, which is undone after the test."""
+    for place in PLACES:
+        monkeypatch.setattr(*place, getattr(*place))
+    return install
+
+
+def network(kind=nn.HybridSequential):
+    net = kind()
+    net.add(nn.Dense(8, in_units=6, activation="relu"), nn.Dense(4, in_units=8))
+    return net
+
+
+def data(numpy=False):
+    x, y = nd.array(np.random.RandomState(0).randn(5, 6)), nd.arange(5) % 4
+    return (x.as_np_ndarray(), y.as_np_ndarray()) if numpy else (x, y)
+
+
+def values(net):
+    return [p.data().asnumpy() for p in net.collect_params().values()]
+
+
+def loss_fn():
+    return mx.gluon.loss.SoftmaxCrossEntropyLoss()
+
+
+def edited(policy, kind=nn.HybridSequential, numpy=False):
+    """What a script computes that is written for gluon_amp."""
+    mx.random.seed(1)
+    net = network(kind)
+    net.initialize(mx.init.Xavier())
+    net.hybridize()
+    amp.convert(net, policy)
+    scale = "dynamic" if policy == "float16" else None
+    trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, loss_scale=scale)
+    x, y = data(numpy)
+    for _ in range(3):
+        with autograd.record():
+            loss = loss_fn()(net(x), y)
+        trainer.backward(loss)
+        trainer.step(5)
+    return values(net), trainer.loss_scale
+
+
+def before(net):
+    net.hybridize()
+    return mx.gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1})
+
+
+def after(net):
+    trainer = mx.gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1})
+    net.hybridize()
+    return trainer
+
+
+def parts_first(net):
+    net[0].hybridize()
+    net.hybridize(static_alloc=True)
+    return mx.gluon.Trainer(list(net.collect_params().values()), "adam", {"learning_rate": 0.1})
+
+
+def each_loss(losses):
+    losses.backward()
+
+
+def all_losses(losses):
+    autograd.backward([losses])
+
+
+@pytest.mark.filterwarnings("ignore:All children of this Sequential")
+@pytest.mark.parametrize(("policy", "prepare", "backward", "kind", "numpy"), [
+    ("float16", before, each_loss, nn.HybridSequential, False),
+    ("float16", after, all_losses, nn.HybridSequential, False),
+    ("bfloat16", parts_first, each_loss, nn.HybridSequential, False),
+    ("float16", before, all_losses, nn.Sequential, False),
+    ("float16", after, each_loss, nn.HybridSequential, True),
+])
+def test_script_computes_what_an_edited_one_does(policy, prepare, backward, kind, numpy, switched,
+                                                 capsys):
+    with mx.util.np_shape(numpy), mx.util.np_array(numpy):
+        expected, scale = edited(policy, kind, numpy)
+        switch = switched(policy)
+        mx.random.seed(1)
+        net = network(kind)
+        net.initialize(mx.init.Xavier())
+        trainer = prepare(net)
+        loss = loss_fn()
+        loss.hybridize()
+        x, y = data(numpy)
+        for _ in range(3):
+            with autograd.record():
+                losses = loss(net(x), y)
+            backward(losses)
+            trainer.step(5)
+        assert all(np.array_equal(a, b) for a, b in zip(values(net), expected))
+        assert trainer.loss_scale == scale
+        assert switch.trains is trainer
+        assert capsys.readouterr().err == f"gluon-amp: {net.name} trains in {policy}\n"
+
+
+def module_of(symbol):
+    x, y = data()
+    module = mx.mod.Module(symbol)
+    module.bind([("data", x.shape)], [("softmax_label", y.shape)])
+    mx.random.seed(1)
+    module.init_params(mx.init.Xavier())
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    for _ in range(3):
+        module.forward_backward(mx.io.DataBatch([x], [y]))
+        module.update()
+    return module
+
+
+def test_module_trains_in_float16(switched):
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(
+        mx.sym.var("data"), num_hidden=4, name="fc"), name="softmax")
+    plain = module_of(symbol)
+    switched("float16")
+    module = module_of(symbol)
+    assert isinstance(module, amp.Module)
+    pairs = [(module.get_params()[0][name].asnumpy(), array.asnumpy())
+             for name, array in plain.get_params()[0].items()]
+    assert not all(np.array_equal(a, b) for a, b in pairs)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_bucketing_module_trains_in_float16(switched):
+    switched("float16")
+
+    def symbol(key):
+        out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, flatten=False, name="fc")
+        return mx.sym.SoftmaxOutput(out, name="softmax"), ["data"], ["softmax_label"]
+
+    x, y = data()
+    module = mx.mod.BucketingModule(symbol, 6)
+    module.bind([("data", x.shape)], [("softmax_label", y.shape)])
+    module.init_params()
+    module.init_optimizer()
+    module.forward_backward(mx.io.DataBatch(
+        [x], [y], bucket_key=6, provide_data=[("data", x.shape)],
+        provide_label=[("softmax_label", y.shape)]))
+    module.update()
+    assert module._curr_module._exec_group.execs[0].arg_dict["fc_weight"].dtype == np.float16
+
+
+def trained(net=None, hybridized=True):
+    net = net or network()
+    net.initialize()
+    if hybridized:
+        net.hybridize()
+    return net, mx.gluon.Trainer(net.collect_params(), "sgd")
+
+
+def loss_of(net):
+    x, y = data()
+    with autograd.record():
+        return loss_fn()(net(x), y)
+
+
+def test_second_trainer_is_refused(switched):
+    switched("float16")
+    trained()
+    with pytest.raises(RuntimeError, match=r"second Trainer .*amp\.backward\(loss, \[trainer"):
+        trained()
+
+
+def test_second_backward_before_a_step_is_refused(switched):
+    switched("float16")
+    net, trainer = trained()
+    loss_of(net).backward()
+    trainer.step(5)
+    loss_of(net).backward()
+    with pytest.raises(RuntimeError, match=r"second backward pass .*trainer\.backward\(losses\)"):
+        autograd.backward(loss_of(net))
+
+
+@pytest.mark.parametrize("kwargs", [{"out_grad": nd.ones(5)}, {"train_mode": False}])
+def test_other_backward_passes_are_refused(kwargs, switched):
+    switched("float16")
+    net, _ = trained()
+    with pytest.raises(RuntimeError, match="head gradients or train_mode=False"):
+        loss_of(net).backward(**kwargs)
+
+
+def test_network_that_is_not_hybridized_is_refused(switched):
+    switched("float16")
+    net, _ = trained(hybridized=False)
+    with pytest.raises(RuntimeError, match=r"hybridizes no network .*dense.*net\.hybridize\(\)"):
+        loss_of(net).backward()
+
+
+def test_other_networks_stay_float32(switched):
+    switched("float16")
+    teacher = network()
+    teacher.initialize()
+    teacher.hybridize()
+    net, trainer = trained()
+    teacher(data()[0])
+    loss_of(net).backward()
+    trainer.step(5)
+    assert teacher[0].weight.data().dtype == np.float32
+    assert net[0].weight.data().dtype == np.float16
+
+
+def test_backward_without_trainer_is_mxnets(switched):
+    switched("float16")
+    x = nd.ones(3)
+    x.attach_grad()
+    with autograd.record():
+        y = (x * x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad.asnumpy().tolist() == [2, 2, 2]
+
+
+# ---- the command
+
+
+def run(tmp_path, text, *arguments):
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    return processes.run("-m", "gluon_amp", *arguments[:2], path, *arguments[2:])
+
+
+def test_command_runs_a_script_with_its_arguments(tmp_path):
+    script = SCRIPT.format(trainer=TRAINER, step="loss.backward(); trainer.step(1)")
+    done = run(tmp_path, script, "--dtype", "float16", "--dtype", "mine")
+    assert done.stdout.startswith("['--dtype', 'mine'] float16 65536"), done.stderr
+    assert "gluon-amp: dense0 trains in float16\n" in done.stderr
+    assert done.returncode == 0
+
+
+def test_script_without_trainer_fails(tmp_path):
+    script = SCRIPT.format(trainer="trainer = None", step="loss.backward()")
+    done = run(tmp_path, script, "--dtype", "float16")
+    assert done.returncode == 1
+    assert "--dtype float16 changed nothing: the script created no gluon.Trainer" in done.stderr
+    assert "float32" in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "error"), [
+    (["--dtype", "float15", "x.py"], "gluon-amp: --dtype: "),
+    (["--dtype", "float16"], "--dtype takes a policy and a script"),
+    (["--dtype=float16", "report"], "--dtype takes a policy and a script"),
+    (["--dtype", "float16", "nosuch.py"], "there is no script nosuch.py"),
+])
+def test_wrong_arguments_are_one_line(arguments, error):
+    done = processes.run("-m", "gluon_amp", *arguments)
+    assert done.returncode == 1
+    assert error in done.stderr
+    assert done.stderr.count("\n") == 1
