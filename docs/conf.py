@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 # Pages of the site with sources elsewhere in the project.
 PUBLISHED = {"readme": "README.md", "results": "results/README.md",
-             "plan": "results/plan.md",
+             "plan": "results/plan.md", "comparisons": "results/comparisons.md",
              "imagenet": "results/imagenet/README.md",
              "tensor_core_results": "results/tensor_cores/README.md",
              "xray_results": "results/xray/README.md",

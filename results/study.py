@@ -2,6 +2,7 @@
 runs, with which another call continues."""
 import argparse
 import json
+import lzma
 import os
 import shlex
 import signal
@@ -48,8 +49,13 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None):
 
 
 def lines(path):
-    """Returns the lines of a file of JSON lines; none without the file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """Returns the lines of a file of JSON lines, compressed if it ends in .xz; none without the
+    file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    text = lzma.decompress(data) if path.suffix == ".xz" else data
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def add(path, *made):

@@ -1,7 +1,10 @@
-"""Prints the tables of this folder's trainings, and draws them: python results/table.py
+"""Writes the tables of this folder's trainings to README.md, and draws them.
+
+    python results/table.py
 
 plan.md fixes the studies, arms, margins and tests. Runs of one seed have the same initial weights
-and data, so they are compared in pairs. A study enters when float32 and another arm have ended.
+and data, so they are compared in pairs. A study enters when two pairs have ended. Its runs on
+different machines are in different rows.
 """
 import math
 from collections import Counter
@@ -11,6 +14,7 @@ from typing import Dict, NamedTuple, Optional
 
 import numpy as np
 import study
+from gluon_amp.files import replace_text
 from gluon_amp.reports.colors import color
 from gluon_amp.reports.verdict import LEVEL, Difference, p_number, p_text, paired
 from matplotlib.figure import Figure
@@ -19,9 +23,33 @@ from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
+# of runs that have no `machine` in their first line
+FIRST_MACHINE = "AMD EPYC, Zen 5"
+# each study's network and task
+SUBJECTS = {
+    "digits": "three convolutions: digits of 8 by 8 pixels",
+    "cifar10": "ResNet-20: 5,000 images of CIFAR-10, 6 epochs",
+    "cifar10_replication": "ResNet-20: 5,000 images of CIFAR-10, 6 epochs, new seeds",
+    "plateau": "ResNet-20: 10,000 images of CIFAR-10 to the plateau",
+    "fine_tune_resnet20": "ResNet-20, pretrained: photos of 10 classes",
+    "fine_tune_efficientnet": "EfficientNet-Lite0, pretrained: photos of 10 classes",
+    "fine_tune_symbolic": "EfficientNet-Lite0, pretrained: the same, Symbolic API",
+    "cifar10_symbolic": "ResNet-20: 10,000 images of CIFAR-10, Symbolic API",
+    "gpt": "GPT, 2 layers: characters of English text",
+    "unet": "U-Net: segmentation of shapes in noise",
+    "lstm": "LSTM, 2 layers: characters of English text",
+    "translate": "GRUs with attention: sorting of digits",
+    "ssd": "SSD: detection of shapes in clutter",
+    "ctc": "convolution, LSTM, CTC: speech of generated tones",
+    "wgan": "WGAN-GP: points of eight Gaussians",
+}
 MARGIN = 0.5  # points of accuracy; of the tasks: a standard deviation of float32
 
 STEP_ARMS = ("control", "float16", "bfloat16")
+READERS_ARMS = ("float16", "bfloat16")
+
+
+SHOWN = 4  # margins; what is farther is drawn there
 
 
 class Measure(NamedTuple):
@@ -43,8 +71,9 @@ MEASURES = {
 
 
 class Results(NamedTuple):
-    """The results of a study: of each arm by seed."""
+    """The results of a study on a machine: of each arm by seed."""
     name: str
+    machine: str
     measure: Measure
     values: Dict[str, Dict[int, float]]
     skipped: Dict[str, Dict[int, int]]
@@ -60,8 +89,7 @@ class Results(NamedTuple):
     def differences(self, arm):
         """Returns an arm's results minus those of float32 with the same seed."""
         float32 = self.values["float32"]
-        return [value - float32[seed] for seed, value in sorted(self.values[arm].items())
-                if seed in float32]
+        return [value - float32[seed] for seed, value in sorted(self.values[arm].items())]
 
 
 class Comparison(NamedTuple):
@@ -73,9 +101,24 @@ class Comparison(NamedTuple):
 
 
 def results(name):
-    """Returns the completed runs of a study."""
-    measure, values, skipped, hits, losses = None, {}, {}, {}, {}
-    for run, lines in study.runs(file_of(name)).items():
+    """Yields the completed runs of a study, those of each machine apart."""
+    of_machine = {}
+    for file in (file_of(name), *sorted(HERE.glob(f"runs/*/{name}.jsonl.xz"))):
+        for run, lines in study.runs(file).items():
+            of_machine.setdefault(lines[0].get("machine", FIRST_MACHINE), {})[run] = lines
+    for machine, runs in of_machine.items():
+        pairs = {run: lines for run, lines in runs.items()
+                 if f"float32-seed{run.rpartition('seed')[2]}" in runs}
+        of = read(name, machine, pairs)
+        if any(len(of.values[arm]) > 1 for arm in of.values if arm != "float32"):
+            yield of
+
+
+def read(name, machine, runs):
+    """Returns the results of runs: their lines by name."""
+    measure = None
+    values, skipped, hits, losses = {}, {}, {}, {}
+    for run, lines in runs.items():
         arm, seed = run.rsplit("-seed", 1)
         seed = int(seed)
         end = next(line for line in reversed(lines) if not MEASURES.keys().isdisjoint(line))
@@ -93,7 +136,7 @@ def results(name):
         for seed, value in of_arm.items():
             if not math.isfinite(value):
                 of_arm[seed] = min(finite) if measure.higher_is_better else max(finite)
-    return Results(name, measure, values, skipped, hits, losses)
+    return Results(name, machine, measure, values, skipped, hits, losses)
 
 
 def comparisons(of):
@@ -121,17 +164,25 @@ def holm(p_values):
 
 def row(one, p, p_chance):
     """Returns the cells of a comparison; the p values are corrected."""
-    low, high = one.difference.interval()
-    margin = one.study.margin
-    same = "yes" if one.difference.p_equivalent(margin) < LEVEL else "not shown"
-    if p is not None and p < LEVEL:
-        same += ", different"
-    return [one.study.name, one.arm, one.difference.seeds, spread(one.study, one.arm),
-            skips(one.study, one.arm),
-            " ".join([signed(one.study, one.difference.mean), f"({signed(one.study, low)} to",
-                      f"{signed(one.study, high)})"]),
-            f"{margin:.2g}", f"{same}, {p_text(one.difference, margin)}",
+    of, margin = one.study, one.study.margin
+    return [of.name, of.machine, one.arm, one.difference.seeds, spread(of, one.arm),
+            skips(of, one.arm), interval(one), f"{margin:.2g}",
+            f"{answer(one, p)}, {p_text(one.difference, margin)}",
             *("" if each is None else p_number(each) for each in (p, p_chance))]
+
+
+def answer(one, p):
+    """Returns whether a comparison shows the same mean; p is corrected."""
+    same = one.difference.p_equivalent(one.study.margin) < LEVEL
+    different = p is not None and p < LEVEL
+    return {(True, False): "same", (False, True): "**different**", (False, False): "undecided",
+            (True, True): "**different**, within the margin"}[same, different]
+
+
+def interval(one):
+    """Returns the mean difference and its 95 % interval as text."""
+    low, high = (signed(one.study, end) for end in one.difference.interval())
+    return f"{signed(one.study, one.difference.mean)} ({low} to {high})"
 
 
 def signed(of, number):
@@ -150,23 +201,79 @@ def skips(of, arm):
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
 
 
-def table(found):
-    """Yields the lines of a table; p values are corrected over all comparisons of the table."""
+def corrected(found):
+    """Returns the p values of comparisons, of difference and of chance, corrected over all of them;
+    the control has none."""
     tested = [one for one in found if one.arm != "control"]
-    corrected = dict(zip(map(id, tested), zip(holm([one.difference.p for one in tested]),
-                                              holm([one.like_chance for one in tested]))))
-    yield ("| study | arm | seeds | measure: mean ± standard deviation | skipped steps | minus "
-           "float32 (95 %) | margin | the same within the margin? | difference: p | chance: p |")
-    yield "|" + " --- |" * 10
+    p_values = dict(zip(map(id, tested), zip(holm([one.difference.p for one in tested]),
+                                             holm([one.like_chance for one in tested]))))
+    return [p_values.get(id(one), (None, None)) for one in found]
+
+
+def table(found):
+    """Yields the lines of the table of all comparisons."""
+    yield from head("study", "machine", "arm", "pairs", "measure: mean ± standard deviation",
+                    "skipped steps", "minus float32 (95 %)", "margin",
+                    "within the margin?", "difference: p", "chance: p")
     last = None
-    for one in found:
+    for one, p_values in zip(found, corrected(found)):
         if one.study is not last:
             last = one.study
-            cells = [last.name, "float32", len(last.values["float32"]),
-                     f"{last.measure.name}: {spread(last, 'float32')}", skips(last, "float32"),
-                     *[""] * 5]
-            yield f"| {' | '.join(map(str, cells))} |"
-        yield f"| {' | '.join(map(str, row(one, *corrected.get(id(one), (None, None)))))} |"
+            yield line(last.name, last.machine, "float32", len(last.values["float32"]),
+                       f"{last.measure.name}: {spread(last, 'float32')}", skips(last, "float32"),
+                       *[""] * 5)
+        yield line(*row(one, *p_values))
+
+
+def head(*names):
+    """Returns the first two lines of a table."""
+    return [line(*names), line(*["---"] * len(names))]
+
+
+def line(*cells):
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def readers_table(found):
+    """Yields the lines of the table for readers: a row for each study and machine."""
+    yield from head("network and task", "machine", "measure: float32",
+                    *(f"{arm} minus float32" for arm in READERS_ARMS), "largest of the control")
+    answers = {}
+    for one, (p, _) in zip(found, corrected(found)):
+        answers.setdefault(id(one.study), {})[one.arm] = one, p
+    for arms in answers.values():
+        of = next(iter(arms.values()))[0].study
+        cells = []
+        for arm in READERS_ARMS:
+            if arm in arms:
+                one, p = arms[arm]
+                cells.append(f"{answer(one, p)}: {interval(one)}, {one.difference.seeds} pairs")
+            else:
+                cells.append("CPUs only" if arm == "bfloat16" and "NVIDIA" in of.machine
+                             else "not run")
+        control = "not run"
+        if "control" in arms:
+            control = signed(of, max(map(abs, of.differences("control")))).replace("+", "±")
+        yield line(SUBJECTS[of.name], of.machine, f"{of.measure.name}: {spread(of, 'float32')}",
+                   *cells, control)
+
+
+def summary(found):
+    """Yields lines that count the answers, and name what speaks against an arm."""
+    p_values = corrected(found)
+    for arm in READERS_ARMS:
+        answers = Counter(answer(one, p) for one, (p, _) in zip(found, p_values)
+                          if one.arm == arm)
+        if answers:
+            machines = {one.study.machine for one in found if one.arm == arm}
+            counts = ", ".join(f"{count} {word}" for word, count in sorted(answers.items()))
+            yield (f"- **{arm}** ({', '.join(sorted(machines))}), compared "
+                   f"{sum(answers.values())} times: {counts}.")
+    against = [f"{one.study.name} in {one.arm} on {one.study.machine} ({interval(one)}; "
+               f"difference: p = {p_number(p)}, chance: p = {p_number(p_chance)})"
+               for one, (p, p_chance) in zip(found, p_values)
+               if min([LEVEL, *(each for each in (p, p_chance) if each is not None)]) < LEVEL]
+    yield f"- **Against 16 bits**, after correction: {'; '.join(against) or 'none'}."
 
 
 # ---- per image
@@ -183,15 +290,14 @@ def images(of, arm):
 
 def image_table(studies):
     """Yields the lines of a table of images, with McNemar's exact test."""
-    yield ("| study | arm | pairs of runs | both right | only float32 | only this arm | neither | "
-           "McNemar: p |")
-    yield "|" + " --- |" * 8
+    yield from head("study", "machine", "arm", "pairs", "both right", "only float32",
+                    "only this arm", "neither", "McNemar: p")
     for of in studies:
         for arm in sorted(of.hits.keys() - {"float32"}, key=lambda arm: (arm != "control", arm)):
             both, float32, this, neither = images(of, arm)
             p = binomtest(this, float32 + this).pvalue if float32 + this else 1.0
-            yield (f"| {of.name} | {arm} | {len(of.hits[arm])} | {both} | {float32} | {this} | "
-                   f"{neither} | {p_number(p)} |")
+            yield line(of.name, of.machine, arm, len(of.hits[arm]), both, float32, this, neither,
+                       p_number(p))
 
 
 # ---- over the steps
@@ -205,39 +311,39 @@ def until(losses, target):
 def step_table(studies):
     """Yields the lines of a table of steps until the loss that float32 reaches at 3/4 of its
     steps: medians over the seeds."""
-    yield "| study | loss | float32 | control | float16 | bfloat16 |"
-    yield "|" + " --- |" * 6
+    yield from head("study", "machine", "loss", "float32", *STEP_ARMS)
     for of in studies:
         target = median(loss for run in of.losses["float32"].values()
                         for loss in [run[sorted(run)[len(run) * 3 // 4]]])
         cells = [f"{median(until(run, target) for run in of.losses[arm].values()):g}"
                  if arm in of.losses else "" for arm in ("float32", *STEP_ARMS)]
-        yield f"| {of.name} | {target:.3g} | {' | '.join(cells)} |"
+        yield line(of.name, of.machine, f"{target:.3g}", *cells)
 
 
 def draw_losses(studies, path):
     """Draws the relative distance of each arm's loss to float32's over the steps: the mean over
     the pairs of runs, and the control's range as a band."""
-    columns = 2
-    figure = Figure(figsize=(7.2, 1.9 * math.ceil(len(studies) / columns)), layout="constrained")
-    for number, of in enumerate(studies):
-        axes = figure.add_subplot(math.ceil(len(studies) / columns), columns, number + 1)
+    columns, rows = 2, math.ceil(len(studies) / 2)
+    figure = Figure(figsize=(6.4, 0.8 + 1.6 * rows), layout="constrained")
+    legend = {}
+    for number, of in enumerate(studies, 1):
+        axes = figure.add_subplot(rows, columns, number)
         for arm in STEP_ARMS:
             if arm not in of.losses:
                 continue
             pairs = [(of.losses["float32"][seed], run) for seed, run in of.losses[arm].items()]
-            steps = sorted(pairs[0][0])
+            steps = sorted(set.intersection(*(set(run) for pair in pairs for run in pair)))
             apart = np.array([[abs(run[step] / float32[step] - 1) for step in steps]
                               for float32, run in pairs])
             if arm == "control":
                 axes.fill_between(steps, apart.min(0), apart.max(0), color="0.85", linewidth=0)
-                axes.plot(steps, apart.mean(0), color="0.5", linewidth=1, label="control")
-            else:
-                axes.plot(steps, apart.mean(0), color=color(arm), linewidth=1.4, label=arm)
-        axes.set(title=of.name, yscale="log")
+            legend[arm], = axes.plot(steps, apart.mean(0), linewidth=1.3,
+                                     color="0.5" if arm == "control" else color(arm))
+        axes.set_title(f"{of.name}\n{of.machine}", fontsize="small")
+        axes.set(yscale="log")
+        axes.tick_params(labelsize="small")
         axes.grid(alpha=0.3)
-        if number == 0:
-            axes.legend(frameon=False, fontsize="small")
+    figure.legend(legend.values(), legend, loc="outside upper center", ncols=3, frameon=False)
     figure.supxlabel("step")
     figure.supylabel("distance of the loss to float32's, relative")
     figure.savefig(path, dpi=150)
@@ -245,47 +351,73 @@ def draw_losses(studies, path):
 
 def draw(found, path):
     """Draws each comparison in margins: its pairs, mean and 90 % interval, over the range of the
-    control's pairs."""
-    shown = [one for one in found if one.arm != "control"]
-    figure = Figure(figsize=(6.4, 1 + 0.48 * len(shown)), layout="constrained")
-    axes = figure.add_subplot()
-    axes.axvspan(-1, 1, color="0.93")
-    for x in (-1, 0, 1):
-        axes.axvline(x, color="0.4", linewidth=0.8, linestyle="-" if x == 0 else ":")
-    for y, one in enumerate(shown):
-        margin = one.study.margin
-        if "control" in one.study.values:
-            control = one.study.differences("control")
-            axes.fill_betweenx([y - 0.38, y + 0.38], min(control) / margin, max(control) / margin,
-                               color="0.8", linewidth=0)
-        pairs = [d / margin for d in one.study.differences(one.arm)]
-        ends = [end / margin for end in one.difference.interval(1 - 2 * LEVEL)]
-        axes.plot(pairs, [y + 0.22] * len(pairs), "|", color=color(one.arm), alpha=0.6,
-                  markersize=9)
-        axes.plot(ends, [y, y], color=color(one.arm), linewidth=3)
-        axes.plot(one.difference.mean / margin, y, "o", color=color(one.arm), markersize=6)
-    axes.set_yticks(range(len(shown)), [f"{one.study.name}, {one.arm}" for one in shown])
-    axes.set(ylim=(-0.6, len(shown) - 0.4), xlabel="minus float32, in margins")
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
+    control's pairs. Each machine has a panel."""
+    of_machine = {}
+    for one in found:
+        if one.arm != "control":
+            of_machine.setdefault(one.study.machine, []).append(one)
+    heights = [len(shown) + 1 for shown in of_machine.values()]
+    figure = Figure(figsize=(6.4, 0.6 + 0.28 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(heights), squeeze=False, sharex=True,
+                             gridspec_kw={"height_ratios": heights})[:, 0]
+    for axes, (machine, shown) in zip(panels, of_machine.items()):
+        axes.axvspan(-1, 1, color="0.94", linewidth=0)
+        for x in (-1, 0, 1):
+            axes.axvline(x, color="0.4", linewidth=0.8, linestyle="-" if x == 0 else ":")
+        for y, one in enumerate(shown):
+            draw_comparison(axes, y, one)
+        axes.set_yticks(range(len(shown)),
+                        [f"{one.study.name}, {one.arm} ({one.difference.seeds})" for one in shown])
+        axes.set(ylim=(-0.6, len(shown) - 0.4))
+        axes.set_title(machine, fontsize="medium", loc="left", weight="bold")
+        axes.invert_yaxis()
+        axes.grid(axis="x", alpha=0.3)
+    panels[-1].set(xlim=(-SHOWN, SHOWN), xlabel="minus float32, in margins")
     figure.savefig(path, dpi=150)
 
 
+def draw_comparison(axes, y, one):
+    """Draws a row; what lies outside the axes is drawn at their ends."""
+    def at(differences):
+        return np.clip(np.divide(differences, one.study.margin), -SHOWN, SHOWN)
+
+    if "control" in one.study.values:
+        control = at(one.study.differences("control"))
+        axes.fill_betweenx([y - 0.38, y + 0.38], min(control), max(control), color="0.8",
+                           linewidth=0)
+    pairs = at(one.study.differences(one.arm))
+    axes.plot(pairs, [y + 0.22] * len(pairs), "|", color=color(one.arm), alpha=0.6, markersize=6)
+    axes.plot(at(one.difference.interval(1 - 2 * LEVEL)), [y, y], color=color(one.arm), linewidth=3)
+    axes.plot(at(one.difference.mean), y, "o", color=color(one.arm), markersize=5)
+
+
+def fill(path, texts):
+    """Replaces the lines between `<!-- NAME -->` and `<!-- end -->` of a page, for each name."""
+    page = path.read_text()
+    for name, lines in texts.items():
+        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
+        if mark:
+            rest = rest[rest.index("<!-- end -->"):]
+            page = f"{begin}{mark}\n" + "\n".join(lines) + f"\n\n{rest}"
+    replace_text(str(path), page)
+
+
 def main():
-    studies = {name: of for name in STUDIES if "float32" in (of := results(name)).values}
-    planned = [one for name, of in studies.items() if name not in BEFORE_PLAN
-               for one in comparisons(of)]
-    with_steps = [of for of in studies.values() if all(of.losses["float32"].values())]
-    for lines in (table(planned),
-                  table([one for name in BEFORE_PLAN for one in comparisons(studies[name])]),
-                  image_table([of for of in studies.values() if len(of.hits) > 1]),
-                  step_table(with_steps)):
-        text = list(lines)
-        if len(text) > 2:  # more than the head
-            print("\n".join(text), end="\n\n")
+    studies = [of for name in STUDIES for of in results(name)]
+    planned = [one for of in studies if of.name not in BEFORE_PLAN for one in comparisons(of)]
+    before = [one for of in studies if of.name in BEFORE_PLAN for one in comparisons(of)]
+    with_steps = [of for of in studies if all(of.losses["float32"].values())]
+    positive = [of for of in with_steps if "control" in of.losses and min(
+        loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
+    with_hits = [of for of in studies if len(of.hits) > 1]
+    fill(HERE / "README.md", {"summary": summary(planned), "readers": readers_table(planned)})
+    fill(HERE.parent / "README.md", {"summary": summary(planned)})
+    fill(HERE / "comparisons.md", {
+        "planned": table(planned), "before": table(before), "images": image_table(with_hits),
+        "steps": step_table(with_steps)})
     draw(planned, HERE / "differences.png")
-    if with_steps:
-        draw_losses(with_steps, HERE / "losses.png")
+    if positive:
+        draw_losses(positive, HERE / "losses.png")
 
 
 if __name__ == "__main__":
