@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional
 
 import numpy as np
 import study
@@ -49,6 +49,7 @@ STEP_ARMS = ("control", "float16", "bfloat16")
 READERS_ARMS = ("float16", "bfloat16")
 
 
+LAST = 5  # epochs, whose mean test accuracy shows a plateau
 SHOWN = 4  # margins; what is farther is drawn there
 
 
@@ -79,6 +80,7 @@ class Results(NamedTuple):
     skipped: Dict[str, Dict[int, int]]
     hits: Dict[str, Dict[int, str]]  # 0 or 1 for each test image
     losses: Dict[str, Dict[int, Dict[int, float]]]  # of training, by step
+    curves: Dict[str, Dict[int, List[float]]]  # test accuracy after each epoch
 
     @property
     def margin(self):
@@ -117,7 +119,7 @@ def results(name):
 def read(name, machine, runs):
     """Returns the results of runs: their lines by name."""
     measure = None
-    values, skipped, hits, losses = {}, {}, {}, {}
+    values, skipped, hits, losses, curves = {}, {}, {}, {}, {}
     for run, lines in runs.items():
         arm, seed = run.rsplit("-seed", 1)
         seed = int(seed)
@@ -127,8 +129,9 @@ def read(name, machine, runs):
         value = 100 * (1 - value) if key == "err_top1" else measure.factor * value
         values.setdefault(arm, {})[seed] = value
         skipped.setdefault(arm, {})[seed] = end["skipped"]
-        losses.setdefault(arm, {})[seed] = {
-            line["step"]: line["loss"] for line in lines if line.keys() >= {"step", "loss"}}
+        losses.setdefault(arm, {})[seed] = training_losses(lines)
+        curves.setdefault(arm, {})[seed] = [100 * (1 - line["err_top1"]) for line in lines
+                                            if "err_top1" in line]
         if "hits" in lines[-1]:
             hits.setdefault(arm, {})[seed] = lines[-1]["hits"]
     finite = [v for of_arm in values.values() for v in of_arm.values() if math.isfinite(v)]
@@ -136,7 +139,15 @@ def read(name, machine, runs):
         for seed, value in of_arm.items():
             if not math.isfinite(value):
                 of_arm[seed] = min(finite) if measure.higher_is_better else max(finite)
-    return Results(name, machine, measure, values, skipped, hits, losses)
+    return Results(name, machine, measure, values, skipped, hits, losses, curves)
+
+
+def training_losses(lines):
+    """Returns the logged losses of training, by step. The lines of recipes have epoch and batch."""
+    batches = 1 + max((line["batch"] for line in lines if "batch" in line), default=0)
+    return {line["step"] if "step" in line else line["epoch"] * batches + line["batch"] + 1:
+            line["loss"] for line in lines
+            if "loss" in line and ("step" in line or "batch" in line)}
 
 
 def comparisons(of):
@@ -276,6 +287,35 @@ def summary(found):
     yield f"- **Against 16 bits**, after correction: {'; '.join(against) or 'none'}."
 
 
+# ---- to the plateau
+
+
+def plateau_table(studies):
+    """Yields the lines of a table of the rise of the test accuracy: the mean of the last epochs
+    minus that of as many before, largest over the runs of all arms."""
+    yield from head("study", "machine", "runs", "largest rise of the last 5 epochs, points",
+                    "a plateau?")
+    for of in studies:
+        rises = [mean(curve[-LAST:]) - mean(curve[-2 * LAST:-LAST])
+                 for arm in of.curves.values() for curve in arm.values()]
+        yield line(of.name, of.machine, len(rises), f"{max(rises):+.2f}",
+                   "yes" if max(rises) <= MARGIN else "no")
+
+
+def draw_curves(of, path):
+    """Draws the test accuracy of each run over the epochs."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    for arm, runs in of.curves.items():
+        for number, curve in enumerate(runs.values()):
+            axes.plot(range(1, len(curve) + 1), curve, linewidth=1, label="" if number else arm,
+                      color="0.6" if arm == "control" else color(arm))
+    axes.set(xlabel="epoch", ylabel="test accuracy, %", title=of.machine)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
 # ---- per image
 
 
@@ -407,6 +447,7 @@ def main():
     planned = [one for of in studies if of.name not in BEFORE_PLAN for one in comparisons(of)]
     before = [one for of in studies if of.name in BEFORE_PLAN for one in comparisons(of)]
     with_steps = [of for of in studies if all(of.losses["float32"].values())]
+    to_plateau = [of for of in studies if of.name == "plateau"]
     positive = [of for of in with_steps if "control" in of.losses and min(
         loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
     with_hits = [of for of in studies if len(of.hits) > 1]
@@ -414,8 +455,10 @@ def main():
     fill(HERE.parent / "README.md", {"summary": summary(planned)})
     fill(HERE / "comparisons.md", {
         "planned": table(planned), "before": table(before), "images": image_table(with_hits),
-        "steps": step_table(with_steps)})
+        "steps": step_table(with_steps), "plateau": plateau_table(to_plateau)})
     draw(planned, HERE / "differences.png")
+    for of in to_plateau:
+        draw_curves(of, HERE / "plateau.png")
     if positive:
         draw_losses(positive, HERE / "losses.png")
 
