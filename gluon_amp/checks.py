@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import difflib
 import numbers
+import operator
 import re
 from typing import Any, Iterable, Iterator, List, NoReturn, Sequence
 
@@ -36,6 +37,11 @@ def whole_number(value: object, what: str, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
     return int(value)
+
+
+def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences have the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def positive(text: str) -> int:

@@ -15,8 +15,8 @@ unscaled norm of 1e12.
 import functools
 import itertools
 import math
-from ctypes import c_double
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple
+from ctypes import c_double, c_float
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType
@@ -157,26 +157,47 @@ def multiply(arrays: Iterable[Any], factor: float) -> None:
 # ---- the overflow check
 
 
-def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
-    """Returns the sum of squares of each array of floating numbers, dense or row_sparse.
+class Squares:
+    """The sum of squares of each array of floating numbers, dense or row_sparse. `start` computes
+    them without waiting.
 
-    It accumulates in float64 on a CPU and in float32 on a GPU. It is infinite or NaN if the array
-    has such a value, or if the sum on a GPU exceeds 3.4e38.
+    It accumulates in float64 on a CPU and in float32 on a GPU. A sum is infinite or NaN if the
+    array has such a value, or if the sum on a GPU exceeds 3.4e38.
     """
-    if arrays and library.on_one_cpu(arrays):  # the common case: grouping is slower than the sums
-        return np.array(library.read(_squares_on(mx.cpu(), list(arrays)), c_double))
-    groups: Dict[Any, List[int]] = {}
-    for i, array in enumerate(arrays):
-        groups.setdefault(array.ctx, []).append(i)
-    pushed = []
-    for context, group in groups.items():
-        # a GPU's kernel requires arrays of one type
-        group.sort(key=lambda i: str(arrays[i].dtype) if context.device_type == "gpu" else "")
-        pushed.append((group, _squares_on(context, [_dense(arrays[i]) for i in group])))
-    sums = np.zeros(len(arrays))
-    for group, result in pushed:
-        sums[group] = result.asnumpy()  # the only synchronization
-    return sums
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = arrays
+        # for each device the indices of its arrays, and what computes their sums
+        self._groups: List[Tuple[List[int], Callable[[], Array]]] = []
+        if arrays and library.on_one_cpu(arrays):  # grouping is slower than the sums
+            groups: Dict[Any, List[int]] = {mx.cpu(): list(range(len(arrays)))}
+        else:
+            groups = {}
+            for i, array in enumerate(arrays):
+                groups.setdefault(array.ctx, []).append(i)
+        for context, group in groups.items():
+            if context.device_type == "gpu":  # whose kernel requires arrays of one type
+                group.sort(key=lambda i: str(arrays[i].dtype))
+            self._groups.append((group, _squares_on(context, [arrays[i] for i in group])))
+
+    def start(self) -> None:
+        """Computes the sums."""
+        self._started = [start() for _, start in self._groups]
+
+    def read(self) -> "np.ndarray[Any, Any]":
+        """Returns the sums of `start`, when they are there."""
+        sums = np.zeros(len(self.arrays))
+        for (group, _), result in zip(self._groups, self._started):
+            sums[group] = library.read(  # the only synchronization
+                result, c_float if result.ctx.device_type == "gpu" else c_double)
+        return sums
+
+
+def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
+    """Returns the sum of squares of each array; see `Squares`."""
+    sums = Squares(arrays)
+    sums.start()
+    return sums.read()
 
 
 def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
@@ -211,12 +232,21 @@ def _dense(array: Array) -> Array:
     return array.data if array.indices.size else mx.nd.zeros(1, array.ctx)
 
 
-def _squares_on(context: Context, arrays: List[Any]) -> Array:
+def _squares_on(context: Context, arrays: List[Any]) -> Callable[[], Array]:
+    """Returns a function that computes the sums of squares of arrays on a device."""
+    if any(array.stype != "default" for array in arrays):  # whose rows differ in each step
+        return lambda: _squares_on(context, [_dense(array) for array in arrays])()
     if context.device_type != "gpu":
-        return library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
-    sums, at = mx.nd.empty(len(arrays), context), 0  # one array for one copy to the host
+        return lambda: library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
+    sums, calls, at = mx.nd.empty(len(arrays), context), [], 0  # one array for one copy to the host
     for _, group in itertools.groupby(arrays, key=lambda array: array.dtype):
         some = list(group)
-        mx.nd.multi_sum_sq(*some, num_arrays=len(some), out=sums[at:at + len(some)])
+        calls.append(functools.partial(
+            library.Call("multi_sum_sq", some, [sums[at:at + len(some)]]), num_arrays=len(some)))
         at += len(some)
-    return sums
+
+    def start() -> Array:
+        for call in calls:
+            call()
+        return sums
+    return start

@@ -388,9 +388,33 @@ def keeps_blocks() -> bool:
     return _table is not None and bool(_table.keeps_blocks())
 
 
+class Call:
+    """A call of an operator with the same arrays at each step, which are converted to C once. Its
+    attributes may change.
+
+    Args:
+        name: the operator.
+        inputs, out: dense arrays; the call keeps them.
+    """
+
+    def __init__(self, name: str, inputs: Sequence["mx.nd.NDArray"],
+                 out: Sequence["mx.nd.NDArray"]) -> None:
+        self._arrays = [*inputs, *out]
+        self._operator, self._inputs, self._out = _operator(name), _handles(inputs), _handles(out)
+
+    def __call__(self, **attrs: Any) -> None:
+        texts: Any = (c_char_p * len(attrs))
+        mx.base.check_call(mx.base._LIB.MXImperativeInvokeEx(
+            self._operator, c_int(len(self._inputs)), self._inputs,
+            byref(c_int(len(self._out))), byref(ctypes.cast(self._out, POINTER(c_void_p))),
+            c_int(len(attrs)), texts(*map(str.encode, attrs)),
+            texts(*[str(value).encode() for value in attrs.values()]), byref(POINTER(c_int)())))
+
+
 @functools.lru_cache(maxsize=None)
 def _operator(name: str) -> c_void_p:
-    load()
+    if name.startswith(PREFIX):
+        load()
     handle = c_void_p()
     mx.base.check_call(mx.base._LIB.NNGetOpHandle(c_char_p(name.encode()), byref(handle)))
     return handle

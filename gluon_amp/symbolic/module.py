@@ -290,7 +290,7 @@ class _Module:
 
         try:
             if self._step.checks_gradients or self._step.weights_replaced:
-                self._step.update_or_skip(gradients, rescale_grad, apply)
+                self._step.update_or_skip(gradients, rescale_grad, lambda: apply)
             else:
                 apply(rescale_grad)
                 self._step.reset()

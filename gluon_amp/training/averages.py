@@ -8,6 +8,7 @@ restores from it the averages that are not finite.
 from typing import Any, Callable, List, Sequence, Tuple
 
 from .._mxnet import mx
+from ..cpu.library import Call
 
 Named = Sequence[Tuple[str, List[Any]]]  # names of averages, and their arrays on each device
 
@@ -30,10 +31,11 @@ class Averages:
         if not self._devices:
             self._devices = [_OnDevice(arrays) for arrays in _by_device(self._read())]
             for device in self._devices:
-                device.finite.read(device.arrays)
+                device.finite.read()
 
     def unchecked(self) -> List[Any]:
         """Returns the copies that `check` has not seen, one array for each device."""
+        self._find()
         return [device.new.flat for device in self._devices if device.is_unchecked]
 
     def check(self, finite: Sequence[bool]) -> None:
@@ -48,14 +50,12 @@ class Averages:
     def copy(self) -> None:
         """Copies the averages after an update. The caller has waited for gradients, because MXNet's
         engine does not track what batch norms write."""
-        self._find()
         for device in self._devices:
-            device.new.read(device.arrays)
+            device.new.read()
             device.is_unchecked = True
 
     def restore(self) -> None:
         """Restores the averages that are not finite."""
-        self._find()
         for device in self._devices:
             device.restore()
 
@@ -96,15 +96,19 @@ class _Copy:
         for array in arrays:
             self.parts.append(self.flat[at:at + array.size].reshape(array.shape))
             at += array.size
+        # array - 0 * array, by the only operator of MXNet that writes many arrays in one launch
+        self._calls = [Call("multi_sgd_update", [array for array in some for _ in range(2)], parts)
+                       for some, parts in zip(_in_launches(arrays), _in_launches(self.parts))]
 
-    def read(self, arrays: List[Any]) -> None:
+    def read(self) -> None:
         """Copies the arrays, 60 in one launch. An infinity becomes NaN."""
-        for i in range(0, len(arrays), _MOST_IN_A_LAUNCH):
-            some = arrays[i:i + _MOST_IN_A_LAUNCH]
-            # array - 0 * array, by the only operator of MXNet that writes many arrays in one launch
-            mx.nd.multi_sgd_update(*(array for array in some for _ in range(2)),
-                                   num_weights=len(some), lrs=[0.0] * len(some),
-                                   wds=[0.0] * len(some), out=self.parts[i:i + _MOST_IN_A_LAUNCH])
+        for call, some in zip(self._calls, _in_launches(self.parts)):
+            zeros = [0.0] * len(some)
+            call(num_weights=len(some), lrs=zeros, wds=zeros)
+
+
+def _in_launches(arrays: List[Any]) -> List[List[Any]]:
+    return [arrays[i:i + _MOST_IN_A_LAUNCH] for i in range(0, len(arrays), _MOST_IN_A_LAUNCH)]
 
 
 def _is_finite(array: Any) -> Any:

@@ -13,6 +13,7 @@ is several times slower.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from contextlib import contextmanager, nullcontext
 from typing import (
@@ -31,13 +32,14 @@ from typing import (
 
 from .._mxnet import mx, np
 from ..annotations import Array, Arrays, Optimizer
-from ..checks import did_you_mean
+from ..checks import did_you_mean, same_objects
 from ..cpu import library
 from ..cpu.arrays import (
     HALVES,
     array_type,
     dtype_name,
     follow,
+    is_half,
     narrow_all,
     on_gpu_in_float16,
     to_float32,
@@ -83,6 +85,8 @@ class _FusedRule(NamedTuple):
     fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
     rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
     stateless: bool = False  # whether states, if any, do not change
+    # MXNet's operators that update many float16 and float32 weights in one launch on a GPU
+    launches: Tuple[str, ...] = ()
 
 
 def _all_there(states: Sequence[Any]) -> bool:
@@ -97,20 +101,24 @@ _BOUNDS = {name: name for name in ("lower_bound", "upper_bound", "bias_correctio
 FUSED_RULES: Dict[Any, List[_FusedRule]] = {
     mx.optimizer.SGD: [
         _FusedRule("sgd", _MOMENTUM,
-                   lambda made, states: made.momentum > 0 and _all_there(states)),
-        _FusedRule("sgd", {}, lambda made, states: made.momentum == 0, stateless=True)],
+                   lambda made, states: made.momentum > 0 and _all_there(states),
+                   launches=("multi_mp_sgd_mom_update", "multi_sgd_mom_update")),
+        _FusedRule("sgd", {}, lambda made, states: made.momentum == 0, stateless=True,
+                   launches=("multi_mp_sgd_update", "multi_sgd_update"))],
     mx.optimizer.NAG: [  # MXNet selects the rule by the state, even if the momentum changes later
         _FusedRule("nag", _MOMENTUM,
                    lambda made, states: made.momentum >= 0 and _all_there(states)),
         _FusedRule("descent", {}, lambda made, states: all(state is None for state in states),
                    stateless=True)],
     mx.optimizer.Adam: [_FusedRule("adam", _MOMENTS, rate_and_decay=_adam)],
-    adamw.AdamW: [_FusedRule("adamw", _MOMENTS, rate_and_decay=_adamw)],
+    adamw.AdamW: [_FusedRule("adamw", _MOMENTS, rate_and_decay=_adamw,
+                             launches=("_multi_mp_adamw_update", "_multi_adamw_update"))],
     mx.optimizer.RMSProp: [
         _FusedRule("rmsprop", _RMSPROP, lambda made, states: not made.centered),
         _FusedRule("centered_rmsprop", {**_RMSPROP, "momentum": "gamma2"},
                    lambda made, states: made.centered)],
-    mx.optimizer.LAMB: [_FusedRule("lamb", {**_MOMENTS, **_BOUNDS})],
+    mx.optimizer.LAMB: [_FusedRule("lamb", {**_MOMENTS, **_BOUNDS},
+                                   launches=("_multi_mp_lamb_update", "_multi_lamb_update"))],
 }
 
 
@@ -155,7 +163,7 @@ def with_masters(made: Optimizer) -> Optimizer:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
-        made._following = Following()
+        made._following, made._launches = Following(), {}
         made._group()
     return made
 
@@ -263,18 +271,115 @@ class Following:
                  weights: Sequence[Any]) -> Optional[List[bool]]:
         """Returns whether each weight or its master weight was written since; None if unknown."""
         arrays = [*masters, *weights]
-        before, counts = self._counted.pop(self._key(indices, weights), ((), None))
-        if counts is None or len(before) != len(arrays) \
-                or not all(a is b for a, b in zip(before, arrays)):
+        key, now = self._key(indices, weights), library.versions(arrays)
+        before, counts = self._counted.pop(key, ((), None))
+        if counts is None or now is None or not same_objects(before, arrays):
             return None
-        written = library.versions(arrays, since=counts)
-        assert written is not None  # because `counts` was not None
-        counted = library.read(written)
-        return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
+        self._counted[key] = arrays, now  # if the step is skipped
+        same = [a == b for a, b in zip(library.read(counts), library.read(now))]
+        return [not (a and b) for a, b in zip(same, same[len(weights):])]
 
     @staticmethod
     def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Hashable:
         return weights[0].ctx, tuple(indices)
+
+
+class Launches:
+    """The update of weights on a GPU by operators that update many in one launch. Arrays are
+    converted to C once, so that the GPU waits little between the overflow check and the update.
+
+    Args:
+        rule: the optimizer's rule.
+        states: the states of the weights, with master weights.
+    """
+
+    def __init__(self, made: Optimizer, rule: _FusedRule, indices: Sequence[int],
+                 grads: Sequence[Array], weights: Sequence[Array], states: Sequence[Any]) -> None:
+        self._arrays, self._inner = [*grads, *weights, *states], made.inner(weights, states)
+        self._made, self._rule, self._device = made, rule, weights[0].ctx.device_id
+        made._check_types(indices, [dtype_name(weight.dtype) for weight in weights])
+        # AdamW's operators read it from the GPU
+        self._rescale_grad = mx.nd.zeros(1, weights[0].ctx) if rule.rule == "adamw" else None
+        self._last_rescale_grad: Optional[float] = None
+        self._calls: List[Tuple[List[int], library.Call]] = []
+        self._with_masters: Tuple[List[int], List[Array], List[Array]] = [], [], []
+        rows: Dict[str, List[Any]] = {}
+        for index, grad, weight, state, inner in zip(indices, grads, weights, states, self._inner):
+            row = [weight, grad]
+            if not rule.stateless:
+                row += [inner] if isinstance(inner, mx.nd.NDArray) else inner
+            name = rule.launches[1]
+            if is_half(weight.dtype):
+                name, master = rule.launches[0], master_in(made, state)
+                row.append(master)
+                for column, one in zip(self._with_masters, (index, master, weight)):
+                    column.append(one)
+            rows.setdefault(name, []).append((index, weight, row))
+        also = [] if self._rescale_grad is None else [self._rescale_grad]
+        for name, of_type in rows.items():
+            for i in range(0, len(of_type), made.aggregate_num):
+                numbers, out, inputs = zip(*of_type[i:i + made.aggregate_num])
+                self._calls.append((list(numbers), library.Call(
+                    name, [*itertools.chain(*inputs), *also], out)))
+
+    def fits(self, grads: Sequence[Array], weights: Sequence[Array],
+             states: Sequence[Any]) -> bool:
+        """Whether these are its arrays, and the optimizer has the same rule."""
+        return same_objects(self._arrays, [*grads, *weights, *states]) \
+            and self._made.rule(self._inner) is self._rule
+
+    def follow(self) -> None:
+        """Synchronizes master weights with writes to weights."""
+        if self._with_masters[0]:
+            self._made._following.follow(*self._with_masters)
+
+    def run(self) -> None:
+        """Updates the weights."""
+        made, rule = self._made, self._rule
+        made._set_current_context(self._device)
+        made.rescale_grad = _Decimal(made.rescale_grad)
+        settings = made.settings(rule)
+        if self._rescale_grad is not None:
+            scale = settings.pop("rescale_grad")
+            if scale != self._last_rescale_grad:
+                self._rescale_grad[:] = np.array([scale], "float32")
+                self._last_rescale_grad = scale
+        for indices, call in self._calls:
+            lrs, wds, steps = (f"[{_text(numbers)}]" for numbers in made.rates(rule, indices))
+            if rule.rule == "lamb":
+                call(num_tensors=len(indices), learning_rates=lrs, wds=wds, step_count=steps,
+                     **settings)
+            elif rule.rule == "adamw":
+                call(num_weights=len(indices), lrs=lrs, wds=wds, etas=[1.0] * len(indices),
+                     **settings)
+            else:
+                call(num_weights=len(indices), lrs=lrs, wds=wds, **settings)
+        if self._with_masters[0]:
+            made._following.updated(*self._with_masters)
+
+
+def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
+             weights: Sequence[Array]) -> Callable[[], None]:
+    """Prepares an update of weights on one device, as far as it does not depend on the overflow
+    check. Returns the function that updates."""
+    made, device = updater.optimizer, weights[0].ctx
+    if device.device_type != "gpu" or not isinstance(made, _WithMasters) \
+            or not any(rule.launches for rule in FUSED_RULES.get(made._base(), ())):
+        return functools.partial(updater, indices, grads, weights)
+    for index, weight in zip(indices, weights):
+        if index not in updater.states:
+            updater.states[index] = made.create_state_multi_precision(index,
+                                                                      weight.as_nd_ndarray())
+            updater.states_synced[index] = True
+    states = [updater.states[index] for index in indices]
+    found = made._launches.get(device)
+    if found is None or not found.fits(grads, weights, states):
+        rule = made.launched_rule(grads, weights, states)
+        if rule is None or not all(updater.states_synced[index] for index in indices):
+            return functools.partial(updater, indices, grads, weights)
+        found = made._launches[device] = Launches(made, rule, indices, grads, weights, states)
+    found.follow()
+    return found.run
 
 
 class _WithMasters:
@@ -283,6 +388,7 @@ class _WithMasters:
     # names by index, when the state was created; dtypes in older files
     weight_types: Dict[Any, Any]
     _following: Following
+    _launches: Dict[Any, Launches]  # by device
 
     def _group(self) -> None:
         """Sets the number of weights in one call, also if MXNet's optimizer supports one only."""
@@ -392,10 +498,45 @@ class _WithMasters:
         # MXNet's LAMB sums norms in another order when it updates weights one by one
         if isinstance(self, mx.optimizer.LAMB) and not (several and self.aggregate_num > 1):
             return False
-        fused = next((rule for rule in FUSED_RULES.get(self._base(), ()) if rule.fits(self, inner)),
-                     None)
+        fused = self.rule(inner)
         if fused is None:
             return False
+        lrs, wds, steps = self.rates(fused, indices)
+        kept = () if fused.stateless else \
+            zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in inner))
+        library.call("_gluon_amp_update",
+                     [*weights, *grads, *masters, *(array for column in kept for array in column)],
+                     out=list(weights), rule=fused.rule, num_weights=len(weights), lrs=_text(lrs),
+                     wds=_text(wds), steps=_text(steps), masters=bool(masters),
+                     **self.settings(fused))
+        return True
+
+    def rule(self, states: Sequence[Any]) -> Optional[_FusedRule]:
+        """Returns the fused rule that fits states without master weights."""
+        rules = FUSED_RULES.get(self._base(), ())
+        return next((rule for rule in rules if rule.fits(self, states)), None)
+
+    def inner(self, weights: Sequence[Array], states: Sequence[Any]) -> List[Any]:
+        """Returns states without master weights."""
+        return [list(_split(self, [state]))[1][0] if is_half(weight.dtype) else state
+                for weight, state in zip(weights, states)]
+
+    def launched_rule(self, grads: Sequence[Array], weights: Sequence[Array],
+                      states: Sequence[Any]) -> Optional[_FusedRule]:
+        """Returns the rule by which `Launches` updates weights on a GPU; None if it cannot."""
+        arrays, device = [*grads, *weights], weights[0].ctx
+        types = [dtype_name(array.dtype) for array in arrays]
+        if not all(a.stype == "default" and a.ctx == device for a in arrays) \
+                or types[:len(grads)] != types[len(grads):] \
+                or not set(types) <= {"float32", "float16" if self.multi_precision else "float32"} \
+                or (isinstance(self, mx.optimizer.LAMB) and self.aggregate_num == 1):
+            return None
+        rule = self.rule(self.inner(weights, states))
+        return rule if rule is not None and rule.launches else None
+
+    def rates(self, rule: _FusedRule, indices: Sequence[int]
+              ) -> Tuple[Sequence[float], Sequence[float], Sequence[int]]:
+        """Counts an update. Returns the learning rate, weight decay and count of each weight."""
         lrs: List[float] = []
         wds: List[float] = []
         for part in [indices] if isinstance(self, _IN_LISTS) else [[index] for index in indices]:
@@ -403,20 +544,17 @@ class _WithMasters:
             lrs += self._get_lrs(part)
             wds += self._get_wds(part)
         steps = [self._index_update_count[index] for index in indices]
-        lrs, wds = zip(*(fused.rate_and_decay(self, *numbers)  # type: ignore[assignment]
-                         for numbers in zip(lrs, wds, steps)))
-        settings = {name: getattr(self, its) for name, its in fused.settings.items()}
+        both = [rule.rate_and_decay(self, *numbers) for numbers in zip(lrs, wds, steps)]
+        return [lr for lr, _ in both], [wd for _, wd in both], steps
+
+    def settings(self, rule: _FusedRule) -> Dict[str, Any]:
+        """Returns the other attributes of an operator that updates."""
+        settings = {name: getattr(self, its) for name, its in rule.settings.items()}
         settings.update(clip_gradient=self.clip_gradient, rescale_grad=self.rescale_grad)
         for name in _NONE_IF_0:
             if name in settings:
                 settings[name] = settings[name] or -1
-        kept = () if fused.stateless else \
-            zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in inner))
-        library.call("_gluon_amp_update",
-                     [*weights, *grads, *masters, *(array for column in kept for array in column)],
-                     out=list(weights), rule=fused.rule, num_weights=len(weights), lrs=_text(lrs),
-                     wds=_text(wds), steps=_text(steps), masters=bool(masters), **settings)
-        return True
+        return settings
 
     def _check_types(self, indices: List[Any], types: List[str]) -> None:
         for index, now in zip(indices, types):
@@ -436,11 +574,12 @@ class _WithMasters:
     def __getstate__(self) -> Any:
         state = super().__getstate__()
         state.pop("_following", None)
+        state.pop("_launches", None)
         return state
 
     def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
-        self._following = Following()
+        self._following, self._launches = Following(), {}
         self._group()  # an Updater would loop forever with the 0 of an older file
 
 

@@ -21,7 +21,6 @@ import logging
 import math
 import threading
 from contextlib import contextmanager
-from operator import is_
 from typing import (
     Any,
     Callable,
@@ -39,8 +38,17 @@ from typing import (
 )
 
 from .._mxnet import GRAPH_LOCK, mx, np
-from ..checks import in_names, positive_number, whole_number
-from ..cpu.arrays import all_finite, dtype_name, is_half, multiply, not_finite, squares, to_float32
+from ..checks import in_names, positive_number, same_objects, whole_number
+from ..cpu.arrays import (
+    Squares,
+    all_finite,
+    dtype_name,
+    is_half,
+    multiply,
+    not_finite,
+    squares,
+    to_float32,
+)
 from ..cpu.library import marks, read, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
@@ -52,6 +60,7 @@ log = logging.getLogger("gluon_amp")
 # Skipped steps in a row before an error if no scale can back off: as many as a dynamic scale takes
 # from its first value to its minimum.
 PATIENCE = 16
+_KEPT = 3  # averages have two copies, and several Trainers check all gradients
 _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -167,6 +176,7 @@ class Step:
             marked
         self._cached_lists: List[Any] = []  # those of `Trained` in the last `_find`
         self._gradients: List[Gradient] = []  # their gradients
+        self._squares: List[Squares] = []  # the last sums of squares of them
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
         self._last_norm: Optional[_Norm] = None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
@@ -253,11 +263,11 @@ class Step:
         if self._marked and not trained:
             raise RuntimeError("nothing to train: all parameters of this Trainer have "
                                "grad_req='null'")
-        if len(lists) != len(self._cached_lists) or not all(map(is_, lists, self._cached_lists)):
+        if not same_objects(lists, self._cached_lists):
             before = {(id(g.weight), id(g.own)): g for g in self._gradients}
             made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
             self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in made]
-            self._cached_lists = lists
+            self._cached_lists, self._squares = lists, []
         return self._gradients
 
     def _is_marked(self, clear: bool = False) -> Iterable[int]:
@@ -364,13 +374,13 @@ class Step:
 
     def nothing_fits(self, gradients: Sequence[Gradient]) -> None:
         """Warns that the gradients of a search overflow at all scales."""
-        text = self.loss_scale.nothing_fits(_not_finite(gradients, self._sums(gradients)))
+        text = self.loss_scale.nothing_fits(_not_finite(gradients, self._sums(gradients)()))
         self.warn_once("nothing fits", text + self._circumstances(gradients))
 
     def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
         """Whether gradients overflow on any worker, or may overflow in the sum over devices and
         workers."""
-        sums = self._check(gradients)
+        sums = self._check(gradients)()
         overflow = bool(_not_finite(gradients, sums))
         devices = {g.device for g in gradients} if self.workers.sums else {0}
         summed = len(devices) * self.workers.count
@@ -488,15 +498,18 @@ class Step:
         return rescale_grad if self.unscaled else rescale_grad / self.scale
 
     def update_or_skip(self, gradients: Sequence[Gradient], rescale_grad: float,
-                       update: Callable[[float], None]) -> bool:
+                       prepare: Callable[[], Callable[[float], None]]) -> bool:
         """Updates, or skips the update if a gradient is not finite.
 
         Args:
             gradients: the gradients, summed over devices and workers.
             rescale_grad: the factor of unscaled gradients.
-            update: updates with gradients multiplied by a number.
+            prepare: prepares the update, while a GPU computes the check. Returns a function that
+                updates with gradients multiplied by a number.
         """
-        sums = self._sums(gradients)
+        read = self._sums(gradients)
+        update = prepare()
+        sums = read()
         self._last_norm = _Norm(self, gradients, self.multiplier(rescale_grad), sums)
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
@@ -537,27 +550,36 @@ class Step:
         """The norm of the last step's gradients, unscaled and averaged over the batch."""
         return None if self._last_norm is None else self._last_norm.value()
 
-    def _sums(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Returns the sum of squares of each gradient; that of the search if the arrays are the
-        same."""
+    def _sums(self, gradients: Sequence[Gradient]) -> "Callable[[], np.ndarray[Any, Any]]":
+        """Returns a function that returns the sum of squares of each gradient; those of the search
+        if the arrays are the same."""
         arrays, sums = self._checked
-        same = sums is not None and [id(array) for array in arrays] == [
-            id(gradient.array) for gradient in gradients]
-        return sums if same else self._check(gradients)
+        same = sums is not None and same_objects(arrays, [g.array for g in gradients])
+        return (lambda: sums) if same else self._check(gradients)
 
-    def _check(self, gradients: Sequence[Gradient]) -> "np.ndarray[Any, Any]":
-        """Computes the sum of squares of each gradient, and checks copies of moving averages in the
-        same synchronization. Returns the sums."""
-        arrays = [gradient.array for gradient in gradients]
-        if self.averages is None:
-            return squares(arrays)
-        sums = squares([*arrays, *self.averages.unchecked()])
-        self.averages.check(np.isfinite(sums[len(arrays):]).tolist())
-        return sums[:len(arrays)]
+    def _check(self, gradients: Sequence[Gradient]) -> "Callable[[], np.ndarray[Any, Any]]":
+        """Computes the sum of squares of each gradient and of copies of moving averages, without
+        waiting. Returns a function that waits, checks these copies, and returns the sums."""
+        count, averages = len(gradients), self.averages
+        unchecked = [] if averages is None else averages.unchecked()
+        arrays = [*(gradient.array for gradient in gradients), *unchecked]
+        squares = next((one for one in self._squares if same_objects(one.arrays, arrays)), None)
+        if squares is None:
+            squares = Squares(arrays)
+            if all(gradient.array is gradient.own for gradient in gradients):
+                self._squares = [squares, *self._squares[:_KEPT]]
+        squares.start()
+
+        def read() -> "np.ndarray[Any, Any]":
+            sums = squares.read()
+            if averages is not None:
+                averages.check(np.isfinite(sums[count:]).tolist())
+            return sums[:count]
+        return read
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Returns the norm of all gradients together, without scaling."""
-        return self._norm(gradients, self._sums(gradients))
+        return self._norm(gradients, self._sums(gradients)())
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()

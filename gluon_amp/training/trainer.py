@@ -21,7 +21,13 @@ from . import checkpoint, masters
 from .averages import Averages, Named
 from .backward import Recorded, check_losses, run_backward
 from .loss_scale import GivenLossScale
-from .optimizer import check_scalable, given_optimizer, weights_unwritten, with_masters
+from .optimizer import (
+    check_scalable,
+    given_optimizer,
+    prepared,
+    weights_unwritten,
+    with_masters,
+)
 from .optimizer import optimizer as make_optimizer
 from .step import Stage, Step, Trained, in_one_thread, set_to_zero
 
@@ -266,15 +272,21 @@ class Trainer(mx.gluon.Trainer):
             return
         gradients = step.to_use(ignore_stale_grad)
 
-        def update(multiplier: float) -> None:
-            self._optimizer.rescale_grad = multiplier
+        def prepare() -> Callable[[float], None]:
+            updates = []
             for device, updater in enumerate(self._updaters):
                 mine = [(g.number, g.array, g.weight) for g in gradients if g.device == device]
-                if mine:  # MXNet's updater calls the optimizer's update_multi_precision
-                    updater(*zip(*mine))
+                if mine:
+                    updates.append(prepared(updater, *zip(*mine)))
+
+            def update(multiplier: float) -> None:
+                self._optimizer.rescale_grad = multiplier
+                for one in updates:
+                    one()
+            return update
 
         try:
-            step.update_or_skip(gradients, self._optimizer.rescale_grad, update)
+            step.update_or_skip(gradients, self._optimizer.rescale_grad, prepare)
         finally:
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 

@@ -7,6 +7,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from arrays import flat
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -285,3 +286,39 @@ def test_overflow_leaves_averages_of_module_finite():
         assert module.update() == good
         for name, array in module.get_params()[1].items():
             assert np.array_equal(array.asnumpy(), before[name]) == (not good)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer):
+    base = mx.optimizer.Optimizer.opt_registry[optimizer]
+    momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
+
+    def train(cls):
+        net, schedule = network(GPU), mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.05)
+        made = cls(learning_rate=0.05, lr_scheduler=schedule, clip_gradient=0.5, wd=0.01,
+                   **momentum)
+        trainer = amp.Trainer(net.collect_params(), made, loss_scale=amp.DynamicLossScale(256))
+        for i, (images, labels) in enumerate(batches(9)):
+            if i == 2:
+                images[0, 0, 0, 0] = np.inf
+            if i == 4:
+                net[0].weight.set_data(net[0].weight.data() * 0.5)
+                made.clip_gradient = None
+            if i == 5:
+                made.momentum = 0.0
+            with autograd.record():
+                loss = LOSS(net(images.as_in_context(GPU[0])).astype("float32"),
+                            labels.as_in_context(GPU[0]))
+            trainer.backward(loss)
+            if i == 6:
+                trainer.clip_norm(0.01, 32)
+            trainer.step(32 if i < 8 else 64)
+        states = [s for i, s in sorted(trainer._updaters[0].states.items())]
+        arrays = [*weights(net, GPU[0]), *(a.asnumpy() for a in flat(states))]
+        return arrays, trainer.skipped, trainer.learning_rate
+
+    # the rules are those of MXNet's classes alone
+    (prepared, *counts), (plain, *same) = train(base), train(type("Own", (base,), {}))
+    assert counts == same == [1, 0.05 / 8]
+    for one, other in zip(prepared, plain):
+        np.testing.assert_array_equal(one, other)
