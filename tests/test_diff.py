@@ -235,6 +235,26 @@ def test_unsupported_networks_are_refused(tmp_path):
         amp.Monitor(net, trainer, tmp_path / "a", 1, record="checksums")
 
 
+def test_layers_of_a_hybridized_network(tmp_path):
+    record(tmp_path / "a", layers=".*dense.*fwd")
+    lines = (tmp_path / "a").read_text().splitlines()
+    names = {json.loads(line).get("node", "") for line in lines}
+    assert any(name.endswith("dense0_fwd") for name in names)
+    assert not any("relu" in name for name in names)
+    with pytest.raises(ValueError, match=r"layers match no operator .*dense0_fwd"):
+        record(tmp_path / "b", layers="dens0_fwd")
+
+
+def test_second_monitor_of_a_hybridized_network_is_refused(tmp_path):
+    net = network()
+    net.initialize()
+    net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with amp.Monitor(net, trainer, tmp_path / "a", 1), \
+            pytest.raises(RuntimeError, match="observed by another Monitor"):
+        amp.Monitor(net, trainer, tmp_path / "b", 1)
+
+
 def test_hybridized_network_is_as_before_after_the_last_step(tmp_path):
     net = network()
     net.initialize()

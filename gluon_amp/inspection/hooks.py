@@ -26,6 +26,8 @@ from .watch import STATIC, Node, Observer, observed, replaced
 
 _MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
 VARIABLE = -2  # in place of an output's index in a key: data and parameters
+OBSERVED = "this network is observed by another Monitor: close that one first, or use one Monitor " \
+    "for all layers"
 _SKETCHED = 32  # sums of a sketch
 
 
@@ -91,7 +93,8 @@ class Statistics(Measure):
     def read(self, array: Array, dtype: str) -> Any:
         if array.ctx.device_type != "gpu":
             return AfterRounding.of_counts(Counts.of_array(to_float32(array)), dtype)
-        size, made = abs(array), FORMATS[dtype]
+        array, made = array.reshape(-1), FORMATS[dtype]  # numpy mode has arrays without axes
+        size = abs(array)
         marks = [size == 0, size < made.smallest_normal, size <= made.largest,
                  size == size]  # False for NaN
         # multi_sum_sq adds in float32; a sum of float16 ones would end at 2048
@@ -241,6 +244,8 @@ class HookWatch(Observer):
             if block._callback:
                 raise RuntimeError(f"{block.name} has a hook of register_op_hook, which Monitor "
                                    "would replace: use one of them")
+        if any("_build_cache" in vars(block) for block in self.plain):
+            raise RuntimeError(OBSERVED)
         self.passes, self._read = [], []
         self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, self.deliver))
         for block in self.plain:
@@ -293,7 +298,8 @@ class HookWatch(Observer):
                 symbol = symbol.as_np_ndarray()
             op, block._cached_op_args = cached_op(symbol, [d.name for d in data],
                                                   parameters_in(block), _flags(block))
-            hooked = self._hooked(op, graph)
+            hooked: Any = self._hooked(op, graph)
+            self.ops[id(traced)] = traced, (hooked, block._cached_op_args)
             block._cached_op = _InTraining(hooked, plain)
 
         with replaced(block, _cached_op=None, _cached_op_args=block._cached_op_args):

@@ -18,7 +18,16 @@ from ..annotations import Block, Network, Trainer
 from ..checks import imports_of, nearest, whole_number
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
-from .hooks import VARIABLE, Checksums, HookWatch, Measure, Statistics, Times, plain_graphs
+from .hooks import (
+    OBSERVED,
+    VARIABLE,
+    Checksums,
+    HookWatch,
+    Measure,
+    Statistics,
+    Times,
+    plain_graphs,
+)
 from .lines import Clock, Line, Places, head, tensor_line, time_lines, variable_line
 from .tensors import Key
 from .watch import Watch, hybrid_blocks
@@ -152,8 +161,7 @@ class Monitor:
         if (self.steps + 1) % self.interval:
             return
         if any(block._amp.stand_in is not None for block in self._blocks):
-            raise RuntimeError("this network is observed by another Monitor: close that one first, "
-                               "or use one Monitor for all layers")
+            raise RuntimeError(OBSERVED)
         if self._record == "times":
             self._clock.observe()
         self._observing.enter_context(self._watch)

@@ -209,10 +209,11 @@ class _Comparison:
         self.now: Dict[Name, Compared] = {}  # the tensors of a step
         self.last: Dict[Name, Compared] = {}  # those of the step before
         self.gradients: Dict[str, List[Compared]] = {}  # of a step, by what they belong to
+        self.nodes: Dict[str, List[Compared]] = {}  # outputs and variables of a step, by node
 
     def run(self) -> None:
         for step in self.result.steps:
-            self.last, self.now, self.gradients = self.now, {}, {}
+            self.last, self.now, self.gradients, self.nodes = self.now, {}, {}, {}
             self._step(step)
             if self.result.parted:
                 self.result.before = sorted(self._before(self.result.parted),
@@ -232,6 +233,8 @@ class _Comparison:
             self.now[name] = one
             if name.kind == "gradient":
                 self.gradients.setdefault(name.tensor, []).append(one)
+            else:
+                self.nodes.setdefault(name.node, []).append(one)
             if one.difference and self.result.inexact is None:
                 self.result.inexact = one
             if one.parts and self.result.parted is None:
@@ -261,10 +264,9 @@ class _Comparison:
 
     def _inputs(self, name: Name) -> List[Compared]:
         """Returns the inputs of a tensor's operator."""
-        read = {each for one in self.now.values() if one.name.node == name.node
-                and one.name.kind == "output" for each in one.a["inputs"]}
-        return [one for one in self.now.values()
-                if one.name.node in read and one.name.kind != "gradient"]
+        read = dict.fromkeys(each for one in self.nodes.get(name.node, ())
+                             for each in one.a["inputs"])
+        return [one for each in read for one in self.nodes.get(each, ())]
 
     def _before(self, one: Compared) -> List[Compared]:
         """Returns what a tensor was computed from: a parameter from its gradient and its value of
@@ -339,10 +341,10 @@ def describe(found: Difference) -> str:
     lines.append(f"equal bit for bit before step {first.step}: {first} "
                  f"(difference {_number(first.difference)})")
     if found.parted is None:
-        assert found.largest is not None
         most = found.largest
-        return "\n".join([*lines, "within rounding in all steps; the largest difference of step "
-                          f"{most.step} is {_number(most.difference)}: {most}"])
+        largest = "" if most is None else f"; the largest difference of step {most.step} is " \
+                                          f"{_number(most.difference)}: {most}"
+        return "\n".join([*lines, f"within rounding in all steps{largest}"])
     return "\n".join([*lines, *_parting(found, found.parted)])
 
 

@@ -39,6 +39,15 @@ def test_statistics_match_those_in_host_memory(dtype, what, rng):
         assert found.squares == pytest.approx(expected.squares, rel=1e-5)
 
 
+def test_statistics_in_numpy_mode():
+    with mx.util.np_shape(), mx.util.np_array():
+        for shape in ((), (2, 3)):
+            array = mx.np.full(shape, 3.0, ctx=GPU).as_nd_ndarray()
+            measure = Statistics()
+            found, = measure.results([measure.read(array, "float32")])
+            assert (found.squares, found.largest) == (9.0 * found.numbers, 1)
+
+
 def test_more_tensors_than_rows_are_read(rng):
     arrays = [mx.nd.full((3,), i, ctx=GPU) for i in range(1, 1030)]
     measure = Statistics()
