@@ -109,8 +109,10 @@ def measure(name, way, args):
     if way == "gluon_amp":
         amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
-    make = amp.Trainer if way == "gluon_amp" else gluon.Trainer
-    trainer = make(net.collect_params(), "sgd", {"learning_rate": 0.001, "momentum": 0.9})
+    arguments = net.collect_params(), "sgd", {"learning_rate": 0.001, "momentum": 0.9}
+    scale = amp.DynamicLossScale()
+    trainer = amp.Trainer(*arguments, loss_scale=scale) if way == "gluon_amp" \
+        else gluon.Trainer(*arguments)
     if way == "mx.contrib.amp":
         contrib.init_trainer(trainer)
 
@@ -129,6 +131,7 @@ def measure(name, way, args):
     steps = 1 if args.once else 2 if args.small else 20
     for _ in range(1 if args.once else 2 if args.small else 6):
         step()
+    scale.settled = True  # as after 100 steps: each backward pass of the first ones is checked
     nd.waitall()
     begin = time.perf_counter()
     for _ in range(steps):
