@@ -332,8 +332,9 @@ class ConvertedHybridBlock(ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        kept |= {name for name, op in operators_in(clean).items()
-                 if self._amp.keep or op in self._amp.keep_operators}
+        if self._amp.keep or self._amp.keep_operators:
+            kept |= {name for name, op in operators_in(clean).items()
+                     if self._amp.keep or op in self._amp.keep_operators}
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 
