@@ -22,6 +22,7 @@
 # make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
 # make test-device   the script for a machine with a GPU (tests/device/run.py), on a software GPU of capability 9.0
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
+# CUDA_BUILD=cu117 make test-gpu   the same with another CUDA build of MXNet, without newer GPUs
 # make test-cuda-libraries   resolve MXNet's imports in CUDA 11.8 and 13 and compare their headers; downloads 3.7 GB once
 # make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
 # make horovod   build Horovod for MXNet into .venv, in two minutes
@@ -130,20 +131,23 @@ results: .venv/test
 
 # MXNet's CUDA build precedes the CPU build on the path, without installation.
 export GLUON_AMP_CACHE ?= $(CURDIR)/build/gpu
-CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64.whl
+CUDA_BUILD ?= cu112
+CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_$(CUDA_BUILD)-1.9.1-py3-none-manylinux2014_x86_64.whl
 
 $(CUDA_WHEEL): | .venv/test
-	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-cu112==1.9.1
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-$(CUDA_BUILD)==1.9.1
 
 test-isa: .venv/test
 	@$(BIN)/python -W ignore tests/isa.py
 
 test-gpu: .venv/test $(CUDA_WHEEL)
-	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
+	$(BIN)/python -W ignore -m gluon_amp.cuda --build $(CUDA_BUILD) --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
 		$(BIN)/pytest -q tests/gpu
-	$(BIN)/python -W ignore -m gluon_amp.cuda --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
+	$(BIN)/python -W ignore -m gluon_amp.cuda --build $(CUDA_BUILD) --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
 		$(BIN)/pytest -q tests/gpu_computing
+ifeq ($(CUDA_BUILD),cu112)
 	$(BIN)/python -W ignore tests/newer_gpus.py $(GLUON_AMP_CACHE)
+endif
 
 test-cuda-libraries: .venv/test
 	$(BIN)/python -W ignore tests/cuda_libraries.py $(GLUON_AMP_CACHE)

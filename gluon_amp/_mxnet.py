@@ -75,8 +75,9 @@ def _import_mxnet() -> Any:
         if missing is not None:
             raise ImportError(f"MXNet needs the system's {missing}: apt install "
                               f"{_SYSTEM[missing]}") from error
+        build = next((name[6:] for name in builds if name.startswith("mxnet-cu")), "cu112")
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
-                          "pip install 'gluon-amp[cu112]'") from error
+                          f"pip install 'gluon-amp[{build}]'") from error
     load.check()
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)

@@ -124,6 +124,7 @@ def test_leftovers_of_broken_install_are_ignored(machine):
                                      "install the driver", "pip uninstall -y mxnet-cu112; "
                                      "pip install 'gluon-amp[cpu]'"]),
     ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install 'gluon-amp[cu112]'"]),
+    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip install 'gluon-amp[cu117]'"]),
     ("mxnet", "libgomp.so.1", ["MXNet needs the system's libgomp: apt install libgomp1"])])
 def test_missing_system_library_is_named_with_its_package(name, library_, said,
                                                                         machine):

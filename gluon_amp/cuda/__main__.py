@@ -1,14 +1,14 @@
 """Runs a command with MXNet's CUDA build on a recording GPU.
 
     python -m gluon_amp.cuda [--devices N] [--capability SM[,SM...]] [--cudnn {8,9}] [--log FILE]
-                             [--compute] COMMAND ...
+                             [--compute] [--build cu112] COMMAND ...
 """
 import argparse
 import os
 from pathlib import Path
 from typing import Optional, Sequence
 
-from .environment import environment
+from .environment import BUILDS, environment
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> None:
@@ -22,10 +22,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--log", type=Path)
     parser.add_argument("--compute", action="store_true",
                         help="execute the recorded calls on the host")
+    parser.add_argument("--build", choices=BUILDS, default="cu112", help="MXNet's CUDA wheel")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     made = environment(options.log, options.devices, options.capability,
-                       compute=options.compute, cudnn=options.cudnn)
+                       compute=options.compute, cudnn=options.cudnn, build=options.build)
     os.execvpe(options.command[0], options.command, made)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Dict, Optional, Sequence, Union
 
 from ..files import new_folder
-from .stubs import build
+from .stubs import build as build_stubs
 
-WHEEL = "mxnet_cu112-1.9.1-*.whl"
+BUILDS = ("cu112", "cu113", "cu114", "cu115", "cu116", "cu117")
 _VERSIONS = {8: 8101, 9: 91900}  # of cuDNN on a software GPU
 
 
@@ -18,17 +18,17 @@ def cache() -> Path:
     return Path(os.environ.get("GLUON_AMP_CACHE") or Path(root, "gluon_amp"))
 
 
-def cuda_mxnet() -> Path:
-    """Returns the folder with the package `mxnet` of the wheel mxnet-cu112; unpacks it if needed.
-    """
-    folder = cache() / "mxnet-cu112"
+def cuda_mxnet(build: str = "cu112") -> Path:
+    """Returns the folder with the package `mxnet` of MXNet's wheel of a build; unpacks it if
+    needed."""
+    folder = cache() / f"mxnet-{build}"
     if not folder.exists():
-        wheel = next(iter(sorted(cache().glob(WHEEL))), None)
+        wheel = next(iter(sorted(cache().glob(f"mxnet_{build}-1.9.1-*.whl"))), None)
         if wheel is None:
             raise FileNotFoundError(
                 "recording GPU calls needs the host code of MXNet's CUDA wheel (499 MB; no GPU, no "
                 "driver, nothing is installed): pip download --no-deps --only-binary :all: "
-                f"--dest {cache()} mxnet-cu112==1.9.1")
+                f"--dest {cache()} mxnet-{build}==1.9.1")
         # Another process may unpack it, too. The first one's folder stays.
         with suppress(FileExistsError), new_folder(str(folder)) as made, \
                 zipfile.ZipFile(wheel) as file:  # without .dist-info: the wheel is not installed
@@ -38,7 +38,7 @@ def cuda_mxnet() -> Path:
 
 def environment(log: Optional[Path] = None, devices: int = 1,
                 capability: Union[int, Sequence[int]] = 70, gigabytes: int = 16,
-                compute: bool = False, cudnn: int = 8) -> Dict[str, str]:
+                compute: bool = False, cudnn: int = 8, build: str = "cu112") -> Dict[str, str]:
     """Returns the environment variables of a new process.
 
     Args:
@@ -48,14 +48,15 @@ def environment(log: Optional[Path] = None, devices: int = 1,
         gigabytes: the memory of each.
         compute: whether to execute the calls on the host.
         cudnn: the major version of cuDNN: 8, or 9, which forward/ adapts.
+        build: MXNet's wheel, one of `BUILDS`.
     """
-    mxnet = cuda_mxnet()
+    mxnet = cuda_mxnet(build)
     capabilities = [capability] if isinstance(capability, int) else capability
     made = {**os.environ, "RECORDING_GPU_COUNT": str(devices),
             "RECORDING_GPU_SM": ",".join(map(str, capabilities)),
             "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or ""),
             "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(cache()),
             "RECORDING_GPU_CUDNN": str(_VERSIONS[cudnn])}
-    for name, first in (("PYTHONPATH", mxnet), ("LD_LIBRARY_PATH", build(cache(), cudnn))):
+    for name, first in (("PYTHONPATH", mxnet), ("LD_LIBRARY_PATH", build_stubs(cache(), cudnn))):
         made[name] = os.pathsep.join(filter(None, [str(first), os.environ.get(name)]))
     return made

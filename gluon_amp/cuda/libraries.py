@@ -15,8 +15,8 @@ from .devices import GPU, Devices
 
 FUNCTIONS = Path(__file__).with_name("functions.txt")
 # The folders of NVIDIA's wheels, in order of their dependencies.
-_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusolver", "cudnn", "nccl",
-           "nvtx")
+_WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusparse", "cusolver",
+           "cudnn", "nccl", "nvtx")
 NEEDED = ("libcudart.so.11.0", "libcublas.so.11", "libcusolver.so.11", "libcufft.so.10",
           "libcurand.so.10", "libnvrtc.so.11.2", "libcudnn.so.8", "libnccl.so.2")
 # For each version of CUDA, what replaces those; others keep their names.

@@ -23,9 +23,10 @@ SOURCES = [Path(__file__).with_name(name) for name in ("record", "compute")]
 SHARED = [Path(__file__).parents[1] / "cpu" / name
           for name in ("kernels/rnn_cell.h", "tensor_core/rule.h")]
 CUDNN, CUDNN_9 = "libcudnn.so.8", "libcudnn.so.9"
+# Wheels of cu113 to cu117 name libcusparse.so.11, and import nothing from it.
 LIBRARIES = ("libcuda.so.1", "libcudart.so.11.0", "libcublas.so.11", "libcufft.so.10",
-             "libcusolver.so.11", "libcurand.so.10", "libnvrtc.so.11.2", "libnvToolsExt.so.1",
-             "libnccl.so.2", "libnvidia-ml.so.1")
+             "libcusolver.so.11", "libcusparse.so.11", "libcurand.so.10", "libnvrtc.so.11.2",
+             "libnvToolsExt.so.1", "libnccl.so.2", "libnvidia-ml.so.1")
 _FLAGS = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
           "-Wno-unused-parameter"]
 # Functions that libmxnet.so does not import: `gluon-amp doctor`, recording.py and devices.py call
