@@ -26,8 +26,8 @@ from .watch import STATIC, Node, Observer, observed, replaced
 
 _MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
 VARIABLE = -2  # in place of an output's index in a key: data and parameters
-OBSERVED = "this network is observed by another Monitor: close that one first, or use one Monitor " \
-    "for all layers"
+OBSERVED = "this network is observed by another Monitor: close that one first, or use one " \
+    "Monitor for all layers"
 _SKETCHED = 32  # sums of a sketch
 
 
