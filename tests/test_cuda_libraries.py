@@ -81,7 +81,7 @@ static double sum;
 const char* cudnnGetErrorString(int status) { return status == 3007 ? "ARCH of 9" : "text of 9"; }
 size_t cudnnGetVersion(void) { return 92801; }
 int cudnnSetStream(void* handle, void* stream) { return (int)(size_t)stream; }
-int cudnnConvolutionBackwardFilter(long a, long b, long c, long d, long e, long f, long g, long h,
+int cudnnPoolingBackward(long a, long b, long c, long d, long e, long f, long g, long h,
     long i, long j, double x, long k, long l, long m, long n, long o, long p, double y, long q) {
   sum = a + 2*b + 3*c + 4*d + 5*e + 6*f + 7*g + 8*h + 9*i + 10*j + 11*k + 12*l + 13*m + 14*n
       + 15*o + 16*p + 17*q + x / 2 + y / 4;
@@ -90,7 +90,7 @@ int cudnnConvolutionBackwardFilter(long a, long b, long c, long d, long e, long 
 double last_sum(void) { return sum; }
 """
 WRITTEN = ("cudnnGetErrorString", "cudnnGetVersion", "cudnnSetStream",
-           "cudnnConvolutionBackwardFilter")
+           "cudnnPoolingBackward")
 
 
 def compiled(folder, name, source, *options):
@@ -126,7 +126,7 @@ def test_only_functions_that_cudnn_9_removed_are_missing(cudnn):
 
 def test_arguments_reach_newer_function(cudnn):
     words = [ctypes.c_long(2 ** i) for i in range(17)]
-    cudnn.cudnnConvolutionBackwardFilter(*words[:10], ctypes.c_double(3), *words[10:16],
+    cudnn.cudnnPoolingBackward(*words[:10], ctypes.c_double(3), *words[10:16],
                                          ctypes.c_double(5), words[16])
     last = ctypes.CDLL(str(cudnn.newer)).last_sum
     last.restype = ctypes.c_double

@@ -72,6 +72,7 @@ def second_part(args):
     torch = args.software or ("" if find_spec("torch") else "no PyTorch")
     steps = [Step(f"operators {dtype}", 150, script("operators.py", dtype, rows, *small))
              for dtype in ("float32", "float16")]
+    steps.append(Step("convolutions", 60, script("convolutions.py", rows, *small)))
     steps.append(Step("recurrent layers", 150, script("recurrent.py", rows)))
     for name in ("image_classification", "fine_tune", "train_imagenet", "language_model",
                  "object_detection"):

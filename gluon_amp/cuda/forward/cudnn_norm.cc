@@ -73,12 +73,6 @@ struct Memory { void* data = nullptr; size_t bytes = 0; };
 std::mutex g_mutex;
 std::map<const void*, Memory>& g_memory = *new std::map<const void*, Memory>;
 
-// A function of the CUDA runtime that libmxnet.so calls.
-template <class F> F runtime(const char* name) {
-  static void* const library = dlopen("libcudart.so.11.0", RTLD_NOW | RTLD_NOLOAD);
-  return library ? (F)dlsym(library, name) : nullptr;
-}
-
 void release(const void* key) {
   static const auto free_memory = runtime<int (*)(void*)>("cudaFree");  // waits for the GPU
   std::lock_guard<std::mutex> lock(g_mutex);

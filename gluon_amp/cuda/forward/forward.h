@@ -1,6 +1,7 @@
 // A library of CUDA 11 or cuDNN 8, as libmxnet.so loads it, whose functions call those of a newer library. setup.py
 // compiles one for each name. FUNCTIONS is a generated file: a line FUNCTION(name) for each function of functions.txt.
 #pragma once
+#include "../dl.h"
 
 struct Function {
   void* target;  // the newer library's function; null if it lacks it
@@ -21,3 +22,9 @@ extern "C" unsigned long long forward_result(unsigned long long result);
 
 // For cuDNN: an error of this library; returns the status, and cudnnGetErrorString the reason.
 int forward_error(int status, const char* reason);
+
+// A function of the CUDA runtime that libmxnet.so calls, or null.
+template <class F> F runtime(const char* name) {
+  static void* const library = dlopen("libcudart.so.11.0", RTLD_NOW | RTLD_NOLOAD);
+  return library ? (F)dlsym(library, name) : nullptr;
+}

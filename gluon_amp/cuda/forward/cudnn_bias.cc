@@ -1,0 +1,107 @@
+// Gradients of biases of channels-last data in float16, which are sums of rows: a product with ones. On an H200, it takes
+// 0.02 to 0.2 of the time of cuDNN's function.
+#include "forward.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include <map>
+#include <mutex>
+
+typedef void *Handle, *Tensor, *Stream, *Blas;
+typedef const void* In;
+typedef void* Out;
+
+extern "C" {
+// Functions of cuDNN 9, by forward.cc, which translates their status.
+int cudnnGetTensorNdDescriptor(Tensor, int wanted, int* type, int* count, int* dims, int* strides);
+int cudnnCreateTensorDescriptor(Tensor*);
+int cudnnDestroyTensorDescriptor(Tensor);
+int cudnnSetTensor4dDescriptor(Tensor, int format, int type, int n, int c, int h, int w);
+}
+
+namespace {
+
+enum { kHalf = 2, kNchw = 0 };                                   // cuDNN's numbers
+enum { kPlain = 0, kHalfOfBlas = 2, kSumsInFloat = 68, kDefault = -1 };  // cuBLAS's
+
+// Functions that MXNet loads, or cuDNN has.
+struct Library {
+  template <class F> static F of_cublas(const char* name) {
+    static void* const cublas = dlopen("libcublas.so.11", RTLD_NOW | RTLD_NOLOAD);
+    return cublas ? (F)dlsym(cublas, name) : nullptr;
+  }
+  int (*create)(Blas*) = of_cublas<int (*)(Blas*)>("cublasCreate_v2");
+  int (*set_stream)(Blas, Stream) = of_cublas<int (*)(Blas, Stream)>("cublasSetStream_v2");
+  int (*multiply)(Blas, int, int, int, int, int, In, In, int, int, In, int, int, In, Out, int, int, int, int) =
+      of_cublas<decltype(multiply)>("cublasGemmEx");
+  int (*allocate)(void**, size_t) = runtime<int (*)(void**, size_t)>("cudaMalloc");
+  int (*release)(void*) = runtime<int (*)(void*)>("cudaFree");
+  int (*clear_error)() = runtime<int (*)()>("cudaGetLastError");
+  int (*stream)(Handle, Stream*) = (int (*)(Handle, Stream*))forward_symbol("cudnnGetStream");
+  int (*fill)(Handle, Tensor, Out, In) = (int (*)(Handle, Tensor, Out, In))forward_symbol("cudnnSetTensor");
+
+  bool complete() const {
+    return create && set_stream && multiply && allocate && release && clear_error && stream && fill;
+  }
+};
+
+// For each of cuDNN's handles, which one thread uses at a time.
+struct Ones {
+  Blas blas = nullptr;
+  void* data = nullptr;
+  int count = 0;
+
+  // Fills memory for `wanted` ones. False if there is none.
+  bool grow(const Library& library, Handle handle, int wanted) {
+    if (count >= wanted) return true;
+    if (data) library.release(data);  // waits for the GPU
+    data = nullptr, count = 0;
+    if (library.allocate(&data, wanted * sizeof(uint16_t))) {
+      library.clear_error();
+      data = nullptr;
+      return false;
+    }
+    const float one = 1;
+    Tensor all;
+    if (cudnnCreateTensorDescriptor(&all)) return false;
+    const bool filled = !cudnnSetTensor4dDescriptor(all, kNchw, kHalf, 1, 1, 1, wanted) &&
+                        !library.fill(handle, all, data, &one);
+    cudnnDestroyTensorDescriptor(all);
+    if (filled) count = wanted;
+    return filled;
+  }
+};
+
+// Adds rows of channels-last data. False for other data.
+bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
+  static const Library library;
+  int type, axes, dims[4], strides[4];
+  if (!library.complete() || cudnnGetTensorNdDescriptor(yd, 4, &type, &axes, dims, strides) || type != kHalf || axes != 4)
+    return false;
+  const int channels = dims[1], width = strides[3];
+  const int64_t rows = (int64_t)dims[0] * dims[2] * dims[3];
+  if (strides[1] != 1 || width != channels || strides[2] != dims[3] * width || strides[0] != dims[2] * strides[2] ||
+      rows > INT32_MAX)
+    return false;
+  static std::mutex mutex;
+  static auto& kept = *new std::map<Handle, Ones>;
+  Ones* ones;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    ones = &kept[handle];
+  }
+  Stream stream;
+  return (ones->blas || !library.create(&ones->blas)) && ones->grow(library, handle, (int)rows) &&
+         !library.stream(handle, &stream) && !library.set_stream(ones->blas, stream) &&
+         !library.multiply(ones->blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones->data,
+                           kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kDefault);
+}
+
+}  // namespace
+
+API int cudnnConvolutionBackwardBias(Handle handle, In alpha, Tensor yd, In dy, In beta, Tensor bd, Out db) {
+  if (add_rows(handle, alpha, yd, dy, beta, db)) return 0;
+  const auto function = (int (*)(Handle, In, Tensor, In, In, Tensor, Out))forward_cudnnConvolutionBackwardBias.target;
+  return (int)forward_result((unsigned)function(handle, alpha, yd, dy, beta, bd, db));
+}
