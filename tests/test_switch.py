@@ -127,7 +127,8 @@ def test_script_computes_what_an_edited_one_does(policy, prepare, backward, kind
         assert all(np.array_equal(a, b) for a, b in zip(values(net), expected))
         assert trainer.loss_scale == scale
         assert switch.trains is trainer
-        assert capsys.readouterr().err == f"gluon-amp: {net.name} trains in {policy}\n"
+        assert capsys.readouterr().err \
+            == f"gluon-amp: {net.name} trains in {policy} (4 of 4 parameters)\n"
 
 
 def module_of(symbol):
@@ -222,6 +223,18 @@ def test_network_that_is_not_hybridized_is_refused(switched):
         loss_of(net).backward()
 
 
+def test_part_of_a_network_is_named(switched, capsys):
+    switched("float16")
+    net = nn.Sequential()
+    net.add(network(), nn.Dense(3, in_units=4, activation="relu"))
+    net[0].hybridize()
+    net, trainer = trained(net, hybridized=False)
+    loss_of(net).backward()
+    trainer.step(5)
+    assert f"{net[0].name} trains in float16 (4 of 6 parameters)" in capsys.readouterr().err
+    assert net[1].weight.data().dtype == np.float32
+
+
 def test_other_networks_stay_float32(switched):
     switched("float16")
     teacher = network()
@@ -259,7 +272,7 @@ def test_command_runs_a_script_with_its_arguments(tmp_path):
     script = SCRIPT.format(trainer=TRAINER, step="loss.backward(); trainer.step(1)")
     done = run(tmp_path, script, "--dtype", "float16", "--dtype", "mine")
     assert done.stdout.startswith("['--dtype', 'mine'] float16 65536"), done.stderr
-    assert "gluon-amp: dense0 trains in float16\n" in done.stderr
+    assert "gluon-amp: dense0 trains in float16 (2 of 2 parameters)\n" in done.stderr
     assert done.returncode == 0
 
 

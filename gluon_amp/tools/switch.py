@@ -65,14 +65,15 @@ class Switch:
         alive = [net for net in (one() for one in self._hybridized) if net is not None]
         nets = [net for net in alive
                 if any(id(p) in trained for p in net.collect_params().values())]
-        inside = {id(block) for net in nets for block in blocks_in(net) if block is not net}
+        inner = {id(block) for net in nets for block in blocks_in(net) if block is not net}
         for net in nets:
-            if id(net) not in inside and not isinstance(net, ConvertedBlock):
+            if id(net) not in inner and not isinstance(net, ConvertedBlock):
                 convert(net, self.policy)
-                self.tell(net.name)
+                inside = {id(p) for p in net.collect_params().values()} & trained
+                self.tell(net.name, f" ({len(inside)} of {len(trained)} parameters)")
 
-    def tell(self, name: str) -> None:
-        print(f"gluon-amp: {name} trains in {self.policy.name}", file=sys.stderr)
+    def tell(self, name: str, share: str = "") -> None:
+        print(f"gluon-amp: {name} trains in {self.policy.name}{share}", file=sys.stderr)
 
     # ---- steps
 
