@@ -55,7 +55,7 @@ class CastIter(DataIter):
     def provide_data(self) -> List[Any]:
         """Names, shapes and types of a batch's data after the cast."""
         return [DataDesc(d.name, d.shape, np.dtype(self.dtype).type
-                               if _is_float(d.dtype) else d.dtype, d.layout)
+                         if _is_float(d.dtype) else d.dtype, d.layout)
                 for d in self.data_iter.provide_data]
 
     @property
@@ -73,8 +73,8 @@ class CastIter(DataIter):
         for label in batch.label or []:
             check_label(label)
         return DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
-                               batch.index, batch.bucket_key, self.provide_data,
-                               self.provide_label)
+                         batch.index, batch.bucket_key, self.provide_data,
+                         self.provide_label)
 
     def __iter__(self) -> Iterator[Any]:
         return self

@@ -409,7 +409,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
             axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
                       color=ink, markersize=6)
         axes.set_yticks(range(len(found)), [shortened(c.low.name, LONGEST_ROW) for c, _ in found],
-                       fontsize=8)
+                        fontsize=8)
         axes.set_ylim(len(found) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)
         axes.set_xlabel(unit)

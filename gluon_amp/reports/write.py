@@ -122,7 +122,7 @@ def _arguments(groups: Sequence[Group]) -> str:
     parts = [("Of all groups" if len(groups) > 1 else groups[0].name, shared)]
     for group, arguments in zip(groups[:MOST_ARGUMENTS] if len(groups) > 1 else [], each):
         parts.append((group.named(several), {name: value for name, value in arguments.items()
-                                   if name not in shared}))
+                                             if name not in shared}))
     text = "\n".join(
         f"<details><summary>{escape(name)}</summary><dl>" + "".join(
             f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in of.items())

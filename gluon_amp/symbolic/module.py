@@ -189,7 +189,7 @@ class _Module:
         for name, weights in zip(group.param_names, group.param_arrays):
             # a checkpoint may have another type, which a kvstore would refuse
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
-                                                                         copy=False)
+                                                                       copy=False)
         if "dist" in store.kind_of(kvstore):
             kvstore = self._check_workers(kvstore)
         if by_name:

@@ -272,7 +272,7 @@ def describe(facts: Dict[str, Any]) -> str:
     """Returns the facts as text, conclusions first."""
     lines = [_conclusion(facts), *facts["notes"], "", *aligned(_machine(facts)), "",
              *aligned((v["name"], v["value"] or f"unset ({v['default']})", v["meaning"])
-                       for v in facts["environment"])]
+                      for v in facts["environment"])]
     return "\n".join([*lines, *_network(facts["network"])])
 
 

@@ -52,7 +52,7 @@ def _operators() -> List[_Operator]:
                   [(64, 128), (96, 128), (96,)]),
         _Operator("Convolution", lambda a, w, b: nd.Convolution(
             a, w, b, kernel=(3, 3), pad=(1, 1), num_filter=32), [(4, 16, 28, 28), (32, 16, 3, 3),
-                                                                (32,)]),
+                                                                 (32,)]),
         _Operator("depthwise Convolution", lambda a, w: nd.Convolution(
             a, w, no_bias=True, kernel=(3, 3), pad=(1, 1), num_filter=16, num_group=16),
             [(4, 16, 28, 28), (16, 1, 3, 3)]),

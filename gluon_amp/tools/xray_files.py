@@ -208,7 +208,7 @@ def _of_block(model: _Model, batches: List[Any], policy: Policy, loss: str) -> V
                          f"({ends[0].name}): export the network without it. Received: --loss "
                          f"{loss}. Valid: l1, l2")
     block = mx.gluon.SymbolBlock(model.symbol, [mx.sym.var(name, dtype="float32")
-                                                 for name in model.inputs])
+                                                for name in model.inputs])
     for name, parameter in block.collect_params().items():
         value = {**model.arguments, **model.auxiliary}[name]
         parameter.shape = value.shape

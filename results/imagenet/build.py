@@ -2,9 +2,9 @@
 
 With the matplotlib and pillow of the extra "results" the files are identical byte for byte.
 """
+import argparse
 import csv
 import os
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -232,5 +232,7 @@ def build(folder):
 
 
 if __name__ == "__main__":
-    for path in build(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE):
+    parser = argparse.ArgumentParser(description="Writes the files of this folder.")
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE)
+    for path in build(parser.parse_args().folder):
         print("wrote", os.path.relpath(path))

@@ -233,3 +233,10 @@ def test_import_of_build_script_builds_nothing(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert not (tmp_path / "out").exists()
+
+
+def test_help_of_build_script_builds_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), "--help"],
+                          cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: build.py")
+    assert list(tmp_path.iterdir()) == []
