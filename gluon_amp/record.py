@@ -7,11 +7,11 @@ import dataclasses
 import hashlib
 import json
 import os
-from typing import Any, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ._mxnet import mx
 from .checks import listed
-from .files import must_exist, replace_text
+from .files import must_exist, replace_file, replace_text
 from .formats import FORMATS, Format
 from .graph.graph import Graph
 from .policy import POLICIES, Policy
@@ -110,13 +110,67 @@ def record_path(params: str) -> str:
     return f"{os.path.realpath(params)}.json"
 
 
-def write_record(params: str, record: Optional[Record]) -> None:
-    """Writes the record of a file of parameters, which exists. None removes an older one."""
+def save(params: str, write: Callable[[str], None], record: Optional[Record]) -> None:
+    """Replaces a file of parameters and its record, each atomically.
+
+    The record comes first, with the checksums of the new and of the former file: so a process that
+    is killed between both leaves a file with a record.
+
+    Args:
+        params: the path of the file.
+        write: writes the parameters to a path.
+        record: the record; None removes an older one.
+    """
+    def write_both(path: str) -> None:
+        write(path)
+        if record is not None and os.path.isfile(path):
+            former = _checksums(params)[:1] if _former(params) == record else []
+            replace_text(record_path(params), record.to_json(
+                sha256=[_digest(path), *former]) + "\n")
+
+    replace_file(params, write_both)
+    if record is None:
+        remove(params)
+
+
+def save_arrays(params: str, arrays: Mapping[str, Any], record: Optional[Record]) -> None:
+    """Replaces a file of arrays of `mx.nd` or `mx.np`, and its record."""
+    classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
+    save(params, lambda path: mx.nd.save(path, classic), record)
+
+
+def remove(params: str) -> None:
+    """Removes the record of a file of parameters, if it has one."""
+    if _has_record(params):
+        os.remove(record_path(params))
+
+
+def _has_record(params: str) -> bool:
     path = record_path(params)
-    if record is not None and os.path.isfile(params):
-        replace_text(path, record.to_json(sha256=_digest(params)) + "\n")
-    elif os.path.isfile(path) and _is_ours(path):
-        os.remove(path)
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        return file.read(12) == b'{"gluon_amp"'
+
+
+def _former(params: str) -> Optional[Record]:
+    """Returns the record of the file that is replaced; None if it has none that is readable."""
+    if not _has_record(params):
+        return None
+    try:
+        return Record.from_json(_text(params), "")
+    except ValueError:
+        return None
+
+
+def _text(params: str) -> str:
+    with open(record_path(params), encoding="utf-8", errors="replace") as file:
+        return file.read()
+
+
+def _checksums(params: str) -> List[Any]:
+    found = json.loads(_text(params)).get("sha256")
+    return found if isinstance(found, list) else []
 
 
 def read_record(params: str) -> Optional[Record]:
@@ -126,12 +180,10 @@ def read_record(params: str) -> Optional[Record]:
         ValueError: the record is damaged, or it is of another file.
     """
     path = record_path(params)
-    if not os.path.isfile(params) or not os.path.isfile(path) or not _is_ours(path):
+    if not os.path.isfile(params) or not _has_record(params):
         return None
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read()
-    record = Record.from_json(text, path)
-    if json.loads(text).get("sha256") != _digest(params):
+    record = Record.from_json(_text(params), path)
+    if _digest(params) not in _checksums(params):
         raise ValueError(f"{path} has the policy and keep= of another {os.path.basename(params)}: "
                          "its checksum differs. Copy both files together, or delete "
                          f"{os.path.basename(path)}, which says nothing of this file")
@@ -178,11 +230,6 @@ def needed_record(params: str) -> Record:
                          "which does not exist. Converted networks write it beside their "
                          "parameters: copy both files, or pass policy and keep=")
     return record
-
-
-def _is_ours(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(12) == b'{"gluon_amp"'
 
 
 def _digest(path: str) -> str:

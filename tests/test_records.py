@@ -1,5 +1,6 @@
 """The policy and `keep=` in files: `like=`, and refusals of a network that differs."""
 import json
+import os
 import shutil
 
 import gluon_amp as amp
@@ -146,6 +147,31 @@ def test_float32_network_removes_an_older_record_and_no_other_file(tmp_path):
                                                           "other.params.json"]
     amp.convert(Net(), "bfloat16").load_parameters(path)
     amp.convert(Net(), "bfloat16").load_parameters(str(tmp_path / "other.params"))
+
+
+def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_path, monkeypatch):
+    net = amp.convert(make(), keep=".*dense.*")
+    path = saved(net, tmp_path)
+    before = nd.load(path)
+    net.output.bias.set_data(net.output.bias.data() + 1)
+
+    def killed(*names):
+        if str(names[1]) == path:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    replace = os.replace
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        net.save_parameters(path)
+    monkeypatch.undo()
+    for _ in range(2):
+        served = amp.convert(Net(), like=path)
+        served.load_parameters(path)
+        assert kept(served) == {"output"}
+        saved(net, tmp_path)
+    after = nd.load(path)
+    assert not np.array_equal(before["output.bias"].asnumpy(), after["output.bias"].asnumpy())
 
 
 @pytest.mark.parametrize("damage", [

@@ -16,11 +16,10 @@ import functools
 import itertools
 import math
 from ctypes import c_double, c_float
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType
-from ..files import replace_file
 from . import library
 from .bfloat16 import BFLOAT16, is_bfloat16
 
@@ -61,12 +60,6 @@ def on_device(array: Any, device: Any) -> Any:
     """Returns an array on a device; an array there unchanged. MXNet has no one method for arrays
     of `mx.nd` and `mx.np`."""
     return array if array.ctx == device else array.copyto(device)
-
-
-def save_arrays(path: str, arrays: Mapping[str, "mx.nd.NDArray"]) -> None:
-    """Writes arrays of `mx.nd` or `mx.np` to a file, atomically."""
-    classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
-    replace_file(path, lambda part: mx.nd.save(part, classic))
 
 
 def copy_into(held: Sequence["mx.nd.NDArray"], arrays: Sequence["mx.nd.NDArray"]) -> None:

@@ -39,7 +39,7 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter
-from ..cpu.arrays import HALVES, dtype_name, save_arrays, to_float32
+from ..cpu.arrays import HALVES, dtype_name, to_float32
 from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import (
@@ -55,7 +55,7 @@ from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
 from ..graph.keep import operator_names, operators_in
 from ..policy import POLICIES, Policy
-from ..record import Record, put_record, write_record
+from ..record import Record, put_record, save_arrays
 from .parameter import cast, complete_copy, constant_fits, value_of
 from .records import check_file, record_of, save_float32
 
@@ -515,8 +515,7 @@ class ConvertedHybridBlock(ConvertedBlock):
             if name in kinds:
                 arrays[f"{kinds[name]}:{name}"] = to_float32(parameter._reduce()) \
                     if remove_amp_cast else value_of(parameter)
-        save_arrays(f"{path}-{epoch:04d}.params", arrays)
-        write_record(f"{path}-{epoch:04d}.params", record_of(self, kept))
+        save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
 

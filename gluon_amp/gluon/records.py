@@ -10,11 +10,11 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 from .._mxnet import mx
 from .._mxnet import replace as wrap
 from ..annotations import Block, Network
-from ..cpu.arrays import save_arrays, to_float32
+from ..cpu.arrays import to_float32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
-from ..record import Record, read_record, record_in, refuse_others, write_record
+from ..record import Record, read_record, record_in, refuse_others, remove, save, save_arrays
 from ..training.masters import trainers_of, write
 
 _NOTE = "_record_of_gluon_amp"  # an attribute of blocks that have loaded a file with a record
@@ -167,11 +167,14 @@ def wrap_files() -> None:
     @wrap(mx.gluon.Block, "save_parameters")
     def save_parameters(self: Any, filename: str, deduplicate: bool = False, masters: Any = None,
                         *, theirs: Any) -> None:
-        if masters is None:
-            theirs(self, filename, deduplicate)
-            write_record(filename, record_of(self))
-        else:
+        record = record_of(self)
+        if masters is not None:
             save_float32(self, filename, deduplicate, masters)
+        elif record is not None:
+            save(filename, lambda path: theirs(self, path, deduplicate), record)
+        else:
+            theirs(self, filename, deduplicate)
+            remove(filename)
 
     @wrap(mx.gluon.Block, "load_parameters")
     def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, theirs: Any,
@@ -205,8 +208,7 @@ def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: 
         parameters = {name: p for p, name in last.items()}
     save_arrays(filename, {
         name: trainers[p].master(p) if p in trainers else to_float32(p._reduce())
-        for name, p in parameters.items()})
-    write_record(filename, record_of(net))
+        for name, p in parameters.items()}, record_of(net))
 
 
 def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:

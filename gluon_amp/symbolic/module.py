@@ -28,7 +28,7 @@ from ..cpu.arrays import dtype_name, is_half, to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
-from ..record import record_in, write_record
+from ..record import record_in, save
 from ..training import checkpoint as files
 from ..training.averages import Averages, Named
 from ..training.backward import Backward, Copies, restore
@@ -420,8 +420,7 @@ class _Module:
     def save_params(self, fname: str) -> None:
         """Writes the parameters, atomically, and the record of the symbol's policy."""
         mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
-        replace_file(fname, super().save_params)
-        write_record(fname, record_in(self._module()._symbol))
+        save(fname, super().save_params, record_in(self._module()._symbol))
 
     def load_params(self, fname: str) -> None:
         """Loads a file of parameters, which must not record another policy than the symbol's."""

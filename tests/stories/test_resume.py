@@ -99,4 +99,4 @@ def test_files_are_complete_if_killed_while_saving(tmp_path):
         assert all(np.isfinite(p).all() for p in parameters)
     names = {p.name for p in (tmp_path / "cut").iterdir()}
     assert {name for name in names if not name.endswith(".writing")} == {
-        "net.params", "trainer.states"}
+        "net.params", "net.params.json", "trainer.states"}
