@@ -9,7 +9,6 @@ Log lines have GluonCV's format, followed by the loss scale and the number of sk
 SAVE_DIR/log.jsonl is machine-readable (docs/recipes.md describes it). After an interruption,
 `--resume` continues from the last complete epoch, bit for bit with --num-workers 0.
 """
-import functools
 import logging
 import os
 import resource
@@ -215,12 +214,6 @@ def mixup_of(args, epoch, rank):
     return mix
 
 
-def norm(net, divisor):
-    """Returns the norm of the mean gradient. Gradients are sums, times the loss scale."""
-    return recipes.gradient_norm(p.list_grad()[0] for p in net.collect_params().values()
-                                 if p.grad_req != "null") / divisor
-
-
 def scale_text(trainer):
     return f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
 
@@ -281,10 +274,10 @@ def train(args, make_network, validates_first=False):
 
     # The Trainer, which scales the loss, and the state of a resumed run
     trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
-    first, lines = folder.resume(net, trainer)
+    first = folder.resume(net, trainer)
     if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states have it
         trainer.optimizer.begin_num_update = trainer.optimizer.num_update = first * len(loader)
-    record = folder.start_log(lines, first * len(loader))
+    record = folder.start_log(first)
     images_per_step = args.batch_size * ranks.workers
 
     for epoch in range(first, args.epochs):
@@ -305,16 +298,13 @@ def train(args, make_network, validates_first=False):
                 outputs = [net(x) for x in datas]
                 losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
             trainer.backward(losses)
-            scale, lr = trainer.loss_scale, trainer.learning_rate  # `step` may change both
-            updated = trainer.step(images_per_step)
+            trainer.step(images_per_step)
 
             metric.update(labels, outputs)
             total_loss = sum(float(one.sum().asscalar()) for one in losses)
             total, loss = total + total_loss, total_loss / args.batch_size
-            shown, speed = progress.step(i, loss, scale)
-            record.add_step(epoch, i, loss, updated, shown, lr=lr, loss_scale=scale,
-                            skipped=trainer.skipped,
-                            gradient_norm=functools.partial(norm, net, scale * images_per_step))
+            shown = record.step(trainer, loss, images_per_step)
+            speed = progress.step(loss, trainer.loss_scale, shown)
             if speed:
                 log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s",
                          epoch, i, speed, metric.get()[1], trainer.learning_rate,
@@ -329,15 +319,12 @@ def train(args, make_network, validates_first=False):
         log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
         log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
                  scale_text(trainer))
-        record.add_epoch({
-            "epoch": epoch, "accuracy": accuracy, "err_top1": top1, "err_top5": top5,
-            "loss": total / (len(loader) * args.batch_size), "validation_loss": validation_loss,
-            "samples_per_second": speed, "seconds": seconds, "lr": trainer.learning_rate,
-            "loss_scale": trainer.loss_scale, "skipped": trainer.skipped})
+        record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
+                     validation_loss=validation_loss, samples_per_second=speed)
         if args.benchmark:
             log.info("%.1f samples/s, peak memory %.0f MB", speed, peak_megabytes(devices))
         folder.save(net, trainer, epoch, record)
-    record.end()
+    record.close()
     return [line for line in record.lines if "batch" not in line]
 
 

@@ -337,7 +337,7 @@ class Part(gluon.data.Sampler):
 # ---- log.jsonl, and TensorBoard's files
 
 def add_log_flags(parser):
-    """Adds the flags of a `TrainingLog`."""
+    """Adds the flags of `start_log`."""
     add = parser.add_argument
     add("--tensorboard", metavar="FOLDER",
         help="write TensorBoard event files to this folder (pip install tensorboard)")
@@ -345,137 +345,15 @@ def add_log_flags(parser):
         help="confirm that nothing else runs on this machine: reports compare the speed")
 
 
-class TrainingLog:
-    """Collects the steps and epochs of a run, and writes log.jsonl and TensorBoard files.
-
-    Args:
-        args: the script's flags; it reads `tensorboard`.
-        path: the path of log.jsonl; None for none.
-        lines: the lines of a resumed run.
-        steps: the number of its steps.
-        rank: the rank of this process; only rank 0 writes.
-    """
-
-    def __init__(self, args, path, lines=(), steps=0, rank=0):
-        self.args, self.lines, self.steps, self.rank = args, list(lines), steps, rank
-        self.path = path if rank == 0 else None
-        self.losses = []  # since the last line of a step
-        self.events = None
-        if args.tensorboard and rank == 0:
-            self.events = EventFile(args.tensorboard)
-            self.events.add(0, "arguments", json.dumps(vars(args)))
-
-    def add_step(self, epoch, batch, loss, updated, shown, **values):
-        """Adds a step.
-
-        Args:
-            loss: the loss of the step.
-            updated: whether it updated the network.
-            shown: whether to write a log line.
-            values: lr, loss_scale, skipped and gradient_norm, each a number or a function that
-                returns it.
-        """
-        if batch == 0:
-            self.losses = []
-        self.steps += 1
-        self.losses.append(loss)
-        if updated and not shown:
-            return
-        line = {"epoch": epoch, "batch": batch, "loss": mean(self.losses),
-                **{name: value() if callable(value) else value for name, value in values.items()}}
-        if not updated:
-            line["skip"] = True
-        if shown:
-            self.losses = []
-        self._add("step", line, self.steps - 1)
-
-    def add_epoch(self, line):
-        """Adds the end of an epoch; warns of infinities or NaNs in predictions."""
-        if self.rank == 0 and not math.isfinite(line.get("validation_loss") or 0):
-            log.warning("epoch %d: the network's predictions are not finite. They use the batch "
-                        "norms' moving averages, which lag in the first steps: a deep float16 "
-                        "network may exceed 65504 until they have converged",
-                        line["epoch"])
-        self._add("epoch", line, line["epoch"])
-
-    def _add(self, kind, line, at):
-        """Adds a line. JSON has no infinities and no NaN: they become null."""
-        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in line.items()}
-        self.lines.append(line)
-        for name, value in line.items() if self.events else ():
-            if name not in ("epoch", "batch", "skip") and value is not None:
-                self.events.add(at, f"{kind}/{name}", value)
-
-    def save(self):
-        """Writes log.jsonl atomically."""
-        if self.path:
-            head = {"version": 2, "arguments": vars(self.args)}
-            replace_text(self.path, "".join(
-                json.dumps(line) + "\n" for line in [head, *self.lines]))
-
-    def end(self):
-        """Call it at the end of the run."""
-        if self.events:
-            self.events.close()
-
-
-class EventFile:
-    """Writes numbers and texts to a TensorBoard event file."""
-
-    def __init__(self, folder):
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except (ImportError, TypeError) as error:  # TypeError: too old for protobuf
-            raise ValueError("--tensorboard needs a package: pip install tensorboard. "
-                             f"{str(error).splitlines()[0]}") from None
-        self.event, self.summary, self.tensor = event_pb2.Event, summary_pb2, tensor_pb2.TensorProto
-        self.file = EventFileWriter(folder)
-        self.close = self.file.close
-
-    def add(self, step, tag, value):
-        """Adds a number or a text."""
-        made = self.summary.Summary.Value(tag=tag)
-        if isinstance(value, str):
-            made.metadata.plugin_data.plugin_name = "text"
-            made.tensor.CopyFrom(self.tensor(dtype="DT_STRING", string_val=[value.encode()]))
-        else:
-            made.simple_value = value
-        self.file.add_event(self.event(step=step, wall_time=time.time(),
-                                       summary=self.summary.Summary(value=[made])))
+def start_log(args, path, interval, begin, rank=0):
+    """Returns the log of a run with these flags. It shows no progress, which `Progress` does."""
+    return amp.Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
+                   rank=rank, progress=False)
 
 
 def mean(values):
     """Returns the mean of numbers; NaN for none."""
     return sum(values) / len(values) if values else math.nan
-
-
-def gradient_norm(gradients):
-    """Returns the global norm of gradients."""
-    return math.sqrt(sum(float(g.astype("float32").norm().asscalar()) ** 2 for g in gradients))
-
-
-def read_log(path):
-    """Returns the arguments and the lines of a log.jsonl of version 1 or 2."""
-    found = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                found.append(json.loads(text))
-            except (ValueError, RecursionError):
-                raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
-    if not found or not isinstance(found[0], dict):
-        raise ValueError(f"{path} is damaged: it must have a run's arguments, and then a line "
-                         "for each step and epoch")
-    for number, line in enumerate(found[1:], 2):
-        if not isinstance(line, dict) or type(line.get("epoch")) is not int \
-                or type(line.get("err_top1", 0.0)) not in (int, float, type(None)):
-            raise ValueError(f"{path} is damaged: line {number} is neither a step nor an epoch")
-    arguments = found[0].get("arguments", {})
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{path} is damaged: its first line must have a run's arguments")
-    return arguments, found[1:]
 
 
 # ---- the folder of a run
@@ -547,17 +425,17 @@ class RunFolder:
         """Returns the path of a file."""
         return os.path.join(self.args.save_dir, name)
 
-    def start_log(self, lines, steps):
-        """Returns the run's log, which continues earlier lines and steps."""
-        return TrainingLog(self.args, self.log if self.writes else None, lines, steps, self.rank)
+    def start_log(self, begin):
+        """Returns the run's log, which continues that of completed epochs."""
+        return start_log(self.args, self.log if self.writes else None, self.args.log_interval,
+                         begin, self.rank)
 
     def save(self, net, trainer, epoch, record):
-        """Saves the parameters, states and log of an epoch."""
+        """Saves the parameters and states of an epoch."""
         if not self.writes:
             return
         net.save_parameters(self.file(f"epoch-{epoch}.params"))
         trainer.save_states(self.file(f"epoch-{epoch}.states"))
-        record.save()
         replace_text(self.last, json.dumps({"epoch": epoch}))
         errors = [line["err_top1"] for line in record.lines if line.get("err_top1") is not None]
         if errors and errors[-1] == min(errors):
@@ -571,14 +449,14 @@ class RunFolder:
 
     def resume(self, net, trainer):
         """Loads a network and its Trainer from the last epoch, or from the files of the flags.
-        Returns the number of completed epochs, and their log lines."""
+        Returns the number of completed epochs."""
         args = self.args
         if not args.resume or not self._has_run():
             return self._start(net, trainer)
         epoch = self._last_epoch()
         files = self.file(f"epoch-{epoch}.params"), self.file(f"epoch-{epoch}.states")
         must_exist(self.log, *files)
-        flags, lines = read_log(self.log)
+        flags, lines = amp.Log.read(self.log)
         self._check_flags(flags, epoch)
         if epoch not in [line["epoch"] for line in lines if "batch" not in line]:
             raise ValueError(f"{self.log} has no end of epoch {epoch}, which {self.last} has: the "
@@ -586,7 +464,7 @@ class RunFolder:
         _load(net, trainer, *files)
         if epoch + 1 >= args.epochs:
             log.info("no epochs are left to train; --epochs above %d continues", args.epochs)
-        return epoch + 1, [line for line in lines if line["epoch"] <= epoch]
+        return epoch + 1
 
     def _start(self, net, trainer):
         """Starts a run: from scratch, or from the files of `--resume-params` and the like."""
@@ -596,7 +474,7 @@ class RunFolder:
                              "epochs to train: --epochs includes earlier epochs")
         must_exist(*filter(None, (args.resume_params, args.resume_states)))
         _load(net, trainer, args.resume_params, args.resume_states)
-        return args.resume_epoch, []
+        return args.resume_epoch
 
     def _has_run(self):
         """Returns whether the folder has a complete epoch; refuses others without last.json."""
@@ -692,22 +570,21 @@ class Progress:
         with logging_redirect_tqdm() if terminal else contextlib.nullcontext():
             yield from enumerate(self.bar)
 
-    def step(self, batch, loss, scale):
+    def step(self, loss, scale, due):
         """Shows a step.
 
         Returns:
-            Whether --log-interval makes this step a line in both logs; and the samples/s since
-            the last line if a line of text is due, else 0.
+            The samples/s since the last line of text if one is due, by --log-interval (`due`) or
+            by --log-seconds; else 0.
         """
         self.bar.set_postfix_str(f"loss {loss:.3g}, scale {scale:g}", refresh=False)
         self._batches += 1
         seconds = time.time() - self._start
-        due = (batch + 1) % self.args.log_interval == 0
         if not due and seconds < self.args.log_seconds:
-            return False, 0.0
+            return 0.0
         speed = self.samples * self._batches / max(seconds, 1e-9)
         self._start, self._batches = time.time(), 0
-        return due, speed
+        return speed
 
 
 # ---- --xray

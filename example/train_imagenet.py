@@ -10,6 +10,7 @@ import argparse
 import glob
 import itertools
 import logging
+import math
 import os
 import platform
 import time
@@ -336,10 +337,10 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.top_k:
         metrics.append(mx.metric.create("top_k_accuracy", top_k=args.top_k))
     metrics += [mx.metric.create(name) for name in LOSSES[args.loss]]
-    record = start_record(args, ranks, begin, batches)
     # The gradient is complete after the last batch of an update: log lines have its norm.
     interval = -(-args.disp_batches // per_update) * per_update
-    log = ModuleLog(record, module, interval, args.batch_size * ranks.workers)
+    record = start_record(args, ranks, begin, interval)
+    log = ModuleLog(record, module, args.batch_size * ranks.workers, bool(val))
     epoch_ends = [log.epoch_end]
     if ranks.workers > 1:
         epoch_ends += [lambda *_: module.check_ranks(), lambda *_: average_statistics(module)]
@@ -358,8 +359,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         epoch_end_callback=epoch_ends, eval_batch_end_callback=log.validation_batch_end,
         eval_end_callback=log.validation_end,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
-    record.save()
-    record.end()
+    record.close()
     return module
 
 
@@ -400,17 +400,16 @@ class AddingModule(amp.Module):
 
 
 class ModuleLog:
-    """Logs `Module.fit` to a `TrainingLog`; its methods are the callbacks of `fit`.
+    """Logs `Module.fit` to a `gluon_amp.Log`; its methods are the callbacks of `fit`.
 
     Args:
         module: an `AddingModule`.
-        interval: the number of batches between two log lines.
         images: the number of images of a batch over all ranks.
+        validates: whether epochs end with a validation.
     """
 
-    def __init__(self, log, module, interval, images):
-        self.log, self.module, self.interval, self.images = log, module, interval, images
-        self.skipped = module.skipped
+    def __init__(self, log, module, images, validates=True):
+        self.log, self.module, self.images, self.validates = log, module, images, validates
         self.start()
 
     def start(self):
@@ -420,20 +419,18 @@ class ModuleLog:
     def batch_end(self, param):
         """The `batch_end_callback` of `fit`."""
         module, optimizer = self.module, self.module._optimizer
-        scale, updated = module.gradient_scale, module.skipped == self.skipped
-        self.skipped, self.metric = module.skipped, param.eval_metric
+        scale, self.metric = module.gradient_scale, param.eval_metric
         unscale = optimizer.rescale_grad / scale
         self.losses.append(self.loss(param.locals["data_batch"]))
-        self.log.add_step(
-            param.epoch, param.nbatch, self.losses[-1], updated,
-            (param.nbatch + 1) % self.interval == 0, lr=optimizer.learning_rate, loss_scale=scale,
-            skipped=self.skipped,
-            gradient_norm=lambda: unscale * recipes.gradient_norm(module.gradients))
+        self.log.step(module, self.losses[-1], self.images, loss_scale=scale,
+                      gradient_norm=lambda: unscale * gradient_norm(module.gradients))
 
     def epoch_end(self, *_):
         """The `epoch_end_callback` of `fit`, before validation."""
         self.seconds = time.time() - self.began
         self.accuracy = dict(self.metric.get_global_name_value()).get("accuracy")
+        if not self.validates:
+            self.end()
 
     def validation_batch_end(self, param):
         """The `eval_batch_end_callback` of `fit`."""
@@ -442,16 +439,15 @@ class ModuleLog:
     def validation_end(self, param):
         """The `eval_end_callback` of `fit`."""
         found = dict(param.eval_metric.get_global_name_value())
-        line = {"epoch": param.epoch, "accuracy": self.accuracy,
-                "err_top1": 1 - found["accuracy"], "loss": recipes.mean(self.losses),
-                "validation_loss": recipes.mean(self.validation),
-                "samples_per_second": len(self.losses) * self.images / self.seconds,
-                "seconds": self.seconds, "lr": self.module._optimizer.learning_rate,
-                "loss_scale": self.module.loss_scale, "skipped": self.module.skipped}
+        errors = {"err_top1": 1 - found["accuracy"]}
         if "top_k_accuracy_5" in found:
-            line["err_top5"] = 1 - found["top_k_accuracy_5"]
-        self.log.add_epoch(line)
-        self.log.save()
+            errors["err_top5"] = 1 - found["top_k_accuracy_5"]
+        self.end(validation_loss=recipes.mean(self.validation), **errors)
+
+    def end(self, **values):
+        """Ends an epoch of the log."""
+        self.log.epoch(accuracy=self.accuracy, seconds=self.seconds, **values,
+                       samples_per_second=len(self.losses) * self.images / self.seconds)
         self.start()
 
     def loss(self, batch):
@@ -548,17 +544,21 @@ def test_reading(train, args):
     logging.info("%d batches in %.3f s", i, time.time() - begun)
 
 
-def start_record(args, ranks, begin, batches):
+def start_record(args, ranks, begin, interval):
     """Returns the run's log; --load-epoch keeps the lines of earlier epochs in log.jsonl."""
-    if not args.save_dir or ranks.rank:
-        return recipes.TrainingLog(args, None, steps=begin * batches, rank=ranks.rank)
-    os.makedirs(args.save_dir, exist_ok=True)
-    path, lines = os.path.join(args.save_dir, "log.jsonl"), []
-    if begin and os.path.exists(path):
-        lines = [line for line in recipes.read_log(path)[1] if line["epoch"] < begin]
-    elif os.path.exists(path):
-        raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
-    return recipes.TrainingLog(args, path, lines, begin * batches)
+    path = None
+    if args.save_dir and not ranks.rank:
+        os.makedirs(args.save_dir, exist_ok=True)
+        path = os.path.join(args.save_dir, "log.jsonl")
+        if not begin and os.path.exists(path) and any(
+                "batch" not in line for line in amp.Log.read(path)[1]):
+            raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
+    return recipes.start_log(args, path, interval, begin, ranks.rank)
+
+
+def gradient_norm(gradients):
+    """Returns the norm of all gradients together."""
+    return math.sqrt(sum(float(g.astype("float32").norm().asscalar()) ** 2 for g in gradients))
 
 
 def main(arguments=None):

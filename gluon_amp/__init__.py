@@ -23,6 +23,7 @@ from .onnx.export import export_onnx
 from .parallel.horovod import Horovod
 from .policy import Policy
 from .reports import read_logs, report
+from .reports.log import Log
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tools.types import types
@@ -38,11 +39,11 @@ wrap_mxnet()
 wrap_files()
 
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
-           "KernelError", "LossScaleError", "Module", "Monitor", "Policy", "StaticLossScale",
-           "Trainer", "backward", "convert", "convert_model", "convert_symbol", "data", "explain",
-           "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find", "ops",
-           "optimizer", "read_logs", "report", "restore", "scale_loss", "search", "tensor_core_dot",
-           "types", "xray"]
+           "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
+           "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
+           "data", "explain", "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find",
+           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "search",
+           "tensor_core_dot", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

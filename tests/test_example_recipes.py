@@ -1,7 +1,6 @@
 """The recipes for a language model and for detection train, in each type; logs of gradients."""
 import json
 import re
-from types import SimpleNamespace
 
 import fine_tune
 import gluon_amp as amp
@@ -12,7 +11,6 @@ import mxnet as mx
 import numpy as np
 import object_detection
 import pytest
-import recipes
 import symbolic_fine_tune
 import train_imagenet
 from traces import at_most_traces
@@ -115,11 +113,6 @@ def test_help_of_recipe_groups_flags(script, capsys):
     assert len(groups) >= 3
 
 
-class Lines(recipes.TrainingLog):
-    def __init__(self):
-        super().__init__(SimpleNamespace(tensorboard=None), None)
-
-
 @pytest.mark.parametrize("batches", [1, 2])
 def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rng):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
@@ -130,8 +123,8 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rn
     norms = []
     for loss_scale in (1, amp.DynamicLossScale(2.0 ** 24)):
         module = train_imagenet.AddingModule(net, loss_scale=loss_scale, batches=batches)
-        record = Lines()
-        log = train_imagenet.ModuleLog(record, module, batches, 4)
+        record = amp.Log(None, interval=batches)
+        log = train_imagenet.ModuleLog(record, module, 4)
         module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,
                    batch_end_callback=log.batch_end,
                    optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / 4 / batches})

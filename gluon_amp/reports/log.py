@@ -1,0 +1,299 @@
+"""`Log`: writes log.jsonl, and TensorBoard's event files, for a training loop of one's own."""
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+from ..checks import imports_of, whole_number
+from ..files import replace_text
+from .read import VERSION
+
+log = logging.getLogger("gluon_amp")
+
+_NOT_DRAWN = ("epoch", "batch", "skip", "steps")  # fields of lines that TensorBoard does not show
+
+
+class Log:
+    """A training's log, which `gluon-amp report` reads: log.jsonl, and TensorBoard's files.
+
+        log = gluon_amp.Log("log.jsonl", args)
+        for epoch in range(args.epochs):
+            for data, label in batches:
+                ...
+                trainer.step(len(label))
+                log.step(trainer, loss, len(label))
+            log.epoch(validation_accuracy=accuracy)
+
+    Each line is written when it is complete. On a terminal, one line shows the progress.
+
+    Args:
+        path: the file; None writes none.
+        arguments: the training's settings, as a dict or the Namespace of argparse. Reports group
+            runs by them: give `seed`, and `dtype` such as "float16".
+        interval: the number of steps between two lines. Skipped steps have a line each.
+        tensorboard: a folder for TensorBoard's files.
+        begin: the number of epochs that a resumed training has completed: their lines in the file
+            stay, and later ones are removed. By default the file must not exist.
+        rank: the rank of this worker. Only rank 0 writes.
+        progress: whether to show the progress; by default if stderr is a terminal.
+
+    Raises:
+        FileExistsError: the file exists, and `begin` is not given.
+        ValueError: the file that is resumed is damaged.
+    """
+
+    def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
+                 interval: int = 20, tensorboard: Optional[str] = None,
+                 begin: Optional[int] = None, rank: int = 0,
+                 progress: Optional[bool] = None) -> None:
+        """See the class for the arguments."""
+        given = {} if arguments is None else arguments
+        self.arguments: Dict[str, Any] = dict(given if isinstance(given, Mapping) else vars(given))
+        self.path = None if path is None or rank else os.fspath(path)
+        self._interval = whole_number(interval, "interval", 1)
+        self._shows = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
+        self.lines: List[Dict[str, Any]] = []
+        self._resumes = False
+        if self.path is not None:
+            self._start_file(self.path, begin)
+        self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
+        self.steps: int = next((line["steps"] for line in reversed(self.lines)
+                                if "steps" in line), 0)
+        self._last: Any = None  # the Trainer or Module of the last step
+        self._skipped = 0
+        self._start_epoch()
+        self._events = None
+        if tensorboard is not None and rank == 0:
+            self._events = _EventFile(tensorboard)
+            self._events.add(0, "arguments", json.dumps(self.arguments, default=str))
+
+    def _start_file(self, path: str, begin: Optional[int]) -> None:
+        if begin is None and os.path.exists(path):
+            raise FileExistsError(f"{path} is the log of another run. Valid: another path, or "
+                                  "begin=, the number of epochs that a resumed run has completed")
+        if begin and os.path.exists(path):
+            self.lines = [line for line in self.read(path)[1] if line["epoch"] < begin]
+            self._resumes = True  # the file does not change before the first line
+        else:
+            self._write_file(path)
+
+    def _write_file(self, path: str) -> None:
+        head = {"version": VERSION, "arguments": self.arguments}
+        replace_text(path, "".join(json.dumps(line, default=str) + "\n"
+                                   for line in (head, *self.lines)))
+
+    def _start_epoch(self) -> None:
+        self._batch = self._samples = self._due = 0
+        self._losses: List[Any] = []  # means of steps since the last line
+        self._sum = self._count = 0.0  # of earlier losses of the epoch
+        self._began = self._ended = time.time()
+
+    def step(self, trainer: Any, loss: Any, samples: int = 0, **values: Any) -> bool:
+        """Adds a step, after it; returns whether it has a line.
+
+        Args:
+            trainer: the Trainer or Module, which has `lr`, `loss_scale`, `skipped` and
+                `gradient_norm`.
+            loss: the loss: an array, a list of arrays, or a number. Arrays are read with the line.
+            samples: the number of examples of the step.
+            values: further fields, or other values of those; each may be a function.
+        """
+        skipped = getattr(trainer, "skipped", 0)
+        if trainer is self._last:
+            updated = skipped == self._skipped
+        else:  # MXNet's Trainers skip no step
+            updated = getattr(getattr(trainer, "_step", None), "updated", True)
+        self._last, self._skipped = trainer, skipped
+        self._losses.append(_mean(loss))
+        self._batch += 1
+        self._samples += samples
+        self.steps += 1
+        self._due += 1
+        shown = self._due >= self._interval
+        if shown or not updated:
+            self._write_step(values, updated)
+        self._ended = time.time()
+        if shown:
+            self._due = 0
+        return shown
+
+    def _write_step(self, values: Dict[str, Any], updated: bool) -> None:
+        found = {**_state_of(self._last, updated), **values}
+        line = {"epoch": self._epoch, "batch": self._batch - 1, "loss": self._read_losses(),
+                **{name: value() if callable(value) else value for name, value in found.items()}}
+        if not updated:
+            line["skip"] = True
+        self._add("step", line, self.steps - 1)
+        self._show(line)
+
+    def _read_losses(self) -> float:
+        """Reads the losses since the last line, and returns their mean."""
+        losses = [_number(one) for one in self._losses]
+        self._sum, self._count = self._sum + sum(losses), self._count + len(losses)
+        self._losses = []
+        return sum(losses) / len(losses) if losses else math.nan
+
+    def epoch(self, **values: Any) -> Dict[str, Any]:
+        """Ends an epoch, and returns its line.
+
+        Besides the given values it has the mean `loss` of its steps, `seconds` and
+        `samples_per_second` from its beginning to its last step, and the last step's `lr`,
+        `loss_scale` and `skipped`.
+
+        Args:
+            values: results, such as `validation_accuracy`, `validation_loss`, `accuracy` (of the
+                training) or a measure of your own, such as `validation_perplexity`.
+        """
+        if self._losses:
+            self._read_losses()
+        seconds = self._ended - self._began
+        found: Dict[str, Any] = {"epoch": self._epoch}
+        if self._count:
+            found.update(loss=self._sum / self._count, seconds=seconds)
+        if self._samples and seconds > 0:
+            found["samples_per_second"] = self._samples / seconds
+        if self._last is not None:
+            found.update(_state_of(self._last, updated=False))
+            del found["gradient_norm"]
+        found.update(values)
+        if "validation_accuracy" in found:
+            found["err_top1"] = 1 - found.pop("validation_accuracy")
+        if not math.isfinite(found.get("validation_loss") or 0):
+            log.warning("epoch %d: the network's predictions are not finite. They use the batch "
+                        "norms' moving averages, which lag in the first steps: a deep float16 "
+                        "network may exceed 65504 until they have converged", self._epoch)
+        line = self._add("epoch", {**found, "steps": self.steps}, self._epoch)
+        if self._shows:
+            print(file=sys.stderr)
+        self._epoch += 1
+        self._start_epoch()
+        return line
+
+    def _add(self, kind: str, line: Dict[str, Any], at: int) -> Dict[str, Any]:
+        """Adds a line. JSON has no infinities and no NaN: they become null."""
+        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                for name, value in line.items()}
+        self.lines.append(line)
+        if self.path is not None and self._resumes:
+            self._write_file(self.path)
+            self._resumes = False
+        elif self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        if self._events is not None:
+            for name, value in line.items():
+                if name not in _NOT_DRAWN and isinstance(value, (int, float)):
+                    self._events.add(at, f"{kind}/{name}", value)
+        return line
+
+    def _show(self, line: Dict[str, Any]) -> None:
+        """Shows the progress in the terminal's last line."""
+        if self._shows:
+            seconds = max(time.time() - self._began, 1e-9)
+            names = ("loss", "loss_scale", "skipped", "gradient_norm")
+            shown = [f"{name} {line[name]:.4g}" for name in names if line.get(name) is not None]
+            if self._samples:
+                shown.append(f"{self._samples / seconds:.0f} samples/s")
+            print(f"\r\x1b[Kepoch {self._epoch}, step {self._batch}: {', '.join(shown)}", end="",
+                  file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Ends the log: closes TensorBoard's files."""
+        if self._events is not None:
+            self._events.close()
+            self._events = None
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @staticmethod
+    def read(path: Union[str, os.PathLike[str]]) -> Tuple[Dict[str, Any], List[Dict[str, Any]]]:
+        """Returns the arguments and the lines of a log.jsonl.
+
+        A last line that was cut is left out.
+
+        Args:
+            path: the file.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        with open(path, encoding="utf-8", errors="replace") as file:
+            texts = file.read().splitlines(keepends=True)
+        found: List[Any] = []
+        for number, text in enumerate(texts, 1):
+            try:
+                found.append(json.loads(text))
+            except (ValueError, RecursionError):
+                if number == len(texts) > 1 and not text.endswith("\n"):
+                    break
+                raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
+        if not found or not isinstance(found[0], dict):
+            raise ValueError(f"{path} is damaged: it must have a run's arguments, and then a line "
+                             "for each step and epoch")
+        for number, line in enumerate(found[1:], 2):
+            if not isinstance(line, dict) or type(line.get("epoch")) is not int \
+                    or type(line.get("err_top1", 0.0)) not in (int, float, type(None)):
+                raise ValueError(f"{path} is damaged: line {number} is neither a step nor an epoch")
+        arguments = found[0].get("arguments", {})
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{path} is damaged: its first line must have a run's arguments")
+        return arguments, found[1:]
+
+
+def _mean(loss: Any) -> Any:
+    """Returns the mean of a loss, on its device; reading it is left to the next line."""
+    losses: Sequence[Any] = loss if isinstance(loss, (list, tuple)) else [loss]
+    means = [one.astype("float32").mean() if hasattr(one, "asnumpy") else float(one)
+             for one in losses]
+    if len(means) == 1:
+        return means[0]
+    sizes = [getattr(one, "size", 1) for one in losses]
+    return sum(_number(one) * size for one, size in zip(means, sizes)) / sum(sizes)
+
+
+def _number(mean: Any) -> float:
+    return float(mean.asnumpy().item() if hasattr(mean, "asnumpy") else mean)
+
+
+def _state_of(trainer: Any, updated: bool) -> Dict[str, Any]:
+    """Returns the fields that a Trainer or Module has; those of MXNet have no scale."""
+    optimizer = getattr(trainer, "_optimizer", None)
+    servers = getattr(trainer, "_update_on_kvstore", False)
+    fields = {"lr": getattr(optimizer, "learning_rate", None),
+              **{name: getattr(trainer, name) for name in ("loss_scale", "skipped")
+                 if hasattr(trainer, name)}}
+    norm = getattr(trainer, "gradient_norm", None) if updated and not servers else None
+    return {**fields, "gradient_norm": norm}
+
+
+class _EventFile:
+    """Writes numbers and texts to a TensorBoard event file."""
+
+    def __init__(self, folder: str) -> None:
+        with imports_of("tensorboard", "tensorboard="):
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._tensor = tensor_pb2.TensorProto
+        self._file = EventFileWriter(folder)
+        self.close = self._file.close
+
+    def add(self, step: int, tag: str, value: Union[float, str]) -> None:
+        """Adds a number or a text."""
+        made = self._summary.Value(tag=tag)
+        if isinstance(value, str):
+            made.metadata.plugin_data.plugin_name = "text"
+            made.tensor.CopyFrom(self._tensor(dtype="DT_STRING", string_val=[value.encode()]))
+        else:
+            made.simple_value = value
+        self._file.add_event(self._event(step=step, wall_time=time.time(),
+                                         summary=self._summary(value=[made])))

@@ -1,0 +1,197 @@
+"""`Log`: what it writes, and what reports read of it."""
+import io
+import json
+import logging
+import sys
+from argparse import Namespace
+
+import gluon_amp as amp
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+
+ARGS = Namespace(dtype="float16", seed=3)
+
+
+def train(log, epochs=1, steps=5, loss_scale=128, bad=(), plain=False):
+    """A loop of one's own, whose steps in `bad` overflow. Returns the losses and norms."""
+    mx.random.seed(1)
+    net = gluon.nn.Dense(2, in_units=4)
+    net.initialize(mx.init.Xavier())
+    if plain:
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    else:
+        amp.convert(net)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1},
+                              loss_scale=loss_scale)
+    losses, norms = [], []
+    for _ in range(epochs):
+        for step in range(steps):
+            with autograd.record():
+                loss = net(nd.ones((8, 4)) * (step + 1) / 10).square() * (
+                    float("inf") if step in bad else 1)
+            loss.backward() if plain else trainer.backward(loss)
+            trainer.step(8)
+            log.step(trainer, loss, 8)
+            losses.append(float(loss.mean().asscalar()))
+            norms.append(None if plain else trainer.gradient_norm)
+        log.epoch(validation_accuracy=0.75, validation_loss=0.5)
+    return losses, norms
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_lines_have_loss_norm_scale_and_time(tmp_path):
+    path = tmp_path / "log.jsonl"
+    losses, norms = train(amp.Log(path, ARGS, interval=2))
+    head, *steps, epoch = read(path)
+    assert head == {"version": 2, "arguments": {"dtype": "float16", "seed": 3}}
+    assert [(s["epoch"], s["batch"]) for s in steps] == [(0, 1), (0, 3)]
+    assert [s["loss"] for s in steps] == pytest.approx(
+        [np.mean(losses[:2]), np.mean(losses[2:4])], rel=1e-6)
+    assert [s["gradient_norm"] for s in steps] == [norms[1], norms[3]]
+    assert {(s["loss_scale"], s["skipped"], s["lr"]) for s in steps} == {(128, 0, 0.1)}
+    assert epoch["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert epoch["err_top1"] == 0.25
+    assert epoch["seconds"] > 0
+    assert epoch["samples_per_second"] == pytest.approx(40 / epoch["seconds"])
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_report_reads_it(tmp_path):
+    for dtype in ("float32", "float16"):
+        train(amp.Log(tmp_path / f"{dtype}.jsonl", {"dtype": dtype, "seed": 0}, interval=2), 3)
+    runs = amp.read_logs([tmp_path / "float32.jsonl", tmp_path / "float16.jsonl"])
+    assert [(run.name, run.dtype, run.final) for run in runs] == [
+        ("float32", "float32", 75.0), ("float16", "float16", 75.0)]
+    assert len(runs[0].epochs) == 3
+    page = amp.report([tmp_path / "float32.jsonl", tmp_path / "float16.jsonl"], tmp_path / "page")
+    assert "float16" in page.read_text()
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_skipped_step_has_a_line_without_numbers_that_json_lacks(tmp_path):
+    path = tmp_path / "log.jsonl"
+    train(amp.Log(path, ARGS, interval=4), steps=4, bad=[1])
+    _, skipped, shown, epoch = read(path)
+    assert (skipped["batch"], skipped["skip"], skipped["skipped"]) == (1, True, 1)
+    assert skipped["loss"] is skipped["gradient_norm"] is None
+    assert (shown["batch"], shown["skipped"], "skip" in shown) == (3, 1, False)
+    assert np.isfinite(shown["loss"])
+    assert epoch["loss"] is None
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_lines_are_in_the_file_as_soon_as_they_are_complete(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log = amp.Log(path, ARGS, interval=1)
+    assert len(read(path)) == 1
+    train(log, steps=3)
+    assert len(read(path)) == 5
+    assert log.lines == read(path)[1:]
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_resumed_run_continues_after_its_complete_epochs(tmp_path):
+    path = tmp_path / "log.jsonl"
+    train(amp.Log(path, ARGS, interval=1), epochs=3, steps=2)
+    before = read(path)
+    with open(path, "a") as file:
+        file.write('{"epoch": 3, "ba')  # the power failed
+    with pytest.raises(FileExistsError, match="begin="):
+        amp.Log(path, ARGS)
+    text = path.read_bytes()
+    log = amp.Log(path, {**vars(ARGS), "epochs": 3}, begin=2, interval=1)
+    assert path.read_bytes() == text  # until there is more
+    train(log, steps=2)
+    after = read(path)
+    assert after[0]["arguments"] == {**vars(ARGS), "epochs": 3}
+    assert after[1:7] == before[1:7]
+    assert [line["epoch"] for line in after[1:]] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [line["steps"] for line in after if "steps" in line] == [2, 4, 6]
+    amp.Log(path, ARGS, begin=0)
+    assert len(read(path)) == 1
+
+
+def test_damaged_file_is_refused_and_stays(tmp_path):
+    path = tmp_path / "log.jsonl"
+    head = '{"arguments": {}}\n'
+    for text in ("", "[1]\n", head + '{"epoch": "a"}\n', head + '{"ep\n{}\n',
+                 '{"arguments": 3}\n'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="is damaged"):
+            amp.Log(path, begin=2)
+        assert path.read_text() == text
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_trainer_of_mxnet_and_numbers_as_losses(tmp_path):
+    train(amp.Log(tmp_path / "plain.jsonl", interval=2), plain=True)
+    _, step, *_ = read(tmp_path / "plain.jsonl")
+    assert step["lr"] == 0.1
+    assert step["gradient_norm"] is None
+    assert "loss_scale" not in step
+    log = amp.Log(None, interval=1)
+    net = gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    log.step(trainer, 2.0)
+    log.step(trainer, [nd.ones(3), nd.zeros(1)], lr=lambda: 7, mine=1.5)
+    assert [line["loss"] for line in log.lines] == [2.0, 0.75]
+    assert (log.lines[1]["lr"], log.lines[1]["mine"]) == (7, 1.5)
+
+
+@pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])
+def test_predictions_that_are_not_finite_are_logged(loss, caplog):
+    with caplog.at_level(logging.WARNING, logger="gluon_amp"):
+        amp.Log(None).epoch(validation_loss=loss)
+    assert ("predictions are not finite" in caplog.text) == (loss not in (2.0, None))
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_progress_is_one_line_of_a_terminal(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", shown)
+    train(amp.Log(None, interval=1), steps=2)
+    assert shown.getvalue() == ""
+    monkeypatch.setattr(shown, "isatty", lambda: True)
+    train(amp.Log(None, interval=1), steps=2)
+    first, second = shown.getvalue().split("\r\x1b[K")[1:]
+    assert first.startswith("epoch 0, step 1: loss ")
+    assert "loss_scale 128, skipped 0, gradient_norm " in second
+    assert "samples/s" in second
+    assert "\n" not in first
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_only_rank_0_writes(tmp_path):
+    train(amp.Log(tmp_path / "log.jsonl", ARGS, rank=1, interval=1, tensorboard=str(tmp_path)))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
+def test_tensorboard_has_the_same_numbers(tmp_path):
+    with amp.Log(tmp_path / "log.jsonl", ARGS, interval=2, tensorboard=str(tmp_path / "t")) as log:
+        train(log, 2)
+    events, = (tmp_path / "t").iterdir()
+    ours, theirs = amp.read_logs([tmp_path / "log.jsonl", events])
+    assert theirs.arguments == ours.arguments == vars(ARGS)
+    assert [e.top1 for e in theirs.epochs.values()] == [e.top1 for e in ours.epochs.values()]
+    assert theirs.dtype == "float16"
+
+
+def test_missing_tensorboard_is_one_error(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ImportError, match=r"gluon-amp\[tensorboard\]"):
+        amp.Log(None, tensorboard=str(tmp_path))
+
+
+def test_invalid_interval_is_refused():
+    with pytest.raises(ValueError, match="interval must be a whole number"):
+        amp.Log(None, interval=0)
