@@ -8,6 +8,7 @@ with `--debug` all errors do.
 import argparse
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Tuple
@@ -187,6 +188,31 @@ def _report(options: argparse.Namespace) -> None:
     from ..reports import report
     print(report(options.logs, options.output, options.title, options.accuracy, options.margin,
                  options.claim_speed))
+
+
+def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("runs").add_argument
+    add("script", metavar="SCRIPT", help="a training script with the flags --dtype, --seed and "
+        "--save-dir, which writes log.jsonl into --save-dir, as gluon_amp.Log and the recipes do")
+    add("--policies", type=lambda text: text.split(","), metavar="A,B,...",
+        default=["float32", "float16", "bfloat16"],
+        help="values of --dtype (float32,float16,bfloat16)")
+    add("--seeds", type=positive, default=5, metavar="N", help="number of seeds, from 0 on (5)")
+    add("-j", "--jobs", type=positive, default=1, metavar="N", help="number of runs at a time (1)")
+    add("--flags", type=shlex.split, default=[], metavar="TEXT", help="further flags of the "
+        "script, such as --flags='--epochs 5 --lr 0.1'")
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", default="compare", metavar="DIR", help="folder of the runs and of the "
+        "report; finished runs in it are not repeated (compare)")
+    add("--margin", type=float, default=0.5, metavar="POINTS", help="margin of the equivalence "
+        "test, as for report (0.5)")
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from .compare import compare, verdicts
+    page = compare(options.script, options.policies, options.seeds, options.flags, options.output,
+                   options.jobs, options.margin)
+    print(f"{verdicts(page)}\n{page}")
 
 
 def _launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -379,6 +405,11 @@ COMMANDS = (
         "gluon-amp profile float32.jsonl float16.jsonl",
         "gluon-amp profile float32.jsonl float16.jsonl --depth 2 -o profile",
     ), _profile_arguments, _profile),
+    _Command("compare", "train a script in several types and seeds, and report the difference", (
+        "gluon-amp compare train.py",
+        "gluon-amp compare train.py --policies float32,float16,bfloat16 --seeds 5 -o digits",
+        "gluon-amp compare train.py --seeds 3 --flags=--epochs=5",
+    ), _compare_arguments, _compare),
     _Command("launch", "start several workers, of MXNet's parameter server or Horovod", (
         "gluon-amp launch -n 2 python train.py --kvstore dist_sync",
         "gluon-amp launch -n 8 -s 2 -H hosts.txt python train.py --kvstore dist_device_sync",
