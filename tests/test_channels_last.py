@@ -136,6 +136,16 @@ def test_parameters_keep_their_shapes():
     assert inferred[0] == inferred[1]
 
 
+def test_weights_of_pointwise_convolutions_are_reshaped():
+    symbol = block(sym.var("x"))
+    types = {**dict.fromkeys(symbol.list_inputs(), "float16"), **NORMS}
+    graph = channels_last(Graph.read(symbol), types, infers_shapes=False)
+    assert transposes(graph) == (2, 2)
+    shapes = {"x": (2, 3, 8, 6), "c1_weight": (8, 3, 3, 3), "c2_weight": (8, 8, 3, 3),
+              "c3_weight": (8, 8, 1, 1)}
+    assert graph.symbol().infer_shape(**shapes)[1] == symbol.infer_shape(**shapes)[1]
+
+
 @pytest.mark.parametrize("libraries_of", [None, SimpleNamespace(choice=None),
                                           SimpleNamespace(choice=SimpleNamespace(cuda=11))])
 def test_older_cudnn_gets_the_plain_graph(libraries_of, monkeypatch):

@@ -127,7 +127,7 @@ def test_only_functions_that_cudnn_9_removed_are_missing(cudnn):
 def test_arguments_reach_newer_function(cudnn):
     words = [ctypes.c_long(2 ** i) for i in range(17)]
     cudnn.cudnnPoolingBackward(*words[:10], ctypes.c_double(3), *words[10:16],
-                                         ctypes.c_double(5), words[16])
+                               ctypes.c_double(5), words[16])
     last = ctypes.CDLL(str(cudnn.newer)).last_sum
     last.restype = ctypes.c_double
     assert last() == sum((i + 1) * 2 ** i for i in range(17)) + 3 / 2 + 5 / 4

@@ -538,7 +538,7 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     """
     check_device(graph, policy, on_gpu)
     if on_gpu and blocks:
-        graph = channels_last(graph, types)
+        graph = channels_last(graph, types, infers_shapes=False)
     built = build(graph, types, policy, blocks=blocks, **settings)
     symbol = built.symbol()
     if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
