@@ -64,6 +64,8 @@ log = logging.getLogger("gluon_amp")
 # MXNet's names of shared and of pinned CPU memory
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
+_DATA = mx.gluon.Parameter.data
+
 # Held while a block is traced and its CachedOp selected: several threads may call one block.
 _CACHED_OP_LOCK = threading.RLock()
 
@@ -379,7 +381,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 with _recording():
                     return super()._call_cached_op(*args)
         with _recording():
-            out = op(*[arrays[i] if is_data else i.data() for is_data, i in inputs])
+            out = op(*_inputs_of(inputs, arrays))
         return _regroup(out if isinstance(out, list) else [out], out_format)
 
     def _op_for(self, structure: str, arrays: List[Any], args: Sequence[Any]) -> Op:
@@ -518,6 +520,21 @@ class ConvertedHybridBlock(ConvertedBlock):
         save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+
+
+def _inputs_of(sources: Iterable[Tuple[bool, Any]], data: Sequence[Array]) -> List[Array]:
+    """Returns the inputs of a CachedOp. `Parameter.data` takes a microsecond, so it is not called
+    for a dense parameter on one device."""
+    found = []
+    for is_data, source in sources:
+        if is_data:
+            found.append(data[source])
+        elif getattr(type(source), "data", None) is _DATA and source._stype == "default" \
+                and source._data is not None and len(source._data) == 1:
+            found.append(source._data[0])
+        else:
+            found.append(source.data())
+    return found
 
 
 def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,

@@ -66,10 +66,6 @@ _NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")
 _IN_LISTS = (mx.optimizer.SGD, adamw.AdamW)
 
 
-def _as_given(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
-    return lr, wd
-
-
 def _adam(made: Optimizer, lr: float, wd: float, step: int) -> Tuple[float, float]:
     return adamw.bias_corrected(made, lr, step), wd
 
@@ -83,7 +79,8 @@ class _FusedRule(NamedTuple):
     rule: str  # the engine's name
     settings: Dict[str, str]  # the operator's name of each -> the optimizer's
     fits: Callable[[Any, Sequence[Any]], bool] = lambda made, states: True
-    rate_and_decay: Callable[[Any, float, float, int], Tuple[float, float]] = _as_given
+    # from the optimizer's, and the count of updates
+    rate_and_decay: Optional[Callable[[Any, float, float, int], Tuple[float, float]]] = None
     stateless: bool = False  # whether states, if any, do not change
     # MXNet's operators that update many float16 and float32 weights in one launch on a GPU
     launches: Tuple[str, ...] = ()
@@ -544,8 +541,10 @@ class _WithMasters:
             lrs += self._get_lrs(part)
             wds += self._get_wds(part)
         steps = [self._index_update_count[index] for index in indices]
-        both = [rule.rate_and_decay(self, *numbers) for numbers in zip(lrs, wds, steps)]
-        return [lr for lr, _ in both], [wd for _, wd in both], steps
+        if rule.rate_and_decay is not None:
+            both = [rule.rate_and_decay(self, *numbers) for numbers in zip(lrs, wds, steps)]
+            lrs, wds = [lr for lr, _ in both], [wd for _, wd in both]
+        return lrs, wds, steps
 
     def settings(self, rule: _FusedRule) -> Dict[str, Any]:
         """Returns the other attributes of an operator that updates."""

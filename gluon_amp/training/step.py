@@ -137,7 +137,7 @@ class Step:
     Args:
         loss_scale: as for `Trainer`.
         max_norm: as `clip_norm` for `Trainer`.
-        trained: returns the trained parameters.
+        trained: returns the trained parameters; the same list again if nothing has changed.
         adding: returns gradients to which backward passes add; by default those of parameters.
         marked: whether autograd writes gradients. It marks the weights whose gradients it writes.
             The marks are cleared after each pass of `backward.py`, so a mark at the step comes
@@ -174,6 +174,7 @@ class Step:
         self.averages: Optional[Averages] = None
         self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
             marked
+        self._last_trained: List[Trained] = []  # of the last `_find`
         self._cached_lists: List[Any] = []  # those of `Trained` in the last `_find`
         self._gradients: List[Gradient] = []  # their gradients
         self._squares: List[Squares] = []  # the last sums of squares of them
@@ -259,6 +260,8 @@ class Step:
         """Returns all gradients. Those of parameters that were cast or moved since the last call
         are not new."""
         trained = self._trained()
+        if trained is self._last_trained:
+            return self._gradients
         lists = [arrays for one in trained for arrays in (one.weights, one.gradients)]
         if self._marked and not trained:
             raise RuntimeError("nothing to train: all parameters of this Trainer have "
@@ -268,6 +271,7 @@ class Step:
             made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
             self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in made]
             self._cached_lists, self._squares = lists, []
+        self._last_trained = trained
         return self._gradients
 
     def _is_marked(self, clear: bool = False) -> Iterable[int]:
@@ -423,8 +427,11 @@ class Step:
 
     def check_writes(self) -> None:
         """Raises an error if others have written to gradients."""
-        written = [g.name for gradients, counts in self._writes
-                   for g, count in zip(gradients, read(counts)) if count]
+        written = []
+        for gradients, vector in self._writes:
+            counts = read(vector)
+            if any(counts):
+                written += [g.name for g, count in zip(gradients, counts) if count]
         self._writes.clear()
         if written:
             scale, unscaled = self.scale, self.unscaled

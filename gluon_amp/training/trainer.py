@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
-from ..checks import counted, positive_number
+from ..checks import counted, positive_number, same_objects
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
@@ -79,6 +79,9 @@ class Trainer(mx.gluon.Trainer):
         """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._averaged: List[Any] = []  # `AveragedWeights`
+        # what `_trained` has found
+        self._found: List[Any] = []
+        self._found_trained: List[Trained] = []
         self._step = Step(loss_scale, clip_norm, self._trained)
         self._workers = self._step.workers
         if not parameters:
@@ -167,9 +170,13 @@ class Trainer(mx.gluon.Trainer):
     def _trained(self) -> List[Trained]:
         """Returns the trained parameters. MXNet replaces their lists of arrays if it casts or moves
         them."""
-        return [Trained(i, p.name, p._data or p.list_data(),  # or its error
+        found = [one for p in self._params for one in (p._data, p._grad, p._grad_req)]
+        if not same_objects(found, self._found):
+            self._found, self._found_trained = found, [
+                Trained(i, p.name, p._data or p.list_data(),  # or its error
                         p._grad, p.grad_req == "add")
                 for i, p in enumerate(self._params) if p.grad_req != "null"]
+        return self._found_trained
 
     # ---- a step
 

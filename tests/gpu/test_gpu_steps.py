@@ -185,3 +185,33 @@ def test_two_optimizers_of_one_network_do_not_share_state():
     update = calls_of(lambda: first.trainer.step(4))
     assert [call for call in update if "where" in call.kernel.lower()]
     assert isinstance(first.trainer, gluon.Trainer)
+
+
+@pytest.mark.parametrize(("optimizer", "launches"), [("sgd", 3), ("adamw", 3), ("lamb", 18)])
+def test_only_the_update_follows_the_check(optimizer, launches):
+    training = Training(layers(40), optimizer=optimizer, loss_scale=settled_scale())
+    _, update = settled(training, numbers(*DATA))
+    check = min(i for i, call in enumerate(update) if call.is_copy_to_host)
+    kernels = [call.kernel for call in update[check:] if call.is_launch and COPY not in call.kernel]
+    # of 41 float16 weights and 81 float32 ones, at most 45 together
+    assert len(kernels) == launches, kernels
+
+
+def test_step_after_a_skipped_one_compares_no_weights():
+    training = Training(layers(2), loss_scale=settled_scale())
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    recording.pretend_finite(False, HALVES)
+    training.step(data)
+    assert training.trainer.skipped == 1
+    recording.pretend("GlobalReductionKernel<mshadow::half", 2, 0.0, 0)
+    update = calls_of(lambda: training.step(data))
+    assert training.trainer.skipped == 1
+    assert not [call for call in update if "where" in call.kernel.lower()]
+
+
+def test_step_without_loss_scale_reads_nothing():
+    training = Training(layers(2), loss_scale=None)
+    calls = [call for part in settled(training, numbers(*DATA)) for call in part]
+    assert counted(calls)["copies"] == 0
