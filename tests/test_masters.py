@@ -288,6 +288,21 @@ def test_checkpoint_resumes_averages_bit_for_bit(decay, policy, devices, tmp_pat
     assert resumed.count == averaged.count == 5
 
 
+def test_learning_rate_range_test_changes_no_average():
+    net = network()
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 2)
+    before = averaged.value(net[0].weight).asnumpy()
+    data, label = array(np.ones((8, 4), "float32")), array(np.ones((8, 2), "float32"))
+    amp.lr_find(net, trainer, gluon.loss.L2Loss(), [(data, label)], steps=10)
+    assert averaged.updates == 2
+    assert np.array_equal(averaged.value(net[0].weight).asnumpy(), before)
+    assert trainer.gradient_norm is None
+    train(net, trainer, 1)
+    assert averaged.updates == 3
+
+
 def test_states_of_other_averages_are_refused_and_old_states_restart(tmp_path):
     path, old = str(tmp_path / "net.states"), str(tmp_path / "old.states")
     net = network()

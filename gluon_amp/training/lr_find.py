@@ -187,6 +187,9 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     attributes = pickle.dumps(optimizer.__getstate__())
     states = [updater.get_states() for updater in trainer._updaters]
     steps = trainer._step.state() if isinstance(trainer, Trainer) else None
+    averaged = getattr(trainer, "_averaged", [])
+    if averaged:
+        trainer._averaged = []  # the sweep is no training
     optimizer.lr_scheduler = None  # the sweep sets the rate
     try:
         yield
@@ -202,3 +205,5 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
             updater.set_states(before)
         if steps is not None:
             trainer._step.load(steps)
+        if averaged:
+            trainer._averaged = averaged

@@ -683,7 +683,7 @@ class Step:
         if state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row, self.has_updated = skipped, in_a_row, True
-        self._last_overflowed, self.weights_replaced = (), False
+        self._last_overflowed, self._last_norm, self.weights_replaced = (), None, False
         self.reset()
 
 

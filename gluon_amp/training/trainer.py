@@ -499,6 +499,7 @@ class Trainer(mx.gluon.Trainer):
         checkpoint.save(fname, self._step, self._optimizer, super().save_states,
                         names=[p.name for p in self._params], averaged=averaged,
                         scales=[s.read() for s in scales_of(self._params)])
+        self._optimizer.trainer_state.pop("averaged")  # copies of the optimizer need no averages
 
     def load_states(self, fname: str) -> None:
         """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
