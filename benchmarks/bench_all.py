@@ -47,7 +47,9 @@ def lines() -> List[Line]:
                                           "prediction"], [("GLUON_AMP_ISA", isa)])
                   for name in harness.NETWORKS]
     if find_spec("torch"):
-        found.append(Line("PyTorch", ["torch_nets.py"]))
+        found += [Line("PyTorch", ["torch_nets.py"]),
+                  Line("PyTorch bfloat16", ["torch_nets.py", "--compared"],
+                       [("OMP_NUM_THREADS", "1")])]
     else:
         print("PyTorch is skipped: it is not installed (pip install 'gluon-amp[bench]')")
     return found
