@@ -1,5 +1,5 @@
-"""Batch norms of channels-last data in float16 give the CPU's results. With cuDNN 9, they use the
-functions that select its fast kernels."""
+"""Batch norms of channels-last data in float16 give the CPU's results, and so do gradients of
+convolutions' biases. With cuDNN 9, they use fast functions."""
 import os
 
 import mxnet as mx
@@ -52,3 +52,23 @@ def test_prediction_matches_cpu(shape, axis):
     on_cpu = results(shape, axis, mx.cpu(), training=False, dtype="float32")
     for one, other in zip(on_gpu[:3], on_cpu):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(("request_", "batch", "channels"), [
+    ("write", 2, 6), ("add", 2, 6), ("write", 3, 1)])
+def test_bias_gradients_of_channels_last_convolutions(request_, batch, channels):
+    random, before = np.random.RandomState(0), recording.violations()
+    x, w, b, head = (nd.array(random.randn(*shape), dtype="float16", ctx=mx.gpu(0)) for shape in (
+        (batch, 5, 4, 8), (channels, 1, 1, 8), (channels,), (batch, 5, 4, channels)))
+    b.attach_grad(request_)
+    b.grad[:] = 1
+    begin = recording.position()
+    with autograd.record():
+        y = nd.Convolution(x, w, b, kernel=(1, 1), num_filter=channels, layout="NHWC")
+    y.backward(head)
+    expected = head.asnumpy().astype("float32").sum(axis=(0, 1, 2)) + (request_ == "add")
+    np.testing.assert_allclose(b.grad.asnumpy(), expected, rtol=2e-3, atol=4e-3)
+    assert recording.violations() == before
+    recording.mark("")
+    names = [call.name for call in recording.calls(begin)]
+    assert ("cudnnConvolutionBackwardBias" not in names) == CUDNN_9

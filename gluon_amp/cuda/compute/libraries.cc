@@ -226,9 +226,11 @@ void norm_training(const Norm& norm, V x, V y, V gamma, V bias, V running_mean, 
     if (inverse) parameters(norm, inverse).set(k, inv[k]);
   }
   const Array g = parameters(norm, gamma), b = parameters(norm, bias);
+  const auto added = norm.z ? read(norm.xd, norm.z) : std::vector<float>();
   write(norm.alpha, norm.beta, norm.xd, y, [&](ll i) {
     const ll k = group(i);
-    return g[k] * (data[i] - m[k]) * inv[k] + b[k];
+    const double sum = g[k] * (data[i] - m[k]) * inv[k] + b[k] + (norm.z ? added[i] : 0);
+    return norm.relu && sum < 0 ? 0 : sum;
   });
 }
 
@@ -243,10 +245,17 @@ void norm_inference(const Norm& norm, V x, V y, V gamma, V bias, V mean, V varia
   });
 }
 
-void norm_backward(const Norm& norm, V alpha_parameters, V beta_parameters, V x, V dy, V dx, V gamma, V dgamma, V dbias,
-                   V mean, V inverse) {
+void norm_backward(const Norm& norm, V alpha_parameters, V beta_parameters, V x, V y, V dy, V dz, V dx, V gamma, V dgamma,
+                   V dbias, V mean, V inverse) {
   const Groups group(norm);
-  const auto data = read(norm.xd, x), gradient = read(norm.xd, dy);
+  const auto data = read(norm.xd, x);
+  auto gradient = read(norm.xd, dy);
+  if (norm.relu) {
+    const auto out = read(norm.xd, y);
+    for (size_t i = 0; i < out.size(); i++)
+      if (!(out[i] > 0)) gradient[i] = 0;
+  }
+  if (dz) write(norm.alpha, norm.beta, norm.xd, dz, [&](ll i) { return gradient[i]; });
   std::vector<double> m(group.parameters), inv(group.parameters), first(group.parameters), second(group.parameters);
   if (mean && inverse) {
     for (ll k = 0; k < group.parameters; k++) {

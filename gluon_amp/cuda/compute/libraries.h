@@ -23,11 +23,14 @@ struct Norm {
   V alpha, beta;
   D xd, pd;  // data, parameters
   double epsilon, factor;
+  bool relu = false;  // of the result and, if it is not null, z
+  V z = nullptr;
 };
 void norm_training(const Norm& norm, V x, V y, V gamma, V bias, V running_mean, V running_var, V mean, V inverse);
 void norm_inference(const Norm& norm, V x, V y, V gamma, V bias, V mean, V variance);
-void norm_backward(const Norm& norm, V alpha_parameters, V beta_parameters, V x, V dy, V dx, V gamma, V dgamma, V dbias,
-                   V mean, V inverse);
+// y and dz: null without a ReLU, and without an addition
+void norm_backward(const Norm& norm, V alpha_parameters, V beta_parameters, V x, V y, V dy, V dz, V dx, V gamma, V dgamma,
+                   V dbias, V mean, V inverse);
 
 void activation(D a, V alpha, D xd, V x, V beta, D yd, V y);
 void activation_backward(D a, V alpha, D yd, V y, V dy, V x, V beta, V dx);

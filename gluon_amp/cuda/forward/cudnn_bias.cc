@@ -7,22 +7,21 @@
 
 #include <map>
 #include <mutex>
+#include <vector>
 
 typedef void *Handle, *Tensor, *Stream, *Blas;
 typedef const void* In;
 typedef void* Out;
 
 extern "C" {
-// Functions of cuDNN 9, by forward.cc, which translates their status.
+// A function of cuDNN 9, by forward.cc, which translates its status.
 int cudnnGetTensorNdDescriptor(Tensor, int wanted, int* type, int* count, int* dims, int* strides);
-int cudnnCreateTensorDescriptor(Tensor*);
-int cudnnDestroyTensorDescriptor(Tensor);
-int cudnnSetTensor4dDescriptor(Tensor, int format, int type, int n, int c, int h, int w);
 }
 
 namespace {
 
-enum { kHalf = 2, kNchw = 0 };                                   // cuDNN's numbers
+enum { kHalf = 2 };                                              // cuDNN's number
+enum { kToDevice = 1 };                                          // the CUDA runtime's
 enum { kPlain = 0, kHalfOfBlas = 2, kSumsInFloat = 68, kDefault = -1 };  // cuBLAS's
 
 // Functions that MXNet loads, or cuDNN has.
@@ -39,10 +38,10 @@ struct Library {
   int (*release)(void*) = runtime<int (*)(void*)>("cudaFree");
   int (*clear_error)() = runtime<int (*)()>("cudaGetLastError");
   int (*stream)(Handle, Stream*) = (int (*)(Handle, Stream*))forward_symbol("cudnnGetStream");
-  int (*fill)(Handle, Tensor, Out, In) = (int (*)(Handle, Tensor, Out, In))forward_symbol("cudnnSetTensor");
+  int (*copy)(Out, In, size_t, int) = runtime<int (*)(Out, In, size_t, int)>("cudaMemcpy");
 
   bool complete() const {
-    return create && set_stream && multiply && allocate && release && clear_error && stream && fill;
+    return create && set_stream && multiply && allocate && release && clear_error && stream && copy;
   }
 };
 
@@ -53,7 +52,7 @@ struct Ones {
   int count = 0;
 
   // Fills memory for `wanted` ones. False if there is none.
-  bool grow(const Library& library, Handle handle, int wanted) {
+  bool grow(const Library& library, int wanted) {
     if (count >= wanted) return true;
     if (data) library.release(data);  // waits for the GPU
     data = nullptr, count = 0;
@@ -62,14 +61,13 @@ struct Ones {
       data = nullptr;
       return false;
     }
-    const float one = 1;
-    Tensor all;
-    if (cudnnCreateTensorDescriptor(&all)) return false;
-    const bool filled = !cudnnSetTensor4dDescriptor(all, kNchw, kHalf, 1, 1, 1, wanted) &&
-                        !library.fill(handle, all, data, &one);
-    cudnnDestroyTensorDescriptor(all);
-    if (filled) count = wanted;
-    return filled;
+    const std::vector<uint16_t> ones(wanted, 0x3c00);  // in float16
+    if (library.copy(data, ones.data(), wanted * sizeof ones[0], kToDevice)) {
+      library.clear_error();
+      return false;
+    }
+    count = wanted;
+    return true;
   }
 };
 
@@ -92,7 +90,7 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
     ones = &kept[handle];
   }
   Stream stream;
-  return (ones->blas || !library.create(&ones->blas)) && ones->grow(library, handle, (int)rows) &&
+  return (ones->blas || !library.create(&ones->blas)) && ones->grow(library, (int)rows) &&
          !library.stream(handle, &stream) && !library.set_stream(ones->blas, stream) &&
          !library.multiply(ones->blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones->data,
                            kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kDefault);

@@ -66,53 +66,34 @@ struct Described {
   }
 };
 
-// Memory of the GPU: the workspace of each handle, which one thread uses at a time and whose calls run in order; and
-// what cuDNN keeps for the backward pass besides mean and variance, by the address of that mean. A forward pass writes
-// both, so a backward pass that reads a mean finds what belongs to it.
-struct Memory { void* data = nullptr; size_t bytes = 0; };
+// Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order.
+struct Workspace { void* data = nullptr; size_t bytes = 0; };
 std::mutex g_mutex;
-std::map<const void*, Memory>& g_memory = *new std::map<const void*, Memory>;
-
-void release(const void* key) {
-  static const auto free_memory = runtime<int (*)(void*)>("cudaFree");  // waits for the GPU
-  std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_memory.find(key);
-  if (found == g_memory.end()) return;
-  free_memory(found->second.data);
-  g_memory.erase(found);
-}
+std::map<Handle, Workspace>& g_workspaces = *new std::map<Handle, Workspace>;
 
 // Returns memory of `bytes`; null for 0 bytes, or if there is none.
-void* memory(const void* key, size_t bytes) {
+void* workspace(Handle handle, size_t bytes) {
   static const auto allocate = runtime<int (*)(void**, size_t)>("cudaMalloc");
+  static const auto release = runtime<int (*)(void*)>("cudaFree");
   static const auto clear_error = runtime<int (*)()>("cudaGetLastError");
-  if (!bytes || !allocate || !clear_error) return nullptr;
-  {
-    std::lock_guard<std::mutex> lock(g_mutex);
-    const auto found = g_memory.find(key);
-    if (found != g_memory.end() && found->second.bytes >= bytes) return found->second.data;
-  }
-  release(key);
-  Memory made{nullptr, bytes};
-  if (allocate(&made.data, bytes)) {
+  if (!bytes || !allocate || !release || !clear_error) return nullptr;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  Workspace& kept = g_workspaces[handle];
+  if (kept.bytes >= bytes) return kept.data;
+  if (kept.data) release(kept.data);  // waits for the GPU
+  kept = {nullptr, bytes};
+  if (allocate(&kept.data, bytes)) {
     clear_error();
-    return nullptr;
+    kept = {};
   }
-  std::lock_guard<std::mutex> lock(g_mutex);
-  g_memory[key] = made;
-  return made.data;
+  return kept.data;
 }
 
-// The memory that a forward pass has written.
-void* written(const void* key) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_memory.find(key);
-  return found == g_memory.end() ? nullptr : found->second.data;
-}
-
-// The bytes that cuDNN keeps for the backward pass.
-bool kept_bytes(Handle handle, Tensor x, size_t* bytes) {
-  return !cudnnGetBatchNormalizationTrainingExReserveSpaceSize(handle, kPersistent, kNormOnly, nullptr, x, bytes);
+// Whether cuDNN keeps nothing from the forward to the backward pass besides mean and variance. cuDNN 9.19 does so.
+bool keeps_nothing(Handle handle, Tensor x) {
+  size_t bytes;
+  return !cudnnGetBatchNormalizationTrainingExReserveSpaceSize(handle, kPersistent, kNormOnly, nullptr, x, &bytes) &&
+         !bytes;
 }
 
 template <class F> F newer(F, const Function& function) { return (F)function.target; }
@@ -135,19 +116,16 @@ API int cudnnBatchNormalizationForwardTraining(Handle handle, int mode, In alpha
                                                Out running_var, double epsilon, Out mean, Out inverse) {
   const Described data(xd, xd == yd);
   if (data.channels_last) xd = yd = data.tensor;
-  size_t bytes, kept;
-  if (data.channels_last && mode == kPersistent && kept_bytes(handle, xd, &kept) &&
+  size_t bytes;
+  if (data.channels_last && mode == kPersistent && keeps_nothing(handle, xd) &&
       !cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(handle, mode, kNormOnly, xd, nullptr, yd, pd, nullptr,
-                                                                &bytes)) {
-    void *const work = memory(handle, bytes), *const reserve = memory(mean, kept);
-    if (work && (reserve || !kept)) {
+                                                                &bytes))
+    if (void* work = workspace(handle, bytes)) {
       const int status = cudnnBatchNormalizationForwardTrainingEx(
           handle, mode, kNormOnly, alpha, beta, xd, x, nullptr, nullptr, yd, y, pd, scale, bias, factor, running_mean,
-          running_var, epsilon, mean, inverse, nullptr, work, bytes, reserve, kept);
+          running_var, epsilon, mean, inverse, nullptr, work, bytes, nullptr, 0);
       if (status != kNotSupported) return status;
     }
-  }
-  release(mean);
   return translated(NEWER(cudnnBatchNormalizationForwardTraining)(handle, mode, alpha, beta, xd, x, yd, y, pd, scale,
                                                                   bias, factor, running_mean, running_var, epsilon,
                                                                   mean, inverse));
@@ -158,24 +136,29 @@ API int cudnnBatchNormalizationBackward(Handle handle, int mode, In alpha, In be
                                         Out dbias, double epsilon, In mean, In inverse) {
   const Described data(xd, xd == dyd && xd == dxd);
   if (data.channels_last) xd = dyd = dxd = data.tensor;
-  size_t bytes, kept;
-  if (data.channels_last && mode == kPersistent && mean && inverse && kept_bytes(handle, xd, &kept) &&
+  size_t bytes;
+  if (data.channels_last && mode == kPersistent && mean && inverse && keeps_nothing(handle, xd) &&
       !cudnnGetBatchNormalizationBackwardExWorkspaceSize(handle, mode, kNormOnly, xd, nullptr, dyd, nullptr, dxd, pd,
-                                                         nullptr, &bytes)) {
-    void *const work = memory(handle, bytes), *const reserve = written(mean);
-    if (work && (reserve || !kept)) {
+                                                         nullptr, &bytes))
+    if (void* work = workspace(handle, bytes)) {
       const int status = cudnnBatchNormalizationBackwardEx(
           handle, mode, kNormOnly, alpha, beta, alpha_p, beta_p, xd, x, nullptr, nullptr, dyd, dy, nullptr, nullptr, dxd,
-          dx, pd, scale, nullptr, dscale, dbias, epsilon, mean, inverse, nullptr, work, bytes, reserve, kept);
+          dx, pd, scale, nullptr, dscale, dbias, epsilon, mean, inverse, nullptr, work, bytes, nullptr, 0);
       if (status != kNotSupported) return status;
     }
-  }
   return translated(NEWER(cudnnBatchNormalizationBackward)(handle, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy,
                                                            dxd, dx, pd, scale, dscale, dbias, epsilon, mean, inverse));
 }
 
 // Frees the handle's workspace.
 API int cudnnDestroy(Handle handle) {
-  release(handle);
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    const auto found = g_workspaces.find(handle);
+    if (found != g_workspaces.end()) {
+      if (found->second.data) runtime<int (*)(void*)>("cudaFree")(found->second.data);
+      g_workspaces.erase(found);
+    }
+  }
   return translated(NEWER(cudnnDestroy)(handle));
 }

@@ -53,7 +53,8 @@ API const char* cudnnGetErrorString(int e) {
 }
 API int cudnnCreate(void** h) { *h = made_handle(); return 0; }
 API int cudnnDestroy(void*) { return 0; }
-API int cudnnSetStream(void*, void* s) { return live("cudnnSetStream", s) ? 0 : BAD_PARAM; }
+API int cudnnSetStream(void** h, void* s) { *h = s; return live("cudnnSetStream", s) ? 0 : BAD_PARAM; }
+API int cudnnGetStream(void** h, void** s) { *s = *h; return 0; }
 
 #define DESCRIPTOR(kind)                                                          \
   API int cudnnCreate##kind##Descriptor(D* d) { *d = new Desc(); return 0; }      \

@@ -15,12 +15,12 @@ static int norm_check(const char* call, D x, D y, D p) {
   return 0;
 }
 static int norm_forward(const char* name, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
-                        double factor, V rm, V rv, double epsilon, V sm, V sv) {
+                        double factor, V rm, V rv, double epsilon, V sm, V sv, bool relu = false, V z = nullptr) {
   if (int e = norm_check(name, xd, yd, pd)) return e;
   return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
                    {"running_mean", pd, rm}, {"running_var", pd, rv}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
             ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED,
-                      [&] { norm_training({mode, alpha, beta, xd, pd, epsilon, factor}, x, y, g, b, rm, rv, sm, sv); });
+                      [&] { norm_training({mode, alpha, beta, xd, pd, epsilon, factor, relu, z}, x, y, g, b, rm, rv, sm, sv); });
 }
 API int cudnnBatchNormalizationForwardTraining(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
                                                double factor, V rm, V rv, double epsilon, V sm, V sv) {
@@ -36,12 +36,15 @@ API int cudnnBatchNormalizationForwardInference(void*, int mode, V alpha, V beta
                       [&] { norm_inference({mode, alpha, beta, xd, pd, epsilon, 0}, x, y, g, b, m, v); });
 }
 static int norm_gradients(const char* name, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
-                          D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
+                          D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv, bool relu = false,
+                          V y = nullptr, V dz = nullptr) {
   if (int e = norm_check(name, xd, dxd, pd)) return e;
   return then_compute(name, call_with(name, {{"x", xd, x}, {"dy", dyd, dy}, {"dx", dxd, dx}, {"scale", pd, g},
-                   {"dscale", pd, dg}, {"dbias", pd, db}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
+                   {"dscale", pd, dg}, {"dbias", pd, db}, {"saved_mean", sm ? pd : nullptr, sm},
+                   {"saved_var", sv ? pd : nullptr, sv}},
             ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED, [&] {
-              norm_backward({mode, alpha, beta, xd, pd, epsilon, 0}, alpha_p, beta_p, x, dy, dx, g, dg, db, sm, sv);
+              norm_backward({mode, alpha, beta, xd, pd, epsilon, 0, relu}, alpha_p, beta_p, x, y, dy, dz, dx, g, dg, db,
+                            sm, sv);
             });
 }
 API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
@@ -50,45 +53,54 @@ API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alph
                         pd, g, dg, db, epsilon, sm, sv);
 }
 
-// ---- cuDNN's fast kernels for channels-last float16 data, which need a workspace and a reserve space
+// ---- cuDNN's fast kernels for channels-last float16 data: they need a workspace, with an addition also a reserve space
 
 static const size_t kNormSpace = 1 << 12, kNormReserve = 1 << 9;  // bytes
-static size_t fast(int mode, D x, size_t bytes) { return mode == 2 && x->type == 2 && x->format == 1 ? bytes : 0; }
+// `bytes` where these kernels run: with other operations than a batch norm alone, for multiples of 4 channels.
+static size_t fast(int mode, int operation, D x, size_t bytes) {
+  return mode == 2 && x->type == 2 && x->format == 1 && !(operation && x->dims[1] % 4) ? bytes : 0;
+}
 
 API int cudnnGetBatchNormalizationTrainingExReserveSpaceSize(void*, int mode, int operation, D, D xd, size_t* n) {
-  *n = fast(mode, xd, kNormReserve);
-  return operation ? NOT_SUPPORTED : 0;
+  *n = operation == 2 ? fast(mode, operation, xd, kNormReserve) : 0;
+  return operation && !fast(mode, operation, xd, 1) ? NOT_SUPPORTED : 0;
 }
 API int cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D,
                                                                  size_t* n) {
-  *n = fast(mode, xd, kNormSpace);
-  return operation ? NOT_SUPPORTED : 0;
+  *n = fast(mode, operation, xd, kNormSpace);
+  return operation && !*n ? NOT_SUPPORTED : 0;
 }
 API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int mode, int operation, D xd, D, D, D, D, D, D,
                                                           size_t* n) {
-  *n = fast(mode, xd, kNormSpace);
-  return operation ? NOT_SUPPORTED : 0;
+  *n = fast(mode, operation, xd, kNormSpace);
+  return operation && !*n ? NOT_SUPPORTED : 0;
 }
-static int norm_spaces_check(const char* call, int mode, int operation, D xd, V s, size_t n, V r, size_t rn) {
-  if (operation) return bad(call, "operation", NOT_SUPPORTED);
-  if (n < fast(mode, xd, kNormSpace) || rn < fast(mode, xd, kNormReserve)) return bad(call, "a space is too small");
+// Checks the spaces, and that arrays are given as the operation needs them: a ReLU needs `of_relu`, an addition z.
+static int norm_ex_check(const char* call, int mode, int operation, D xd, const T& z, V of_relu, V s, size_t n, V r,
+                         size_t rn) {
+  if (operation && !fast(mode, operation, xd, 1)) return bad(call, "operation", NOT_SUPPORTED);
+  if (n < fast(mode, operation, xd, kNormSpace) || (operation == 2 && rn < kNormReserve)) return bad(call, "a space is too small");
+  if (operation && !of_relu) return bad(call, "an array or descriptor of the ReLU is missing", BAD_PARAM);
+  if ((operation == 2) != (z.data != nullptr)) return bad(call, "z", BAD_PARAM);
+  if (z.data && !fits(call, z)) return EXECUTION_FAILED;
   return check(call, "workspace", s, n) && check(call, "reserve", r, rn) ? 0 : EXECUTION_FAILED;
 }
-API int cudnnBatchNormalizationForwardTrainingEx(void*, int mode, int operation, V alpha, V beta, D xd, V x, D, V, D yd,
-                                                 V y, D pd, V g, V b, double factor, V rm, V rv, double epsilon, V sm,
-                                                 V sv, D, V s, size_t n, V r, size_t rn) {
+API int cudnnBatchNormalizationForwardTrainingEx(void*, int mode, int operation, V alpha, V beta, D xd, V x, D zd, V z,
+                                                 D yd, V y, D pd, V g, V b, double factor, V rm, V rv, double epsilon,
+                                                 V sm, V sv, D relu, V s, size_t n, V r, size_t rn) {
   const char* name = "cudnnBatchNormalizationForwardTrainingEx";
-  if (int e = norm_spaces_check(name, mode, operation, xd, s, n, r, rn)) return e;
-  if (computes()) *(V*)real(r) = sm;
-  return norm_forward(name, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv);
+  if (int e = norm_ex_check(name, mode, operation, xd, {"z", zd, z}, relu, s, n, r, rn)) return e;
+  if (operation == 2 && computes()) *(V*)real(r) = sm;
+  return norm_forward(name, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv, operation, z);
 }
 API int cudnnBatchNormalizationBackwardEx(void*, int mode, int operation, V alpha, V beta, V alpha_p, V beta_p, D xd,
-                                          V x, D, V, D dyd, V dy, D, V, D dxd, V dx, D pd, V g, V, V dg, V db,
-                                          double epsilon, V sm, V sv, D, V s, size_t n, V r, size_t rn) {
+                                          V x, D, V y, D dyd, V dy, D dzd, V dz, D dxd, V dx, D pd, V g, V b, V dg,
+                                          V db, double epsilon, V sm, V sv, D relu, V s, size_t n, V r, size_t rn) {
   const char* name = "cudnnBatchNormalizationBackwardEx";
-  if (int e = norm_spaces_check(name, mode, operation, xd, s, n, r, rn)) return e;
-  if (computes() && *(V*)real(r) != sm) return bad(name, "the reserve space is of another forward pass", EXECUTION_FAILED);
-  return norm_gradients(name, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon, sm, sv);
+  if (int e = norm_ex_check(name, mode, operation, xd, {"dz", dzd, dz}, relu && b ? y : nullptr, s, n, r, rn)) return e;
+  if (operation == 2 && computes() && *(V*)real(r) != sm) return bad(name, "the reserve space is of another forward pass", EXECUTION_FAILED);
+  return norm_gradients(name, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon, sm,
+                        sv, operation, y, dz);
 }
 
 static std::string mode_of(D d) { return ",\"mode\":" + std::to_string(d->mode); }
