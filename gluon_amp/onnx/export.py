@@ -325,6 +325,12 @@ def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
     return dict(zip(entries, shapes))
 
 
+def _arange(node: Node, count: int) -> Any:
+    begin = 0.0 if node.attrs.get("stop", "None") == "None" else float(node.attrs["start"])
+    repeat, step = int(node.attrs.get("repeat", 1)), float(node.attrs.get("step", 1))
+    return begin + np.arange(count) // repeat * step
+
+
 # Constant folding of operators that copy or round values: from inputs, node and output shape.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
     **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
@@ -332,6 +338,8 @@ _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
                      "_npx_reshape", "_np_squeeze"),
                     lambda x, node, shape, dtype: x[0].reshape(shape)),
     "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
+    **dict.fromkeys(("_arange", "_npi_arange"), lambda x, node, shape, dtype: as_type(
+        _arange(node, shape[0]), dtype)),
     **dict.fromkeys(("_zeros", "zeros_like"),
                     lambda x, node, shape, dtype: as_type(np.zeros(shape), dtype)),
     **dict.fromkeys(("_ones", "ones_like"),

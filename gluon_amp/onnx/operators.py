@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict
 
 from .._mxnet import np
 from ..annotations import Shape
+from . import detection
 from .recurrent import recurrent
 from .writer import Operator, Rule
 
@@ -34,8 +35,8 @@ for _names, _op in {
         "elemwise_sub broadcast_sub broadcast_minus _npi_subtract": "Sub",
         "elemwise_mul broadcast_mul _npi_multiply": "Mul",
         "elemwise_div broadcast_div _npi_true_divide": "Div", "broadcast_maximum _maximum": "Max",
-        "broadcast_minimum _minimum": "Min", "negative": "Neg", "abs _npi_absolute": "Abs",
-        "_npi_matmul": "MatMul"}.items():
+        "broadcast_minimum _minimum": "Min", "negative _npi_negative": "Neg",
+        "abs _npi_absolute": "Abs", "_npi_matmul": "MatMul"}.items():
     row(*_names.split())(_same(_op))
 for _names, _op in {
         "sigmoid _npx_sigmoid": "Sigmoid", "tanh _npi_tanh": "Tanh", "exp _npi_exp": "Exp",
@@ -86,6 +87,49 @@ for _names, _op, _turned in (
 def _square(node: Operator) -> str:
     x = node.input(0)
     return node.add("Mul", x, x)
+
+
+for _old, _new, _op in (("greater", "greater", "Greater"), ("lesser", "less", "Less"),
+                        ("greater_equal", "greater_equal", "GreaterOrEqual"),
+                        ("lesser_equal", "less_equal", "LessOrEqual"),
+                        ("equal", "equal", "Equal")):
+    def _compared(node: Operator, op: str = _op) -> str:
+        node.ignore("is_int")
+        other = node.input(1) if len(node) > 1 else node.constant(node.number("scalar"))
+        return node.writer.cast(node.add(op, node.input(0), other), node.made_type)
+    row(f"_{_old}_scalar", f"broadcast_{_old}", f"_{_old}", f"_npi_{_new}_scalar", f"_npi_{_new}",
+        wide=True)(_compared)
+
+
+@row("where", "_npi_where", wide=True)
+def _where(node: Operator) -> str:
+    if node.node.op == "where" and node.shape(0) != node.shape(1):
+        node.refuse("its condition must have the shape of its arrays")
+    return node.add("Where", node.writer.cast(node.input(0), "bool"), node.input(1), node.input(2))
+
+
+@row("zeros_like", "ones_like", wide=True)
+def _filled_like(node: Operator) -> str:
+    """Comparisons with itself are false for each number, NaN included."""
+    x = node.input(0)
+    made = node.add("Less", x, x)
+    made = node.add("Not", made) if node.node.op == "ones_like" else made
+    return node.writer.cast(made, str(node.dtype))
+
+
+@row("_npi_full_like", wide=True)
+def _full_like(node: Operator) -> str:
+    node.only("dtype", "None", "float32")
+    node.ignore("ctx")
+    x, value = node.input(0), node.constant(node.number("fill_value"))
+    return node.add("Where", node.add("Less", x, x), value, value)
+
+
+@row("amp_multicast")
+def _multicast(node: Operator) -> Any:
+    node.ignore("num_outputs", "cast_narrow")
+    return [name if node.input_type(i) == node.output_type(i) else
+            node.writer.cast(name, node.output_type(i)) for i, name in enumerate(node.x)]
 
 
 @row("clip", wide=True)
@@ -223,6 +267,12 @@ def _np_dot(node: Operator) -> str:
 
 
 row("RNN", wide=True)(recurrent)
+row("_contrib_MultiBoxPrior", wide=True)(detection.prior)
+row("_contrib_MultiBoxDetection", wide=True)(detection.detection)
+row("_contrib_box_decode", wide=True)(detection.decode)
+row("_contrib_box_nms", wide=True)(detection.nms)
+row("_contrib_ROIAlign", wide=True)(detection.roi_align)
+row("ROIPooling", wide=True)(detection.roi_pooling)
 
 
 @row("Embedding", "take")
@@ -317,6 +367,19 @@ def _adaptive(node: Operator) -> str:
     return node.add("GlobalAveragePool", node.input(0))
 
 
+@row("_npi_var", "_npi_std", wide=True)
+def _spread(node: Operator) -> str:
+    node.only("dtype", "None")
+    node.only("ddof", "0")
+    axes = [axis % len(node.shape()) for axis in node.several("axis", tuple(range(
+        len(node.shape()))))]
+    x = node.input(0)
+    off = node.add("Sub", x, node.add("ReduceMean", x, axes=axes))
+    made = node.add("ReduceMean", node.add("Mul", off, off), axes=axes,
+                    keepdims=int(node.flag("keepdims")))
+    return node.add("Sqrt", made) if node.node.op == "_npi_std" else made
+
+
 @row("mean", "sum", "sum_axis", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min",
      wide=True)
 def _reduce(node: Operator) -> str:
@@ -374,6 +437,30 @@ def _concatenate(node: Operator) -> str:
     return node.add("Concat", *node.x, axis=node.axis(default=0))
 
 
+@row("_npi_vstack")
+def _vstack(node: Operator) -> str:
+    if len(node.shape()) < 2:
+        node.refuse("its arrays must have 2 axes or more")
+    return node.add("Concat", *node.x, axis=0)
+
+
+@row("_npi_broadcast_to", "broadcast_to")
+def _broadcast_to(node: Operator) -> str:
+    node.ignore("shape")
+    return node.add("Expand", node.input(0), node.constant(node.made_shape, "int64"))
+
+
+@row("_np_moveaxis")
+def _moveaxis(node: Operator) -> str:
+    order = len(node.shape())
+    sources, targets = ([axis % order for axis in node.several(name)]
+                        for name in ("source", "destination"))
+    axes = [axis for axis in range(order) if axis not in sources]
+    for target, source in sorted(zip(targets, sources)):
+        axes.insert(target, source)
+    return node.add("Transpose", node.input(0), perm=axes)
+
+
 @row("stack", "_npi_stack")
 def _stack(node: Operator) -> str:
     dims = len(node.shape()) + 1
@@ -389,6 +476,38 @@ def _slice_axis(node: Operator) -> str:
     size = node.shape()[axis]
     return node.add("Slice", node.input(0), *(node.constant([n], "int64") for n in (
         node.whole("begin"), size if end == "None" else int(end), axis)))
+
+
+@row("slice_like")
+def _slice_like(node: Operator) -> str:
+    several = node.several("axes", tuple(range(len(node.shape()))))
+    axes = [axis for axis in (each % len(node.shape()) for each in several)
+            if node.shape()[axis] != node.shape(1)[axis]]
+    if not axes:
+        return node.input(0)
+    return node.add("Slice", node.input(0), node.constant([0] * len(axes), "int64"),
+                    node.constant([node.shape(1)[axis] for axis in axes], "int64"),
+                    node.constant(axes, "int64"))
+
+
+@row("tile", "_npi_tile")
+def _tile(node: Operator) -> str:
+    reps, shape, x = node.several("reps"), node.shape(), node.input(0)
+    if len(reps) > len(shape):
+        shape = (*(1,) * (len(reps) - len(shape)), *shape)
+        x = node.reshape(x, shape)
+    return node.add("Tile", x, node.constant((*(1,) * (len(shape) - len(reps)), *reps), "int64"))
+
+
+@row("repeat")
+def _repeat(node: Operator) -> str:
+    if node.text("axis") == "None":
+        node.refuse("ONNX has no equivalent of axis=None")
+    axis, shape = node.axis(), node.shape()
+    apart = node.add("Unsqueeze", node.input(0), node.constant([axis + 1], "int64"))
+    reps = [1] * (len(shape) + 1)
+    reps[axis + 1] = node.whole("repeats")
+    return node.reshape(node.add("Tile", apart, node.constant(reps, "int64")), node.made_shape)
 
 
 @row("slice")

@@ -174,6 +174,18 @@ class Operator:
     def shape(self, i: int = 0) -> Tuple[int, ...]:
         return self.writer.shapes[self.node.inputs[i]]
 
+    def input_type(self, i: int) -> str:
+        return str(self.writer.types[self.node.inputs[i]])
+
+    def output_type(self, i: int) -> str:
+        return str(self.writer.types[Entry(self.node, i)])
+
+    @property
+    def made_type(self) -> str:
+        """The type of its first output, in which it computes if that has 16 bits."""
+        dtype = self.output_type(0)
+        return "float32" if self._widened and dtype in HALVES else dtype
+
     @property
     def made_shape(self) -> Tuple[int, ...]:
         return self.writer.shapes[Entry(self.node)]
