@@ -91,6 +91,10 @@ def test_a_heads_own_transpose_is_cancelled():
     graph = rewritten(sym.Flatten(sym.transpose(x, axes=(0, 2, 3, 1))))
     assert transposes(graph) == (1, 1)
     assert transposes(rewritten(sym.Flatten(sym.transpose(x, axes=(0, 3, 1, 2))))) == (3, 1)
+    x = x.as_np_ndarray().transpose(0, 2, 3, 1)
+    graph = rewritten(sym.npx.relu(x))
+    assert transposes(graph) == (1, 1)
+    assert "_np_transpose" not in {node.op for node in graph.nodes()}
 
 
 @pytest.mark.parametrize("border", [

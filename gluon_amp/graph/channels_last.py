@@ -58,7 +58,7 @@ class _Rewriting:
         self.images: Dict[Entry, Entry] = {}  # of an image in MXNet's order, its channels-last copy
 
     def make(self, node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
-        if node.op in ("transpose", "_npi_transpose") and inputs[0] in self.images \
+        if node.op in ("transpose", "_np_transpose") and inputs[0] in self.images \
                 and _numbers(node, "axes") == _LAST:
             return [self.images[inputs[0]]]
         images = self._images(node, inputs)
