@@ -103,9 +103,10 @@ def test_a_heads_own_transpose_is_cancelled():
     lambda x: sym.LeakyReLU(x, act_type="prelu"), lambda x: sym.Dropout(x, axes=(2, 3)),
     lambda x: sym.UpSampling(x, scale=2, sample_type="nearest"),
     lambda x: sym.Pooling(x, kernel=(2, 2), pool_type="sum"),
+    lambda x: sym.BatchNorm(x, use_global_stats=True, name="n1"),
     lambda x: sym.broadcast_mul(x, sym.var("s"))])
 def test_other_operators_read_mxnets_layout(border):
-    graph = rewritten(border(conv(sym.var("x"), "c")))
+    graph = rewritten(border(conv(sym.var("x"), "c")), NORMS)
     last = graph.outputs[0].node
     assert last.inputs[0].node.op == "transpose"
     assert last.inputs[0].node.attrs["axes"] == "(0, 3, 1, 2)"
@@ -116,8 +117,10 @@ def test_other_layers_stay_as_they_are():
     own = conv(x, "own", layout="NHWC")
     deep = sym.Convolution(x, kernel=(3, 3, 3), num_filter=4, name="deep")
     long = sym.Convolution(x, kernel=(3,), num_filter=4, name="long")
-    assert layouts(rewritten(sym.Group([own, deep, long]))) \
-        == {"own": "NHWC", "deep": "NCHW", "long": "NCHW"}
+    target = sym.Deconvolution(x, kernel=(4, 4), stride=(2, 2), target_shape=(16, 12),
+                               num_filter=4, name="target")
+    assert layouts(rewritten(sym.Group([own, deep, long, target]))) \
+        == {"own": "NHWC", "deep": "NCHW", "long": "NCHW", "target": "NCHW"}
     graph = rewritten(block(x), dict.fromkeys(block(x).list_inputs(), "float32"))
     assert set(layouts(graph).values()) == {"NCHW"}
     assert transposes(graph) == (0, 0)

@@ -82,8 +82,10 @@ class _Rewriting:
                 or self.types[Entry(node)] != "float16":
             return 0
         if node.op in ("Convolution", "Deconvolution"):
+            # MXNet computes the padding for a target_shape from the last two axes: W and C
             is_one = len(_numbers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
-                and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16"
+                and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16" \
+                and not any(_numbers(node, "target_shape"))
             return int(is_one)
         known = [e in self.images for e in inputs]
         if node.op in _ELEMENTWISE:
@@ -99,7 +101,9 @@ class _Rewriting:
         elif node.op == "SliceChannel":
             is_one = not _is_set(node, "squeeze_axis")
         elif node.op == "BatchNorm":
-            is_one = int(node.attrs.get("axis", 1)) == 1 and not _is_set(node, "cudnn_off")
+            # MXNet's own kernel, which frozen norms have, uses one thread for each channel
+            is_one = int(node.attrs.get("axis", 1)) == 1 and not _is_set(node, "cudnn_off") \
+                and not _is_set(node, "use_global_stats")
         else:
             is_one = node.op == "slice_axis"
         return int(is_one and known[0])
@@ -144,7 +148,7 @@ def _has_mxnets_layout(node: Node) -> bool:
 
 
 def _is_set(node: Node, key: str) -> bool:
-    return node.attrs.get(key, "False") in ("True", "1")
+    return node.attrs.get(key, "False") in ("True", "true", "1")
 
 
 def _numbers(node: Node, key: str) -> Sequence[int]:

@@ -77,6 +77,12 @@ def grouped(F, layers, x):
     return layers[1](F.LeakyReLU(layers[0](x), act_type="leaky"))
 
 
+def enlarged(F, layers, x):
+    weight = F.ones((8, 3, 4, 4)) / 64
+    return F.Deconvolution(layers[0](x), weight, kernel=(4, 4), stride=(2, 2),
+                           target_shape=(16, 12), num_filter=3, no_bias=True)
+
+
 NETWORKS = {
     "residual": lambda: Of(residual, convolution(8), nn.BatchNorm(), convolution(8),
                            convolution(8, 1)),
@@ -89,6 +95,7 @@ NETWORKS = {
     "split": lambda: Of(split, convolution(8), convolution(3)),
     "heads": lambda: Of(heads, convolution(8, strides=2), convolution(12), convolution(6)),
     "pooled": lambda: Of(pooled, convolution(8), nn.MaxPool2D(3, 2, 1, ceil_mode=True)),
+    "enlarged": lambda: Of(enlarged, convolution(8)),
     "grouped": lambda: Of(grouped, convolution(8), convolution(4, groups=2)),
 }
 
