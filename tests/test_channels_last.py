@@ -126,6 +126,11 @@ def test_other_layers_stay_as_they_are():
     assert transposes(graph) == (0, 0)
 
 
+def test_shapes_that_python_2_wrote_are_read():
+    symbol = mx.sym.load_json(conv(sym.var("x"), "c").tojson().replace("(3, 3)", "(3L, 3L)"))
+    assert layouts(rewritten(symbol)) == {"c": "NHWC"}
+
+
 def test_kept_float32_layers_are_borders():
     wide = conv(sym.cast(conv(sym.var("x"), "half"), dtype="float32"), "wide")
     graph = rewritten(wide, {"wide_weight": "float32", "wide_bias": "float32"})

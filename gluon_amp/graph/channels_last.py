@@ -152,4 +152,6 @@ def _is_set(node: Node, key: str) -> bool:
 
 
 def _numbers(node: Node, key: str) -> Sequence[int]:
-    return tuple(int(n) for n in node.attrs.get(key, "").strip("()[]").split(",") if n.strip())
+    """Returns the numbers of a shape, which Python 2 wrote as (3L, 3L)."""
+    numbers = node.attrs.get(key, "None").strip("()[]").split(",")
+    return tuple(int(n.strip(" L")) for n in numbers if n.strip() not in ("", "None"))
