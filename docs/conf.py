@@ -76,7 +76,7 @@ for name, value in {
 nitpick_ignore_regex = [
     ("py:class", "|".join([*annotations.__all__, "DataIter", "GivenLossScale"])),
     ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
-    ("py:class", r"gluon_amp\.(inspection|reports|cuda|tools|training)\.\w+\.\w+")]
+    ("py:class", r"gluon_amp\.(graph|inspection|reports|cuda|tools|training)\.\w+\.\w+")]
 
 
 def remove_any(app, what, name, obj, options, lines):

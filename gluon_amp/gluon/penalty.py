@@ -1,4 +1,6 @@
 """`gradient_penalty`: the penalty of a critic's gradients, by first-order gradients."""
+from __future__ import annotations
+
 from contextlib import contextmanager
 from typing import Any, Iterator, Sequence
 
@@ -17,11 +19,11 @@ _ROUNDING = 2.0 ** -20  # of float32 outputs: a few units in the last place
 
 
 def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0) -> Array:
-    """Returns `(norm - target) ** 2` for each sample, where norm is that of the critic's gradient
-    with respect to the sample.
+    """Returns `(norm - target) ** 2` for each sample, of the norm of the critic's gradient.
 
-    The gradient of the penalty is computed by a central difference along the critic's gradient,
-    so the critic needs no second-order gradients. A converted critic runs in float32.
+    The norm is that of the gradient with respect to the sample. The gradient of the penalty is
+    computed by a central difference along the critic's gradient, so the critic needs no
+    second-order gradients. A converted critic runs in float32.
 
     Args:
         critic: a network, converted or not, without batch norm and dropout. Its output has a row
