@@ -115,6 +115,24 @@ def test_restore_undoes_convert(hybrid, undo, x):
     step(net, x)
 
 
+def test_symbols_of_parameters_declare_their_present_types():
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
+    net.initialize()
+
+    def declared():
+        executor = net(mx.sym.var("data")).simple_bind(mx.cpu(), data=(2, 3))
+        return executor.arg_dict[net[0].weight.name].dtype
+
+    assert declared() == np.float32
+    amp.convert(net)
+    net(mx.nd.ones((2, 3)))
+    assert net[0].weight.var().attr("__dtype__") == "2"
+    amp.restore(net)
+    assert net[0].weight.var().attr("__dtype__") == "0"
+    assert declared() == np.float32
+
+
 def test_restore_of_unconverted_net_does_nothing(x):
     net = make()
     before = values(net)
