@@ -16,6 +16,7 @@ from typing import Any, Dict, Iterable, List, Optional, Type, Union
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
 from ..checks import imports_of, nearest, whole_number
+from ..formats import BFLOAT16, FLOAT32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from .hooks import (
@@ -66,8 +67,8 @@ class Monitor:
       smallest and largest number other than 0.
     - ``loss_scale``: the scale of a gradient, which is counted scaled.
 
-    A converted network on CPUs is counted before values are rounded. Otherwise tensors are counted
-    as they are stored, and ``underflow`` is null. On a GPU, ``least`` is null, too, and ``largest``
+    A converted network on CPUs is counted before values are rounded. Otherwise, and under
+    "mixed_bfloat16", tensors are counted as they are stored, and ``underflow`` is null. On a GPU, ``least`` is null, too, and ``largest``
     is null if the tensor is not finite.
 
     Args:
@@ -120,7 +121,10 @@ class Monitor:
 
     def _made_watch(self) -> Union[Watch, HookWatch]:
         on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
-        if self._record == "statistics" and on_cpus and not plain_graphs(self._net):
+        # The counting engine would round the float32 gradients of such a policy's parameters.
+        exact = not any(block._amp.policy.parameter == FLOAT32
+                        and block._amp.policy.product == BFLOAT16 for block in self._blocks)
+        if self._record == "statistics" and on_cpus and exact and not plain_graphs(self._net):
             return Watch(self._net, self._trainer, self._is_chosen)
         measure = _MEASURES[self._record]()
         return HookWatch(self._net, self._trainer, self._is_chosen, measure,
