@@ -12,6 +12,7 @@ import copy
 import copyreg
 import functools
 import logging
+import os
 import re
 import threading
 from contextlib import contextmanager, nullcontext
@@ -63,6 +64,11 @@ log = logging.getLogger("gluon_amp")
 
 # MXNet's names of shared and of pinned CPU memory
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
+
+# Operators of a training step in one task of MXNet's engine on a GPU, unless hybridize() or MXNet's
+# variables say otherwise. After each task the GPU waits for the host. MXNet's 15 are for sums of
+# gradients over devices during the backward pass, which larger tasks delay.
+_IN_BULK, _BULK = 100, "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 
 _DATA = mx.gluon.Parameter.data
 
@@ -560,7 +566,10 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     symbol = built.symbol()
     if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
         symbol = symbol.as_np_ndarray()
-    return cached_op(symbol, data, parameters, flags), built
+    flags = dict(flags)
+    if on_gpu and flags.get("static_shape") and not any(_BULK in name for name in os.environ):
+        flags = {"forward_bulk_size": _IN_BULK, "backward_bulk_size": _IN_BULK, **flags}
+    return cached_op(symbol, data, parameters, flags.items()), built
 
 
 def wide_constants(parameters: Mapping[str, Any], policy: Policy) -> List[str]:

@@ -215,3 +215,14 @@ def test_step_without_loss_scale_reads_nothing():
     training = Training(layers(2), loss_scale=None)
     calls = [call for part in settled(training, numbers(*DATA)) for call in part]
     assert counted(calls)["copies"] == 0
+
+
+def test_static_graphs_synchronize_rarely_unless_told():
+    def passes(**flags):
+        training = Training(layers(20))
+        training.net.hybridize(static_alloc=True, static_shape=True, **flags)
+        return counted(settled(training, numbers(*DATA))[0])
+
+    ours, mxnets = passes(), passes(forward_bulk_size=15, backward_bulk_size=15)
+    assert ours["launches"] == mxnets["launches"]
+    assert ours["synchronizations"] <= mxnets["synchronizations"] - 8
