@@ -68,8 +68,8 @@ class Monitor:
     - ``loss_scale``: the scale of a gradient, which is counted scaled.
 
     A converted network on CPUs is counted before values are rounded. Otherwise, and under
-    "mixed_bfloat16", tensors are counted as they are stored, and ``underflow`` is null. On a GPU, ``least`` is null, too, and ``largest``
-    is null if the tensor is not finite.
+    "mixed_bfloat16", tensors are counted as they are stored, and ``underflow`` is null. On a GPU,
+    ``least`` is null, too, and ``largest`` is null if the tensor is not finite.
 
     Args:
         net: a network that `convert` has converted, or with hybridized blocks.
