@@ -207,17 +207,19 @@ def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Se
     that it keeps in float32.
 
     Args:
-        source: the file or the symbol that has the record.
+        source: the file that has the record, or "the symbol ...".
         others: the names of the other policies.
         unkept: the names of these parts.
         convert: the call that converts.
     """
     if others or unkept:
         here = f"policy {listed(others)}" if others else "the same policy"
+        like = "FILE), with the file of its parameters" if source.startswith("the symbol") \
+            else f"{source!r})"
         raise ValueError(
             f"{source} records {record.text()}. This network has {here}"
             f"{f', and does not keep {listed(unkept)}' if unkept else ''}. Valid: gluon_amp."
-            f"{convert}, like={source!r}), or the same policy and keep=. To compute otherwise on "
+            f"{convert}, like={like}, or the same policy and keep=. To compute otherwise on "
             f"purpose: gluon_amp.{convert}, ..., like=False)")
 
 

@@ -251,7 +251,8 @@ def test_exported_network_is_converted_like_its_file(policy, tmp_path, x):
     served.export(str(tmp_path / "again"))
     again = gluon.SymbolBlock.imports(str(tmp_path / "again-symbol.json"), ["data"],
                                       str(tmp_path / "again-0000.params"))
-    with pytest.raises(ValueError, match=f"records policy {policy}, keep=.*does not keep"):
+    with pytest.raises(ValueError, match=f"the symbol of .* records policy {policy}, keep=.*does "
+                       r"not keep.*convert\(net, like=FILE\), with the file of its parameters"):
         amp.convert(again, policy)
     assert np.array_equal(amp.convert(again, policy, keep=".*dense0.*")(x).asnumpy(), expected)
     plain = Net()

@@ -98,7 +98,7 @@ def check(record: Record, source: str, net: Block, computes: Computes) -> None:
     policy than it records.
 
     Args:
-        source: the file or the symbol that has the record.
+        source: the file that has the record, or "the symbol ...".
         net: the network whose parameters have it.
         computes: how the network computes.
     """
@@ -129,7 +129,7 @@ def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
         if isinstance(block, mx.gluon.SymbolBlock):
             of_symbol = record_in(block._cached_graph[1])
             if of_symbol is not None:
-                check(of_symbol, f"{block.name or 'the symbol'}", block, computes)
+                check(of_symbol, f"the symbol of {block.name}", block, computes)
 
 
 def check_file(net: Block, filename: str) -> None:
