@@ -99,6 +99,7 @@ int start(const char* isa, int count, const char** names, int constants, const c
     replace_gpu_functions();
     register_training();
     register_tensor_core();
+    register_gpu_norms();
     dispatch_operators(count, names);
     plan_by_type();
     guard_user_code();

@@ -55,6 +55,7 @@ from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
 from ..graph.keep import operator_names, operators_in
+from ..graph.norms import fuse_norms
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, save_arrays
 from .parameter import cast, complete_copy, constant_fits, value_of
@@ -563,6 +564,8 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     if on_gpu and blocks:
         graph = channels_last(graph, types, infers_shapes=False)
     built = build(graph, types, policy, blocks=blocks, **settings)
+    if on_gpu and blocks:
+        built = fuse_norms(built, types)
     symbol = built.symbol()
     if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
         symbol = symbol.as_np_ndarray()

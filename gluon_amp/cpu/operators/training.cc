@@ -271,7 +271,7 @@ nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(
   op.attr_parser = by_value(&parse_nothing);
   set<mxnet::FInferShape>(op, "FInferShape", by_value(shapes));
   set<nnvm::FInferType>(op, "FInferType", by_value(types));
-  set<mxnet::FCompute>(op, "FCompute<cpu>", compute);
+  if (compute) set<mxnet::FCompute>(op, "FCompute<cpu>", compute);
   return op;
 }
 
