@@ -425,7 +425,8 @@ def test_other_data_is_described_as_before(part, shape, settings, norms):
 
 
 @pytest.mark.parametrize("part", PARTS[1:])
-@pytest.mark.parametrize("reason", ["mode", "reserve", "no workspace", "memory", "refused"])
+@pytest.mark.parametrize("reason", ["mode", "reserve", "no workspace", "memory", "bad parameter",
+                                    "refused"])
 def test_norm_without_fast_kernels_computes_as_before(part, reason, norms):
     norm, _, newer, cudart = norms
     if reason == "reserve":
@@ -434,8 +435,8 @@ def test_norm_without_fast_kernels_computes_as_before(part, reason, norms):
         ctypes.c_size_t.in_dll(newer, "space").value = 0
     elif reason == "memory":
         ctypes.c_int.in_dll(cudart, "full").value = 1
-    elif reason == "refused":
-        ctypes.c_int.in_dll(newer, "refuses").value = 3000
+    elif reason in ("bad parameter", "refused"):
+        ctypes.c_int.in_dll(newer, "refuses").value = 2000 if reason == "bad parameter" else 3000
     mode = SPATIAL if reason == "mode" else PERSISTENT
     assert norm(part, ROWS, mode=mode) == (0, part, AS_ROWS)
 

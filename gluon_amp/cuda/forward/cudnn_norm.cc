@@ -38,7 +38,7 @@ int cudnnBatchNormalizationBackwardEx(Handle, int mode, int operation, In alpha,
 namespace {
 
 // cuDNN's numbers.
-enum { kNotSupported = 9 };               // status
+enum { kBadParam = 3, kNotSupported = 9 };  // statuses
 enum { kHalf = 2 };                       // type
 enum { kNhwc = 1 };                       // format
 enum { kPersistent = 2, kNormOnly = 0 };  // the mode of MXNet's training, and the operation
@@ -96,6 +96,9 @@ bool keeps_nothing(Handle handle, Tensor x) {
          !bytes;
 }
 
+// Whether cuDNN computed nothing, such as for a number of channels without a fast kernel.
+bool is_refusal(int status) { return status == kBadParam || status == kNotSupported; }
+
 template <class F> F newer(F, const Function& function) { return (F)function.target; }
 #define NEWER(name) newer(&name, forward_##name)  // the newer library's function
 int translated(int status) { return (int)forward_result((unsigned)status); }
@@ -124,7 +127,7 @@ API int cudnnBatchNormalizationForwardTraining(Handle handle, int mode, In alpha
       const int status = cudnnBatchNormalizationForwardTrainingEx(
           handle, mode, kNormOnly, alpha, beta, xd, x, nullptr, nullptr, yd, y, pd, scale, bias, factor, running_mean,
           running_var, epsilon, mean, inverse, nullptr, work, bytes, nullptr, 0);
-      if (status != kNotSupported) return status;
+      if (!is_refusal(status)) return status;
     }
   return translated(NEWER(cudnnBatchNormalizationForwardTraining)(handle, mode, alpha, beta, xd, x, yd, y, pd, scale,
                                                                   bias, factor, running_mean, running_var, epsilon,
@@ -144,7 +147,7 @@ API int cudnnBatchNormalizationBackward(Handle handle, int mode, In alpha, In be
       const int status = cudnnBatchNormalizationBackwardEx(
           handle, mode, kNormOnly, alpha, beta, alpha_p, beta_p, xd, x, nullptr, nullptr, dyd, dy, nullptr, nullptr, dxd,
           dx, pd, scale, nullptr, dscale, dbias, epsilon, mean, inverse, nullptr, work, bytes, nullptr, 0);
-      if (status != kNotSupported) return status;
+      if (!is_refusal(status)) return status;
     }
   return translated(NEWER(cudnnBatchNormalizationBackward)(handle, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy,
                                                            dxd, dx, pd, scale, dscale, dbias, epsilon, mean, inverse));
