@@ -73,7 +73,7 @@ using Requests = std::vector<OpReqType>;
 using Entries = std::vector<nnvm::NodeEntry>;
 
 // cuDNN's numbers.
-enum { kNotSupported = 9 };                          // status
+enum { kBadParam = 3, kNotSupported = 9 };           // statuses
 enum { kHalfs = 2 };                                 // type
 enum { kNchw, kNhwc };                               // formats
 enum { kSpatial = 1, kPersistent };                  // modes of batch norms
@@ -211,7 +211,7 @@ void forward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in,
           norm.handle, kPersistent, norm.operation, &kOne, &kZero, norm.images, x, norm.z(), z, norm.images, y,
           norm.parameters, gamma, beta, norm.factor, mean, variance, norm.epsilon, out[kMean].dptr_,
           out[kInverse].dptr_, norm.relu, scratch(context, bytes), bytes, out[kKept].dptr_, kept);
-      if (status != kNotSupported) return check(status, "BatchNormalizationForwardTrainingEx");
+      if (status != kNotSupported && status != kBadParam) return check(status, "BatchNormalizationForwardTrainingEx");
       norm.refuse();
     }
     CALL(BatchNormalizationForwardTraining, norm.handle, kPersistent, &kOne, &kZero, norm.as_rows, x, norm.as_rows, y,
