@@ -268,13 +268,13 @@ class Following:
                  weights: Sequence[Any]) -> Optional[List[bool]]:
         """Returns whether each weight or its master weight was written since; None if unknown."""
         arrays = [*masters, *weights]
-        key, now = self._key(indices, weights), library.versions(arrays)
-        before, counts = self._counted.pop(key, ((), None))
-        if counts is None or now is None or not same_objects(before, arrays):
+        before, counts = self._counted.pop(self._key(indices, weights), ((), None))
+        if counts is None or not same_objects(before, arrays):
             return None
-        self._counted[key] = arrays, now  # if the step is skipped
-        same = [a == b for a, b in zip(library.read(counts), library.read(now))]
-        return [not (a and b) for a, b in zip(same, same[len(weights):])]
+        written = library.versions(arrays, since=counts)
+        assert written is not None  # because `counts` was not None
+        counted = library.read(written)
+        return [bool(a or b) for a, b in zip(counted, counted[len(weights):])]
 
     @staticmethod
     def _key(indices: Sequence[Any], weights: Sequence[Any]) -> Hashable:
@@ -329,6 +329,7 @@ class Launches:
         """Synchronizes master weights with writes to weights."""
         if self._with_masters[0]:
             self._made._following.follow(*self._with_masters)
+            self._made._following.updated(*self._with_masters)  # if the step is skipped
 
     def run(self) -> None:
         """Updates the weights."""
