@@ -131,6 +131,17 @@ def test_shapes_that_python_2_wrote_are_read():
     assert layouts(rewritten(symbol)) == {"c": "NHWC"}
 
 
+def test_grouped_layers_are_borders_unless_they_are_depthwise():
+    x = conv(sym.var("x"), "c")
+    up = {"kernel": (2, 2), "stride": (2, 2), "num_filter": 8}
+    graph = rewritten(sym.Group([
+        conv(x, "depthwise", num_group=8), conv(x, "grouped", num_group=2),
+        sym.Deconvolution(x, name="up", **up),
+        sym.Deconvolution(x, name="each", num_group=8, **up)]))
+    assert layouts(graph) == {"c": "NHWC", "depthwise": "NHWC", "grouped": "NCHW", "up": "NHWC",
+                              "each": "NCHW"}
+
+
 def test_kept_float32_layers_are_borders():
     wide = conv(sym.cast(conv(sym.var("x"), "half"), dtype="float32"), "wide")
     graph = rewritten(wide, {"wide_weight": "float32", "wide_bias": "float32"})

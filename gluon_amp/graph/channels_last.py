@@ -82,10 +82,14 @@ class _Rewriting:
                 or self.types[Entry(node)] != "float16":
             return 0
         if node.op in ("Convolution", "Deconvolution"):
-            # MXNet computes the padding for a target_shape from the last two axes: W and C
+            # MXNet computes the padding for a target_shape from the last two axes: W and C. cuDNN
+            # has no algorithm for depthwise deconvolutions; other groups were not tried on a GPU.
+            groups = node.attrs.get("num_group", "1")
+            depthwise = node.op == "Convolution" and groups == node.attrs["num_filter"]
             is_one = len(_numbers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
                 and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16" \
-                and not any(_numbers(node, "target_shape"))
+                and not any(_numbers(node, "target_shape")) \
+                and (groups == "1" or depthwise)
             return int(is_one)
         known = [e in self.images for e in inputs]
         if node.op in _ELEMENTWISE:
