@@ -1,4 +1,7 @@
-"""Writes h200/README.md from the rows of h200/: python results/gpu/h200.py"""
+"""Writes h200/README.md from the rows of its runs, and a table of benchmarks/README.md.
+
+    python results/gpu/h200.py
+"""
 import json
 import lzma
 import statistics
@@ -6,17 +9,23 @@ from collections import defaultdict
 from pathlib import Path
 
 HERE = Path(__file__).parent / "h200"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks/README.md"
 BOUNDS = {"float32": 4e-3, "float16": 1e-2}  # tests/device/operators.py
-NAMES = {"resnet50": "ResNet-50, 224 px, batch 128", "bert": "BERT-base, 128 tokens, batch 32",
-         "lstm": "LSTM 2 x 1024, 64 steps, batch 64"}
+# Networks and their batches.
+NAMES = {("resnet50", 128): "ResNet-50, 224 px, batch 128",
+         ("resnet50", 64): "ResNet-50, 224 px, batch 64",
+         ("bert", 32): "BERT-base, 128 tokens, batch 32",
+         ("lstm", 64): "LSTM 2 x 1024, 64 steps, batch 64"}
+BATCHES = {"resnet50": 128, "bert": 32, "lstm": 64}  # where a row has none
 WAYS = {"float32 without TF32": "MXNet float32, without TF32", "float32": "MXNet float32",
         "mx.contrib.amp": "mx.contrib.amp", "gluon_amp": "gluon_amp",
         "PyTorch float32, channels-last": "PyTorch float32",
         "PyTorch float16, channels-last": "PyTorch float16 autocast"}
 # a word of a kernel's name, and what it does
-KINDS = [("MultiSGD", "update"), ("bn_", "batch norm"), ("LayerNorm", "layer norm"),
-         ("softmax", "softmax"), ("nchwToNhwc", "layout of images"),
-         ("nhwcToNchw", "layout of images"), ("calc_bias_diff", "bias of convolutions"),
+KINDS = [("MultiSGD", "update"), ("bn_", "batch norm"), ("batchnorm", "batch norm"),
+         ("LayerNorm", "layer norm"), ("softmax", "softmax"), ("nchwToNhwc", "layout of images"),
+         ("nhwcToNchw", "layout of images"), ("transpose_pseudo2D", "layout of images"),
+         ("calc_bias_diff", "bias of convolutions"),
          ("op_generic_tensor", "bias of convolutions, activations"), ("fft2d", "FFT convolutions"),
          ("xmma_gemm_cf32", "FFT convolutions"), ("fprop", "convolutions"),
          ("wgrad", "convolutions"), ("dgrad", "convolutions"), ("convolve", "convolutions"),
@@ -38,9 +47,9 @@ def table(head, lines):
                      for cells in [head, ["---"] * len(head), *lines]) + "\n"
 
 
-def operators(measured):
+def operators(first, second):
     lines = []
-    for dtype, bound in BOUNDS.items():
+    for (dtype, bound), measured in zip(BOUNDS.items(), (first, second)):
         found = {row["operator"]: row["difference"] for row in measured
                  if "operator" in row and row["type"] == dtype and row["difference"] is not None}
         beyond = sorted((name for name in found if found[name] >= bound), key=found.get)
@@ -62,54 +71,60 @@ def speed(measured):
     for network, title in NAMES.items():
         of = defaultdict(list)
         for row in measured:
-            if row.get("network") == network:
+            if (row.get("network"), row.get("batch") or BATCHES.get(row.get("network"))) == network:
                 of[row["way"]].append(row)
-        torch = statistics.median(row["ms"] for row in of["PyTorch float16, channels-last"])
+        torch = [row["ms"] for row in of["PyTorch float16, channels-last"]]
         for way, name in WAYS.items():
             if not of[way]:
                 continue
             ms = sorted(row["ms"] for row in of[way])
             samples = statistics.median(row["samples"] for row in of[way])
             mib = statistics.median(row["mib"] for row in of[way])
+            share = f"{statistics.median(torch) / statistics.median(ms):.2f}" if torch else ""
             lines.append([title, name, f"{statistics.median(ms):.1f}",
                           f"{ms[0]:.1f} to {ms[-1]:.1f}" if len(ms) > 1 else "one run",
-                          f"{samples:,.0f}", f"{torch / statistics.median(ms):.2f}", f"{mib:,.0f}"])
+                          f"{samples:,.0f}", share, f"{mib:,.0f}"])
             title = ""
     return table(["network", "way", "ms a step", "range", "samples/s",
                   "PyTorch float16 = 1", "MiB"], lines)
 
 
-def kernels():
+def kernels(measured):
     lines = []
-    for network, title in NAMES.items():
+    for network, batch in BATCHES.items():
         shares = defaultdict(float)
-        of = [row for row in rows("kernels.jsonl.xz") if row["network"] == network]
+        of = [row for row in measured if row["network"] == network and row.get("us")]
         for row in of:
             kind = next((kind for word, kind in KINDS if word in row["kernel"]), "other")
             shares[kind] += row["us"] / 3000
-        total, first = sum(shares.values()), True
+        total, title = sum(shares.values()), NAMES[network, batch]
         for kind in sorted(shares, key=shares.get, reverse=True)[:7]:
-            lines.append([title if first else "", kind, f"{shares[kind]:.1f}",
-                          f"{shares[kind] / total:.0%}"])
-            first = False
-        lines.append(["", f"all of {sum(row['count'] for row in of) // 3:,} calls",
-                      f"{total:.1f}", ""])
+            lines.append([title, kind, f"{shares[kind]:.1f}", f"{shares[kind] / total:.0%}"])
+            title = ""
+        if of:
+            lines.append(["", f"all of {sum(row['count'] for row in of) // 3:,} calls",
+                          f"{total:.1f}", ""])
     return table(["network", "kernels", "ms a step", "share"], lines)
 
 
 def main():
-    measured = rows("rows.jsonl")
+    measured, second = rows("first/rows.jsonl"), rows("second/rows.jsonl")
     recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
                for row in measured if "recipe" in row]
     layers, clipped, largest = recurrent(measured)
     text = (HERE / "template.md").read_text()
     for name, value in {
-            "OPERATORS": operators(measured), "SPEED": speed(measured), "KERNELS": kernels(),
+            "OPERATORS": operators(measured, second), "SPEED": speed(second),
+            "FIRST_SPEED": speed(measured), "KERNELS": kernels(rows("second/kernels.jsonl.xz")),
+            "FIRST_KERNELS": kernels(rows("first/kernels.jsonl.xz")),
             "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
             "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
             "RNN16": f"{largest['float16']:.1g}"}.items():
         text = text.replace(f"{{{name}}}", value.rstrip())
     (HERE / "README.md").write_text(text)
+    if BENCHMARKS.exists():
+        before, begin, rest = BENCHMARKS.read_text().partition("<!-- h200 -->\n")
+        BENCHMARKS.write_text(before + begin + speed(second) + rest[rest.index("<!-- end -->"):])
 
 
 if __name__ == "__main__":
