@@ -42,15 +42,18 @@ def needs_versions_that_draw_the_same():
 
 def test_study_files_give_committed_tables_and_pictures(tmp_path):
     needs_versions_that_draw_the_same()
-    (tmp_path / "tasks").mkdir()
-    for pattern in ("*.py", "*.jsonl", "tasks/*.jsonl"):
+    folder = tmp_path / "results"
+    for pattern in ("*.py", "*.md", "*.jsonl", "tasks/*.jsonl", "runs/*/*.jsonl.xz"):
         for path in RESULTS.parent.glob(pattern):
-            shutil.copy(path, tmp_path / path.relative_to(RESULTS.parent))
-    printed = subprocess.run([sys.executable, "-W", "ignore", str(tmp_path / "table.py")],
-                             check=True, timeout=120, capture_output=True, text=True).stdout
-    for table_of_results in printed.strip().split("\n\n"):
-        assert table_of_results in (RESULTS.parent / "README.md").read_text()
-    for drawn in tmp_path.glob("*.png"):
+            copied = folder / path.relative_to(RESULTS.parent)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copied)
+    shutil.copy(RESULTS.parents[1] / "README.md", tmp_path)
+    subprocess.run([sys.executable, "-W", "ignore", folder / "table.py"], check=True, timeout=120)
+    for name in ("README.md", "comparisons.md"):
+        assert (folder / name).read_text() == (RESULTS.parent / name).read_text()
+    assert (tmp_path / "README.md").read_text() == (RESULTS.parents[1] / "README.md").read_text()
+    for drawn in folder.glob("*.png"):
         assert drawn.read_bytes() == (RESULTS.parent / drawn.name).read_bytes()
 
 
