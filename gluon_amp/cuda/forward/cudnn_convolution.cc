@@ -1,5 +1,5 @@
 // Float16 convolutions by cuDNN 9's execution plans, which are built once. The functions that MXNet calls select a kernel
-// anew at each call: a ResNet-50 of 53 convolutions then waits for its host.
+// at each call: a ResNet-50 of 53 convolutions then waits for its host.
 
 #include "forward.h"
 
