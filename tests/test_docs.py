@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import gluon_amp
@@ -94,7 +95,8 @@ class Runner:
     def process(self, example):
         code = (f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
                 f"    exec({self.ran!r})\nexec({example.parsed!r})")
-        self.printed.write(processes.printed(code))
+        with tempfile.TemporaryDirectory() as folder:
+            self.printed.write(processes.printed(code, folder=folder))
 
     @staticmethod
     def both(example):
