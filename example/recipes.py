@@ -442,7 +442,7 @@ class RunFolder:
             net.save_parameters(self.file("best.params"))
         old = [f"epoch-{epoch - 1}.states"]
         if not self.args.save_period or epoch % self.args.save_period:
-            old.append(f"epoch-{epoch - 1}.params")
+            old += [f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.params.json"]
         for path in map(self.file, old):
             if os.path.exists(path):
                 os.remove(path)

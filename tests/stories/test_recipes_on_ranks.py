@@ -84,7 +84,8 @@ def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
         assert sorted(seen) == list(range(256))
     assert log.count("[Epoch 1] validation") == 1  # rank 1 prints and saves nothing
     assert {path.name for path in whole.iterdir()} == {
-        ".lock", "best.params", "epoch-1.params", "epoch-1.states", "last.json", "log.jsonl"}
+        ".lock", "best.params", "best.params.json", "epoch-1.params", "epoch-1.params.json",
+        "epoch-1.states", "last.json", "log.jsonl"}
     assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
     err = lines_of(whole)[-1]["err_top1"]
     assert err == 1 - right(whole / "epoch-1.params") / 450  # each image once
