@@ -498,7 +498,7 @@ def test_unknown_policy_lists_valid_ones(policy):
     ([nn.Dense, nn.Conv3D], "class Conv3D matches nothing.*Conv2D"),
     ("dense", "matches nothing"),  # whole names only
     ("*dense", r"keep: '\*dense' is not a regular expression"),
-    *((keep, "keep takes blocks, classes of blocks and regular")
+    *((keep, "keep takes blocks, classes of blocks, regular")
       for keep in ([3], [None], [int], 3))])
 def test_keep_that_matches_nothing_is_refused(keep, said):
     net = make(prefix="net_")
