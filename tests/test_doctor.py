@@ -169,16 +169,11 @@ def test_cpu_is_used_if_step_on_gpu_fails(monkeypatch):
 
 
 def test_slow_kernels_of_openblas_are_reported():
-    def reported(core):
-        done = subprocess.run([sys.executable, "-m", "gluon_amp", "doctor"], check=True, text=True,
-                              env={**os.environ, "OPENBLAS_CORETYPE": core}, capture_output=True)
-        return " ".join(done.stdout[done.stdout.index("OPENBLAS_CORETYPE"):].split())
-
-    assert "kernels for Haswell" in reported("Haswell")
-    assert "set Haswell" not in reported("Haswell")
-    slow = reported("Prescott")
-    assert "kernels for Prescott" in slow
-    assert ("which are slow here: set" in slow) == (library.load() in ("avx2", "avx512"))
+    done = subprocess.run([sys.executable, "-m", "gluon_amp", "doctor"], check=True, text=True,
+                          env={**os.environ, "OPENBLAS_CORETYPE": "Prescott"}, capture_output=True)
+    row = " ".join(done.stdout[done.stdout.index("OPENBLAS_CORETYPE"):].split())
+    assert "kernels for Prescott" in row
+    assert ("which are slow here: set" in row) == (library.load() in ("avx2", "avx512"))
 
 
 def test_cudnn_version_of_cuda_build(monkeypatch):

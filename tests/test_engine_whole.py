@@ -41,7 +41,7 @@ NOT_DISPATCHED = {
     "int8": "_contrib_.*quantize.*", "MXNet's oneDNN passes put it into float32 graphs": "_sg_.*",
 }
 OF_THE_ENGINE = {"widen", "narrow", "round_to_grid", "follow", "update", "squares",
-                 "tensor_core_dot"}
+                 "tensor_core_dot", "norm_relu", "backward_norm_relu"}
 
 
 def test_every_operator_dispatches_or_has_a_reason():

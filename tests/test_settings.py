@@ -77,7 +77,7 @@ def test_copies_and_files_have_no_settings(policy, tmp_path):
     assert_equal(expected, gradients(copy.deepcopy(net)))
     net(nd.array(X))
     net.export(str(tmp_path / "net"))
-    assert "gluon_amp" not in (tmp_path / "net-symbol.json").read_text()
+    assert "__gluon_amp" not in (tmp_path / "net-symbol.json").read_text()
 
 
 def test_symbols_of_executors_have_no_settings():

@@ -92,14 +92,11 @@ def test_sdist_contains_no_compiled_files(built):
     assert not [name for name in built.in_sdist if name.endswith((".so", ".o", ".pyc"))]
 
 
-@pytest.mark.parametrize("which", ["oldest", "newest"])
-def test_network_trains_from_wheel_on_oldest_and_newest_python(
-        which, built, tmp_path):
+def test_network_trains_from_wheel_on_oldest_python(built, tmp_path):
+    """`make test-pythons` tries all."""
     found = {sys.version_info[1]: sys.executable,
              **{minor: find_python(minor) for minor in MINORS if find_python(minor)}}
-    minor = min(found) if which == "oldest" else max(found)
-    if which == "newest" and len(found) == 1:
-        pytest.skip("neither on PATH nor in pyenv is another Python that MXNet runs on")
+    minor = min(found)
     train_in_new_environment(found[minor], built.wheel, tmp_path, numpys(minor)[-1])
 
 
