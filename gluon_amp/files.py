@@ -1,11 +1,12 @@
 """Atomic creation and replacement of files and folders."""
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
 import stat
-from typing import Callable, Iterator
+from typing import Callable, Iterator, Union
 
 
 def replace_file(path: str, write: Callable[[str], None]) -> None:
@@ -74,6 +75,15 @@ def replace_text(path: str, text: str) -> None:
         with open(beside, "w", encoding="utf-8") as file:
             file.write(text)
     replace_file(path, write)
+
+
+def sha256(path: Union[str, "os.PathLike[str]"]) -> str:
+    """Returns the SHA-256 of a file."""
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            total.update(block)
+    return total.hexdigest()
 
 
 def must_exist(*paths: str) -> None:

@@ -4,14 +4,13 @@ A file of parameters, net.params, has its record beside it, in net.params.json; 
 themselves are MXNet's file. A symbol has its record in an attribute of a variable.
 """
 import dataclasses
-import hashlib
 import json
 import os
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from ._mxnet import mx
 from .checks import listed
-from .files import must_exist, replace_file, replace_text
+from .files import must_exist, replace_file, replace_text, sha256
 from .formats import FORMATS, Format
 from .graph.graph import Graph
 from .policy import POLICIES, Policy
@@ -126,7 +125,7 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
         if record is not None and os.path.isfile(path):
             former = _checksums(params)[:1] if _former(params) == record else []
             replace_text(record_path(params), record.to_json(
-                sha256=[_digest(path), *former]) + "\n")
+                sha256=[sha256(path), *former]) + "\n")
 
     replace_file(params, write_both)
     if record is None:
@@ -183,7 +182,7 @@ def read_record(params: str) -> Optional[Record]:
     if not os.path.isfile(params) or not _has_record(params):
         return None
     record = Record.from_json(_text(params), path)
-    if _digest(params) not in _checksums(params):
+    if sha256(params) not in _checksums(params):
         raise ValueError(f"{path} has the policy and keep= of another {os.path.basename(params)}: "
                          "its checksum differs. Copy both files together, or delete "
                          f"{os.path.basename(path)}, which says nothing of this file")
@@ -232,14 +231,6 @@ def needed_record(params: str) -> Record:
                          "which does not exist. Converted networks write it beside their "
                          "parameters: copy both files, or pass policy and keep=")
     return record
-
-
-def _digest(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for part in iter(lambda: file.read(1 << 20), b""):
-            digest.update(part)
-    return digest.hexdigest()
 
 
 # ---- in symbols

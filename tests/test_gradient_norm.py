@@ -41,6 +41,16 @@ def losses(net, factor=1.0):
     return [(net(part) ** 2).sum(axis=1) * factor for part in data]
 
 
+def stepped():
+    """A float32 network and its Trainer after a step."""
+    net, trainer = start("float32")
+    with autograd.record():
+        loss = losses(net)
+    trainer.backward(loss)
+    trainer.step(SIZE)
+    return net, trainer
+
+
 def reference():
     """The norm of the mean gradient, in float32 by MXNet alone."""
     net, _ = start("float32")
@@ -126,11 +136,7 @@ def test_overwritten_gradients_without_a_scale_are_refused(overwrite):
 
 
 def test_norm_that_was_read_stays():
-    net, trainer = start("float32")
-    with autograd.record():
-        loss = losses(net)
-    trainer.backward(loss)
-    trainer.step(SIZE)
+    net, trainer = stepped()
     norm = trainer.gradient_norm
     for p in net.collect_params().values():
         p.grad()[:] = 0
@@ -138,11 +144,7 @@ def test_norm_that_was_read_stays():
 
 
 def test_stale_gradients_do_not_count():
-    net, trainer = start("float32")
-    with autograd.record():
-        loss = losses(net)
-    trainer.backward(loss)
-    trainer.step(SIZE)
+    net, trainer = stepped()
     with autograd.record():
         loss = net[1](mx.nd.ones((2, 6)) if not mx.util.is_np_array() else mx.np.ones((2, 6)))
     trainer.backward(loss)

@@ -95,20 +95,21 @@ def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDAr
         narrow(master, weight)
 
 
-_MOST_IN_A_LAUNCH = 60  # the limit of MXNet's kernel
+def in_launches(rows: Sequence[Any]) -> List[Sequence[Any]]:
+    """Divides weights, or rows of their arrays, into as many as one launch of MXNet updates."""
+    most = 60  # the limit of MXNet's kernel
+    return [rows[i:i + most] for i in range(0, len(rows), most)]
 
 
 def _descend(weights: Sequence[Any], gradients: Sequence[Any], masters: Sequence[Any], rate: float,
              out: Sequence[Any], **kwargs: Any) -> None:
     """Computes masters -= rate * gradients and out = masters, rounded, by the only operator of
     MXNet that reads and writes many arrays of both types in one launch."""
-    for i in range(0, len(weights), _MOST_IN_A_LAUNCH):
-        part = slice(i, i + _MOST_IN_A_LAUNCH)
-        some = [array for three in zip(weights[part], gradients[part], masters[part])
-                for array in three]
-        count = len(some) // 3
-        mx.nd.multi_mp_sgd_update(*some, num_weights=count, lrs=[rate] * count, wds=[0.0] * count,
-                                  out=list(out[part]), **kwargs)
+    for rows in in_launches(list(zip(weights, gradients, masters, out))):
+        mx.nd.multi_mp_sgd_update(
+            *(array for *three, _ in rows for array in three), num_weights=len(rows),
+            lrs=[rate] * len(rows), wds=[0.0] * len(rows), out=[made for *_, made in rows],
+            **kwargs)
 
 
 def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:

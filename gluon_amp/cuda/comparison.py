@@ -1,9 +1,9 @@
 """The kernels of the wheel mxnet-cu112, and the comparison with them."""
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, Sequence, Set, Tuple
 
+from ..files import sha256
 from . import elf, pack, wheel
 from .environment import cuda_mxnet
 
@@ -18,15 +18,6 @@ def libmxnet() -> Path:
         raise ValueError(f"{library} must be of {pack.MXNET}, SHA-256 {pack.LIBMXNET}. Received: "
                          f"{found}")
     return library
-
-
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            total.update(block)
-    return total.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ import os
 from typing import Dict, List, Mapping, Sequence, Union
 
 from .._mxnet import has_cudnn_9
-from .graph import Entry, Graph, Node
+from .graph import Entry, Graph, Node, integers
 
-_LAST, _FIRST = (0, 2, 3, 1), (0, 3, 1, 2)  # the axes of transposes to channels-last, and back
+_LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # the axes of transposes to channels-last, and back
 
 # Operators that work on each number; all images have the same shape.
 _ELEMENTWISE = frozenset("""
@@ -59,7 +59,7 @@ class _Rewriting:
 
     def make(self, node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
         if node.op in ("transpose", "_np_transpose") and inputs[0] in self.images \
-                and _numbers(node, "axes") == _LAST:
+                and integers(node, "axes") == _LAST:
             return [self.images[inputs[0]]]
         images = self._images(node, inputs)
         if not images:
@@ -86,9 +86,9 @@ class _Rewriting:
             # has no algorithm for depthwise deconvolutions; other groups were not tried on a GPU.
             groups = node.attrs.get("num_group", "1")
             depthwise = node.op == "Convolution" and groups == node.attrs["num_filter"]
-            is_one = len(_numbers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
+            is_one = len(integers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
                 and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16" \
-                and not any(_numbers(node, "target_shape")) \
+                and not any(integers(node, "target_shape")) \
                 and (groups == "1" or depthwise)
             return int(is_one)
         known = [e in self.images for e in inputs]
@@ -114,7 +114,7 @@ class _Rewriting:
 
     def _weight(self, node: Node, weight: Entry) -> Entry:
         name = f"{node.name}_weight"
-        if self.infers_shapes or node.op != "Convolution" or _numbers(node, "kernel") != (1, 1):
+        if self.infers_shapes or node.op != "Convolution" or integers(node, "kernel") != [1, 1]:
             return _transpose(weight, _LAST, name)
         shape = {"shape": f"({node.attrs['num_filter']}, 1, 1, -1)"}
         return Entry(Node("Reshape", f"{name}_channels_last", shape, [weight]))
@@ -134,7 +134,7 @@ class _Rewriting:
 def _transpose(entry: Entry, axes: Sequence[int], name: str) -> Entry:
     suffix = "channels_last" if axes == _LAST else "channels_first"
     name = f"{name}{entry.output or ''}_{suffix}"
-    return Entry(Node("transpose", name, {"axes": str(axes)}, [entry]))
+    return Entry(Node("transpose", name, {"axes": str(tuple(axes))}, [entry]))
 
 
 def _results(node: Node) -> int:
@@ -144,7 +144,7 @@ def _results(node: Node) -> int:
 
 def _has_channels(node: Node) -> bool:
     """Whether an elementwise operator distinguishes channels or axes."""
-    return node.attrs.get("act_type") in ("prelu", "rrelu") or bool(_numbers(node, "axes"))
+    return node.attrs.get("act_type") in ("prelu", "rrelu") or bool(integers(node, "axes"))
 
 
 def _has_mxnets_layout(node: Node) -> bool:
@@ -153,9 +153,3 @@ def _has_mxnets_layout(node: Node) -> bool:
 
 def _is_set(node: Node, key: str) -> bool:
     return node.attrs.get(key, "False") in ("True", "true", "1")
-
-
-def _numbers(node: Node, key: str) -> Sequence[int]:
-    """Returns the numbers of a shape, which Python 2 wrote as (3L, 3L)."""
-    numbers = node.attrs.get(key, "None").strip("()[]").split(",")
-    return tuple(int(n.strip(" L")) for n in numbers if n.strip() not in ("", "None"))

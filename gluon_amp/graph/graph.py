@@ -240,13 +240,13 @@ def bindings(node: Node) -> List[List[int]]:
     """Returns for each subgraph of a control-flow node the input that is bound to each of its
     variables, in the order of `Graph.variables`."""
     if node.op == "_foreach":  # lists the variable of each input: invert it
-        places = [*_numbers(node, "in_data_locs"), *_numbers(node, "in_state_locs"),
-                  *_numbers(node, "remain_locs")]
+        places = [*integers(node, "in_data_locs"), *integers(node, "in_state_locs"),
+                  *integers(node, "remain_locs")]
         return [sorted(range(len(places)), key=places.__getitem__)]
     if node.op == "_while_loop":
-        return [_numbers(node, "cond_input_locs"), _numbers(node, "func_input_locs")]
+        return [integers(node, "cond_input_locs"), integers(node, "func_input_locs")]
     if node.op == "_cond":
-        return [_numbers(node, f"{part}_input_locs") for part in ("cond", "then", "else")]
+        return [integers(node, f"{part}_input_locs") for part in ("cond", "then", "else")]
     raise ValueError(f"unknown control flow {node.op}; known: _foreach, _while_loop, _cond")
 
 
@@ -254,7 +254,7 @@ def state_variables(node: Node) -> List[int]:
     """Returns the indices of the loop-carried variables of a loop's body; none of a condition."""
     if node.op == "_cond":
         return []
-    return _numbers(node, "in_state_locs" if node.op == "_foreach" else "func_var_locs")
+    return integers(node, "in_state_locs" if node.op == "_foreach" else "func_var_locs")
 
 
 def loop_states(node: Node) -> List[Entry]:
@@ -263,8 +263,10 @@ def loop_states(node: Node) -> List[Entry]:
     return [node.inputs[inputs[i]] for i in state_variables(node)]
 
 
-def _numbers(node: Node, key: str) -> List[int]:
-    return [int(n) for n in node.attrs.get(key, "").strip("()[]").split(",") if n.strip()]
+def integers(node: Node, key: str) -> List[int]:
+    """Returns an attribute's integers: none if it is missing or None. Python 2 wrote (3L, 3L)."""
+    numbers = node.attrs.get(key, "None").strip("()[]").split(",")
+    return [int(n.strip(" L")) for n in numbers if n.strip() not in ("", "None")]
 
 
 def infer(node: Node, inputs: Types) -> Types:

@@ -6,11 +6,9 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from .._mxnet import mx
 from ..annotations import Array, Parameter
 from ..checks import whole_number
-from ..cpu.arrays import is_half
+from ..cpu.arrays import in_launches, is_half
 from . import masters
 from .trainer import Trainer
-
-_MOST_IN_A_LAUNCH = 60  # the limit of MXNet's kernel
 
 
 class AveragedWeights:
@@ -142,8 +140,7 @@ class AveragedWeights:
 def _blend(pairs: Sequence[Tuple[Any, Any]], share: float) -> None:
     """Adds a share of each array to its average: average = (1 - share) * average + share * array.
     """
-    for i in range(0, len(pairs), _MOST_IN_A_LAUNCH):
-        some = pairs[i:i + _MOST_IN_A_LAUNCH]
+    for some in in_launches(pairs):
         # by the only operator of MXNet that reads and writes many arrays in one launch
         mx.nd.multi_sgd_update(*(array for pair in some for array in pair), num_weights=len(some),
                                lrs=[share] * len(some), wds=[1.0] * len(some), rescale_grad=-1.0,

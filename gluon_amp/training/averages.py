@@ -8,11 +8,10 @@ restores from it the averages that are not finite.
 from typing import Any, Callable, List, Sequence, Tuple
 
 from .._mxnet import mx
+from ..cpu.arrays import in_launches
 from ..cpu.library import Call
 
 Named = Sequence[Tuple[str, List[Any]]]  # names of averages, and their arrays on each device
-
-_MOST_IN_A_LAUNCH = 60  # the limit of MXNet's kernel
 
 
 class Averages:
@@ -98,17 +97,13 @@ class _Copy:
             at += array.size
         # array - 0 * array, by the only operator of MXNet that writes many arrays in one launch
         self._calls = [Call("multi_sgd_update", [array for array in some for _ in range(2)], parts)
-                       for some, parts in zip(_in_launches(arrays), _in_launches(self.parts))]
+                       for some, parts in zip(in_launches(arrays), in_launches(self.parts))]
 
     def read(self) -> None:
         """Copies the arrays, 60 in one launch. An infinity becomes NaN."""
-        for call, some in zip(self._calls, _in_launches(self.parts)):
+        for call, some in zip(self._calls, in_launches(self.parts)):
             zeros = [0.0] * len(some)
             call(num_weights=len(some), lrs=zeros, wds=zeros)
-
-
-def _in_launches(arrays: List[Any]) -> List[List[Any]]:
-    return [arrays[i:i + _MOST_IN_A_LAUNCH] for i in range(0, len(arrays), _MOST_IN_A_LAUNCH)]
 
 
 def _is_finite(array: Any) -> Any:

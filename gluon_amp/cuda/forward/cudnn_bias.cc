@@ -100,6 +100,5 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
 
 API int cudnnConvolutionBackwardBias(Handle handle, In alpha, Tensor yd, In dy, In beta, Tensor bd, Out db) {
   if (add_rows(handle, alpha, yd, dy, beta, db)) return 0;
-  const auto function = (int (*)(Handle, In, Tensor, In, In, Tensor, Out))forward_cudnnConvolutionBackwardBias.target;
-  return (int)forward_result((unsigned)function(handle, alpha, yd, dy, beta, bd, db));
+  return translated(NEWER(cudnnConvolutionBackwardBias)(handle, alpha, yd, dy, beta, bd, db));
 }

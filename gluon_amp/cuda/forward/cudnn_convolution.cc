@@ -267,10 +267,6 @@ bool run_plan(const Pass& pass, Handle handle, In alpha, In beta, Tensor xd, In 
   return plan && plan->run(handle, arrays, work);
 }
 
-template <class F> F newer(F, const Function& function) { return (F)function.target; }
-#define NEWER(name) newer(&name, forward_##name)  // the newer library's function
-int translated(int status) { return (int)forward_result((unsigned)status); }
-
 }  // namespace
 
 API int cudnnConvolutionForward(Handle handle, In alpha, Tensor xd, In x, Filter wd, In w, Descriptor convolution,

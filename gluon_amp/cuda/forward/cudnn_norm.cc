@@ -99,10 +99,6 @@ bool keeps_nothing(Handle handle, Tensor x) {
 // Whether cuDNN computed nothing, such as for a number of channels without a fast kernel.
 bool is_refusal(int status) { return status == kBadParam || status == kNotSupported; }
 
-template <class F> F newer(F, const Function& function) { return (F)function.target; }
-#define NEWER(name) newer(&name, forward_##name)  // the newer library's function
-int translated(int status) { return (int)forward_result((unsigned)status); }
-
 }  // namespace
 
 API int cudnnBatchNormalizationForwardInference(Handle handle, int mode, In alpha, In beta, Tensor xd, In x, Tensor yd,

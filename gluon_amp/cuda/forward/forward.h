@@ -19,6 +19,11 @@ extern "C" void* forward_symbol(const char* name);
 
 // Translates what a function returns. forward.cc has a default, which a library may replace.
 extern "C" unsigned long long forward_result(unsigned long long result);
+inline int translated(int status) { return (int)forward_result((unsigned)status); }
+
+// The newer library's function of this name, which this library defines, too.
+template <class F> F newer(F, const Function& function) { return (F)function.target; }
+#define NEWER(name) newer(&name, forward_##name)
 
 // For cuDNN: an error of this library; returns the status, and cudnnGetErrorString the reason.
 int forward_error(int status, const char* reason);
