@@ -16,7 +16,7 @@ from harness import amp
 
 NETWORKS = ("resnet18 64px b32", "transformer 256", "demo")
 FORMATS = ("float32", "tf32", "mixed_bfloat16", "mixed_float8", amp.Policy(
-    "mixed_float8, current", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
+    "mixed_float8, current", product="float8_e4m3", activation="bfloat16", gradient="float8_e5m2",
     scaling="current"))
 SUMS = [amp.Policy(f"{gpu} in pieces of {split}" if split else gpu, parameter="float16",
                    compute="float16", accumulate=gpu, split=split)

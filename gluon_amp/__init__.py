@@ -27,7 +27,7 @@ from .reports.log import Log
 from .symbolic.convert import convert_model, convert_symbol
 from .symbolic.module import BucketingModule, Module
 from .tools.types import types
-from .training.averaged import AveragedWeights
+from .training.averaged_weights import AveragedWeights
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer

@@ -10,7 +10,7 @@ from mxnet.io import DataBatch, DataDesc, DataIter
 
 from ._mxnet import mx, np
 from .annotations import Array
-from .cpu.arrays import dtype_name, to_half
+from .cpu.arrays import dtype_name, to_16bit
 from .formats import FLOAT16
 
 
@@ -105,5 +105,5 @@ def _cast(data: Array, dtype: str) -> Any:
     if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
         return data
     if isinstance(data, mx.nd.NDArray) and dtype == "float16":
-        return to_half(data, dtype)
+        return to_16bit(data, dtype)
     return data.astype(dtype)

@@ -57,7 +57,7 @@ def on_grid(graph, types, grid):
     if grid == "float16":
         return build(graph, types)
     format_ = NOT_ROUNDED if grid == "float32" else FORMATS[grid]
-    policy = Policy("test", between=format_, norm=format_, sensitive=format_)
+    policy = Policy("test", activation=format_, norm=format_, sensitive=format_)
     low = {n: Entry(Node("amp_cast", f"{n.name}_low", {"dtype": format_.name}, [Entry(n)]))
            for n in graph.nodes() if n.is_variable and types[n.name] == "float16"}
     for node in graph.nodes():

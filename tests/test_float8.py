@@ -168,7 +168,7 @@ def test_margin_adds_headroom(rng):
     ({"history": 0}, "history must be a whole number from 1 on. Received: 0"),
     ({"margin": -1}, "margin must be a whole number from 0 on. Received: -1"),
     ({"product": "float16"}, "scaling is for products whose format differs"),
-    ({"between": "float8_e4m3"}, "scaling is for products whose format differs")])
+    ({"activation": "float8_e4m3"}, "scaling is for products whose format differs")])
 def test_scaling_arguments_are_checked(more, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **{"product": "float8_e4m3", "scaling": "delayed", **more})

@@ -40,45 +40,45 @@ def dense(policy, rng):
 ROLES = {
     "tf32": (get_policy("tf32"), TF32, exact, TF32),
     "bfloat16": (get_policy("mixed_bfloat16"), BFLOAT16, BFLOAT16, BFLOAT16),
-    "float8 in bfloat16": (amp.Policy("f", product="float8_e4m3", between="bfloat16",
+    "float8 in bfloat16": (amp.Policy("f", product="float8_e4m3", activation="bfloat16",
                                       gradient="float8_e5m2"), E4M3, BFLOAT16, E5M2),
     "float8 in float32": (amp.Policy("f", product="float8_e4m3", gradient="float8_e5m2"),
                           E4M3, exact, E5M2),
-    "float8 in float16": (amp.Policy("f", product="float8_e4m3", between="float16",
+    "float8 in float16": (amp.Policy("f", product="float8_e4m3", activation="float16",
                                      gradient="float8_e5m2"),
                           E4M3, HALF, E5M2),
     "float8 gradients of float32": (amp.Policy("f", gradient="float8_e5m2"), exact, exact, E5M2),
     "float8 gradients of float16 products": (
         amp.Policy("f", product="float16", gradient="float8_e5m2"), HALF, exact, E5M2),
     "float8 gradients of float32 products": (
-        amp.Policy("f", product="float32", between="bfloat16", gradient="float8_e5m2"),
+        amp.Policy("f", product="float32", activation="bfloat16", gradient="float8_e5m2"),
         exact, BFLOAT16, E5M2)}
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_product_reads_its_format_and_returns_between_format(name, rng):
-    policy, product, between, gradient = ROLES[name]
+def test_product_reads_its_format_and_returns_activation_format(name, rng):
+    policy, product, activation, gradient = ROLES[name]
     (x, w, head), (out, dx, dw) = dense(policy, rng)
-    x, w, head = product(between(x)), product(between(w)), gradient(between(head))
+    x, w, head = product(activation(x)), product(activation(w)), gradient(activation(head))
     # Under mixed_bfloat16 the gradient of a float32 weight is float32.
-    of_weight = exact if name == "bfloat16" else between
-    for ours, expected, rounded in ((out, x @ w.T, between), (dx, head @ w, between),
+    of_weight = exact if name == "bfloat16" else activation
+    for ours, expected, rounded in ((out, x @ w.T, activation), (dx, head @ w, activation),
                                     (dw, head.T @ x, of_weight)):
         near = 1e-5 if rounded is exact else 2.0 ** -7  # unit roundoff of bfloat16
         np.testing.assert_allclose(ours, rounded(expected), rtol=near, atol=1e-6)
         assert rounded is exact or np.mean(ours != rounded(expected)) < 0.1
 
 
-@pytest.mark.parametrize("between", ["bfloat16", "tf32", "float8_e5m2"])
-def test_float16_products_are_rounded_to_between_format(between, rng):
+@pytest.mark.parametrize("activation", ["bfloat16", "tf32", "float8_e5m2"])
+def test_float16_products_are_rounded_to_activation_format(activation, rng):
     """As between two dense layers: casts convert from float16 arrays to the format, and back."""
     net = gluon.nn.HybridLambda(lambda F, x, w: F.dot(F.dot(x, w), w))
-    amp.convert(net, amp.Policy("f", product="float16", between=between))
+    amp.convert(net, amp.Policy("f", product="float16", activation=activation))
     x, w = (rng.standard_normal((5, 5)).astype(np.float32) for _ in "xw")
-    made = HALF(FORMATS[between].round(HALF(HALF(x) @ HALF(w))))
-    expected = FORMATS[between].round(HALF(made @ HALF(w)))
+    made = HALF(FORMATS[activation].round(HALF(HALF(x) @ HALF(w))))
+    expected = FORMATS[activation].round(HALF(made @ HALF(w)))
     out = net(nd.array(x), nd.array(w)).asnumpy()
-    assert np.array_equal(out, FORMATS[between].round(out))
+    assert np.array_equal(out, FORMATS[activation].round(out))
     assert np.mean(out == expected) > 0.8
 
 
@@ -185,13 +185,13 @@ def test_rnn_dropout_is_refused_only_in_training():
 @pytest.mark.parametrize(("roles", "said"), [
     ({"compute": "flaot16"}, "policy mine: compute takes a number format. Valid: float32, float16"),
     ({"compute": ""}, "policy mine: compute takes a number format.*Received: ''"),
-    ({"between": ""}, "policy mine: between takes a number format.*Received: ''"),
+    ({"activation": ""}, "policy mine: activation takes a number format.*Received: ''"),
     ({"product": 0}, "policy mine: product takes a number format.*Received: 0"),
     ({"gradient": False}, "policy mine: gradient takes a number format.*Received: False"),
     ({"norm": None}, "policy mine: norm takes a number format.*Received: None"),
-    ({"compute": "float16", "between": "bfloat16"},
-     "compute sets product and between. Valid: compute, or these two. Received: "
-     "compute='float16', between='bfloat16'"),
+    ({"compute": "float16", "activation": "bfloat16"},
+     "compute sets product and activation. Valid: compute, or these two. Received: "
+     "compute='float16', activation='bfloat16'"),
     ({"history": 4}, "history is for scaling=delayed. Received: history=4, scaling=None"),
     ({"margin": 1}, "margin is for scaling=delayed or current. Received: margin=1, scaling=None"),
     ({"product": "float8_e4m3", "scaling": "current", "history": 4}, "history is for scaling=dela"),
@@ -519,12 +519,12 @@ def test_rnn_in_fine_format_matches_float32(mode, settings, rng):
     assert any((one != other).any() for one, other in zip(ours, exact))
 
 
-def test_rnn_product_reads_its_format_and_outputs_have_between_format(rng):
+def test_rnn_product_reads_its_format_and_outputs_have_activation_format(rng):
     e4m3, bfloat16 = (FORMATS[name].round for name in ("float8_e4m3", "bfloat16"))
     net = layer("rnn_tanh")
     weights = {name.split("_", 1)[1]: bfloat16(p.data().asnumpy())
                for name, p in net.collect_params().items()}
-    amp.convert(net, amp.Policy("mine", product="float8_e4m3", between="bfloat16"))
+    amp.convert(net, amp.Policy("mine", product="float8_e4m3", activation="bfloat16"))
     x, h = (rng.standard_normal(shape).astype(np.float32)
             for shape in ((TIME, BATCH, DATA), (1, BATCH, UNITS)))
     out = net(nd.array(x), [nd.array(h)])[0].asnumpy()
@@ -557,9 +557,10 @@ def test_rnn_gate_gradients_are_rounded_before_products(rng):
 
 @pytest.mark.parametrize("mode", ["lstm", "gru"])
 @pytest.mark.parametrize("policy", ["tf32", "mixed_float8", amp.Policy(
-    "halves", product="float8_e4m3", between="float16", gradient="float8_e5m2", scaling="current"),
+    "float16", product="float8_e4m3", activation="float16", gradient="float8_e5m2",
+    scaling="current"),
     amp.Policy("random", product=amp.Format("f", 5, 4, rounding="stochastic"))],
-    ids=["tf32", "mixed_float8", "between halves", "stochastic"])
+    ids=["tf32", "mixed_float8", "float16 activations", "stochastic"])
 def test_rnn_in_low_precision_is_near_float32(policy, mode, rng):
     state = rng.bit_generator.state
     exact = outcome(layer(mode, num_layers=2, bidirectional=True), rng)
@@ -592,7 +593,7 @@ def test_rnn_tensors_of_any_size_fit_with_scaling(rng):
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}],
                          ids=["", "static"])
 def test_recorded_rnn_prediction_has_gradients_of_training(mode, flags, rng):
-    policy = amp.Policy("m", product="tf32", between="bfloat16")
+    policy = amp.Policy("m", product="tf32", activation="bfloat16")
     net = amp.convert(layer(mode, num_layers=2), policy)
     net.hybridize(**flags)
     x = nd.array(rng.standard_normal((TIME, BATCH, DATA)))

@@ -106,8 +106,8 @@ def test_high_precision_product_reads_unrounded_inputs(high, name, flags, rng):
 @pytest.mark.parametrize("high", SUBSETS, ids="+".join)
 def test_high_precision_inputs_have_between_format(high, name, rng):
     between, dtype = FORMATS["bfloat16"], 2.0 ** -8
-    policy = amp.Policy("mine", product="float8_e4m3", between="bfloat16", gradient="float8_e5m2",
-                        high_precision=high)
+    policy = amp.Policy("mine", product="float8_e4m3", activation="bfloat16",
+                        gradient="float8_e5m2", high_precision=high)
     exact = [between.round(a) for a in inputs(name, rng)]
     rounded = [format_.round(a) for format_, a in zip((E4M3, E4M3, E5M2), exact)]
     net = layer(name, policy, exact[1])

@@ -23,9 +23,9 @@ def test_policies_are_frozen():
     ("mixed_bfloat16", ("float32", "bfloat16", "float32", "float32", "float32"))])
 def test_policy_is_found_by_name(name, types):
     found = get_policy(name)
-    roles = found.parameter, found.between, found.norm, found.sensitive, found.output
+    roles = found.parameter, found.activation, found.norm, found.sensitive, found.output
     assert (found.name, *(format_.name for format_ in roles)) == (name, *types)
-    assert found.product == found.gradient == found.between
+    assert found.product == found.gradient == found.activation
     assert get_policy(found) is found
 
 

@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
-MINE = amp.Policy("mine", product=amp.Format("e3m4", exponent=3, fraction=4), between="bfloat16",
+MINE = amp.Policy("mine", product=amp.Format("e3m4", exponent=3, fraction=4), activation="bfloat16",
                   scaling="delayed", history=4, high_precision=["weight_gradient"])
 
 

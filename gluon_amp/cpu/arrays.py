@@ -23,7 +23,7 @@ from ..annotations import Array, Context, DType
 from . import library
 from .bfloat16 import BFLOAT16, is_bfloat16
 
-HALVES = ("float16", "bfloat16")  # the 16-bit types
+TYPES_16BIT = ("float16", "bfloat16")
 ROUNDED_TO_INFINITY = 65520.0  # the smallest number that float16 rounds to infinity
 
 
@@ -37,19 +37,19 @@ def array_type(name: str) -> DType:
     return BFLOAT16 if name == "bfloat16" else np.dtype(name).type
 
 
-def is_half(dtype: Any) -> bool:
+def is_16bit(dtype: Any) -> bool:
     """Whether a dtype is a 16-bit type."""
-    return dtype_name(dtype) in HALVES
+    return dtype_name(dtype) in TYPES_16BIT
 
 
 def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     """Returns an array in float32; a float32 array unchanged."""
-    if is_half(array.dtype) and _on_cpu(array) and library.started():
+    if is_16bit(array.dtype) and _on_cpu(array) and library.started():
         return library.call("_gluon_amp_widen", [array])
     return array.astype("float32", copy=False)
 
 
-def to_half(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
+def to_16bit(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
     """Returns an array in a 16-bit type; an array of that type unchanged."""
     if dtype_name(array.dtype) == "float32" and _on_cpu(array) and library.started():
         return library.call("_gluon_amp_narrow", [array], dtype=dtype)

@@ -25,7 +25,7 @@ from mxnet.gluon.block import _flatten
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import HALVES, beyond_float16, dtype_name
+from ..cpu.arrays import TYPES_16BIT, beyond_float16, dtype_name, is_16bit
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
@@ -177,7 +177,7 @@ def restore(net: Block) -> Block:
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     types = {p: "float32" for block in converted for p in block.params.values()
-             if dtype_name(p.dtype) in HALVES}
+             if is_16bit(p.dtype)}
     _check_trainers(types)
     restore_blocks(converted)
     _cast(types)
@@ -428,8 +428,8 @@ def _check_symbol(block: Block) -> None:
     if not isinstance(block, mx.gluon.SymbolBlock) or isinstance(block, ConvertedBlock):
         return
     casts = [node.name for node in Graph.read(block._cached_graph[1]).nodes()
-             if node.op in CASTS and node.attrs.get("dtype") in HALVES]
-    low = [p.name for p in block.params.values() if dtype_name(p.dtype) in HALVES]
+             if node.op in CASTS and node.attrs.get("dtype") in TYPES_16BIT]
+    low = [p.name for p in block.params.values() if is_16bit(p.dtype)]
     if casts and low:
         raise ValueError(f"the symbol of {block.name} is in mixed precision already. Valid: its "
                          "float32 symbol, which takes the same parameters. Received: casts "
@@ -478,4 +478,4 @@ def _cast(types: Dict[Parameter, str]) -> None:
             mx.nd.waitall()
             under_way = 0
         if type(parameter) in (Parameter, ConvertedParameter):
-            parameter.__class__ = ConvertedParameter if dtype in HALVES else Parameter
+            parameter.__class__ = ConvertedParameter if dtype in TYPES_16BIT else Parameter

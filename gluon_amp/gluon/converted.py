@@ -40,7 +40,7 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter
-from ..cpu.arrays import HALVES, dtype_name, to_float32
+from ..cpu.arrays import dtype_name, is_16bit, to_float32
 from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import (
@@ -190,7 +190,7 @@ class ConvertedBlock:
         net = copy.deepcopy(self)
         restore_blocks(blocks_in(net))
         for parameter in net.collect_params().values():
-            if dtype_name(parameter.dtype) in HALVES:
+            if is_16bit(parameter.dtype):
                 cast(parameter, "float32")
         net.summary(*inputs)
 
@@ -283,7 +283,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                  self.name, why.__cause__)
         self._active = False
         for parameter in self._reg_params.values():
-            if dtype_name(parameter.dtype) in HALVES:
+            if is_16bit(parameter.dtype):
                 cast(parameter, "float32")
                 parameter.__class__ = mx.gluon.Parameter
         for state in _states(self):
@@ -578,7 +578,7 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
 def wide_constants(parameters: Mapping[str, Any], policy: Policy) -> List[str]:
     """Returns the names of constants that the policy's activations cannot represent."""
     return [name for name, p in parameters.items()
-            if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.between)]
+            if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.activation)]
 
 
 def blocks_in(net: Network) -> Iterator[Any]:
@@ -638,7 +638,7 @@ class _NoGraph(Exception):
 def _keep_float32(state: Parameter) -> None:
     """Makes a parameter that an operator mutates float32, as MXNet requires. `convert` has left it
     float32, unless it could not trace the block."""
-    if dtype_name(state.dtype) in HALVES:
+    if is_16bit(state.dtype):
         if state._data is not None:
             log.warning("%s is float32 from now on, because an operator mutates it. Its values "
                         "have been rounded to %s", state.name, dtype_name(state.dtype))
@@ -659,7 +659,7 @@ def _map_arrays(function: Callable[[Any], Any], value: object) -> Any:
 
 
 def _to_float32(array: Array) -> Array:
-    return array.astype("float32") if dtype_name(array.dtype) in HALVES else array
+    return array.astype("float32") if is_16bit(array.dtype) else array
 
 
 def _on_plain_cpu(array: Array) -> Array:

@@ -5,7 +5,15 @@ from typing import Any, Optional, Sequence
 
 from .._mxnet import mx, np, replace
 from ..annotations import Array, Context, Parameter
-from ..cpu.arrays import HALVES, beyond_float16, dtype_name, on_device, to_float32, to_half
+from ..cpu.arrays import (
+    TYPES_16BIT,
+    beyond_float16,
+    dtype_name,
+    is_16bit,
+    on_device,
+    to_16bit,
+    to_float32,
+)
 from ..formats import FLOAT16, Format
 
 log = logging.getLogger("gluon_amp")
@@ -74,7 +82,7 @@ def wrap_mxnet() -> None:
 
     @replace(mx.gluon.utils, "clip_global_norm")
     def clip_global_norm(arrays: Sequence[Array], *args: Any, theirs: Any, **kwargs: Any) -> Any:
-        if any(dtype_name(array.dtype) in HALVES for array in arrays):
+        if any(is_16bit(array.dtype) for array in arrays):
             raise TypeError(
                 "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
                 "of a converted network have 16 bits: call trainer.clip_norm(max_norm, batch_size) "
@@ -98,12 +106,13 @@ def _warn_of_plain_trainer(trainer: Any) -> None:
     found = [policy for policy in policies.values() if policy is not None]
     if not found or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
         return
-    low = {dtype_name(p.dtype) for p, policy in policies.items() if policy is not None} & {*HALVES}
+    low = {dtype_name(p.dtype) for p, policy in policies.items()
+           if policy is not None and is_16bit(p.dtype)}
     missing = []
     if low - {"float16"} or low and not trainer._optimizer.multi_precision:
         missing.append("no float32 master weights: updates below "
                        f"1/{2048 if 'float16' in low else 256} of a weight are lost")
-    narrow = any(policy.gradient == FLOAT16 or policy.between == FLOAT16 for policy in found)
+    narrow = any(policy.gradient == FLOAT16 or policy.activation == FLOAT16 for policy in found)
     if narrow and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:
@@ -145,7 +154,7 @@ def value_of(parameter: Parameter) -> Array:
 def _in_type(array: Array, dtype: str) -> Array:
     if isinstance(array, mx.np.ndarray):
         return array.astype(dtype)
-    return to_half(array, dtype) if dtype in HALVES else to_float32(array)
+    return to_16bit(array, dtype) if dtype in TYPES_16BIT else to_float32(array)
 
 
 def complete_copy(parameter: Parameter) -> None:

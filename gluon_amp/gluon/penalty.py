@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 from .._mxnet import mx, np
 from ..annotations import Array, Block
 from ..checks import listed, positive_number
-from ..cpu.arrays import HALVES, dtype_name
+from ..cpu.arrays import is_16bit
 from .converted import ConvertedBlock, ConvertedHybridBlock, blocks_in
 
 _STEP = 2.0 ** -12  # of a central difference, relative to the length of the samples
@@ -40,7 +40,7 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
     _check(critic, x, args)
     if target != 0:
         positive_number(target, "target")
-    if dtype_name(x.dtype) in HALVES:
+    if is_16bit(x.dtype):
         x = x.astype("float32")
     trains = autograd.is_training()
     with _in_float32(critic):
@@ -76,7 +76,7 @@ def _check(critic: Block, x: Array, args: Sequence[Array]) -> None:
                             f"{getattr(array, 'shape', type(array).__name__)}")
     blocks = list(blocks_in(critic))
     low = [p.name for block in blocks if not isinstance(block, ConvertedBlock)
-           for p in block.params.values() if dtype_name(p.dtype) in HALVES]
+           for p in block.params.values() if is_16bit(p.dtype)]
     if low:
         raise ValueError("gradient_penalty computes in float32. Valid: a float32 network, or one "
                          "that gluon_amp.convert has converted. Received: 16-bit parameters "

@@ -23,7 +23,7 @@ from typing import (
 
 from .._mxnet import mx, np
 from ..cpu import library
-from ..cpu.arrays import HALVES
+from ..cpu.arrays import TYPES_16BIT
 from ..cpu.scales import Scales
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
@@ -64,7 +64,7 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
     counts = ("samples" if samples else "all") if watch else ""
     rewriting = _Rewriting(graph, types, policy, counts, scales or Scales(freed=False), place,
                            chosen)
-    if blocks and not watch and policy.between == BFLOAT16 and policy.one_format:
+    if blocks and not watch and policy.activation == BFLOAT16 and policy.one_format:
         rewriting.blocked = blocked_entries(graph, rewriting.types)
     built = rewriting.run()
     _check_loops(built, policy.name)
@@ -99,7 +99,7 @@ class _Rewriting:
         self.graph, self.policy, self.counts = graph, policy, counts
         self.scales, self.place, self.chosen = scales, place, chosen
         # whether the engine rounds gradients of 16-bit arrays to another format
-        self.rounds_halves = policy.gradient_everywhere and policy.gradient != policy.between
+        self.rounds_16bit = policy.gradient_everywhere and policy.gradient != policy.activation
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # outputs of each node
         for entry in self.types:
@@ -131,7 +131,7 @@ class _Rewriting:
         setting, the same product of float16 data accumulates in float32 on both devices
         (cpu/gpu.cc), so the results are equal.
         """
-        if node.op != "batch_dot" or node.rounds_inputs or self.rounds_halves \
+        if node.op != "batch_dot" or node.rounds_inputs or self.rounds_16bit \
                 or self.counts:  # an X-ray counts what the casts round
             return False
         return bool(users) \
@@ -150,14 +150,14 @@ class _Rewriting:
         return node.op in CASTS and self.types[node.inputs[0]] == before \
             and self.types[Entry(node)] == after
 
-    def _is_half(self, entry: Entry) -> bool:
-        return self.types.get(entry) in HALVES
+    def _is_16bit(self, entry: Entry) -> bool:
+        return self.types.get(entry) in TYPES_16BIT
 
     def _is_rounded(self, entry: Entry) -> bool:
         """Whether the engine rounds the entry or its gradient to an emulated format."""
         dtype = self.types.get(entry)
         return dtype is not None and dtype not in TYPE_FLAG \
-            or dtype in HALVES and self.rounds_halves
+            or dtype in TYPES_16BIT and self.rounds_16bit
 
     def _outputs(self, node: Node) -> List[Entry]:
         return [Entry(node, i) for i in range(self.count[node])]
@@ -175,7 +175,7 @@ class _Rewriting:
             rounded = True
         if rounded:
             self._set_formats(node, new)
-        low = rounded or node in self.without_casts or any(map(self._is_half, entries))
+        low = rounded or node in self.without_casts or any(map(self._is_16bit, entries))
         if low and node.op in _RUN_ONCE:
             new.attrs.pop("__force_mirroring__", None)
         if low and (self.policy.accumulate or self.policy.high_precision):
@@ -192,11 +192,11 @@ class _Rewriting:
     def _set_formats(self, node: Node, new: Node) -> None:
         """Sets which inputs and outputs of a node the engine rounds, and to which formats."""
         policy = self.policy
-        if new.attrs.get("dtype") == policy.between.type_name not in TYPE_FLAG:
+        if new.attrs.get("dtype") == policy.activation.type_name not in TYPE_FLAG:
             new.attrs["dtype"] = "float32"
         if any(map(self._is_rounded, self._outputs(node))):
             for key, number in numbers(node):  # rounded to float32 first, as on a GPU
-                new.attrs[key] = repr(float(policy.between.nearest.round(np.float32(number))))
+                new.attrs[key] = repr(float(policy.activation.nearest.round(np.float32(number))))
         if not _runs_engine(node):  # a parser may refuse settings, or pass them to the user's code
             return
         if node.rounds_inputs:
@@ -210,9 +210,9 @@ class _Rewriting:
             if policy.scaling is not None:
                 new.settings.update(scaling=f"{policy.scaling} {policy.history} {policy.margin}",
                                     histories=f"{self.scales.id} {self._place(node)}")
-        back = policy.gradient if policy.gradient_everywhere else policy.between
+        back = policy.gradient if policy.gradient_everywhere else policy.activation
         gradient = policy.gradient if node.rounds_inputs else back
-        grids = {"output": policy.between, "product": policy.product, "gradient": gradient,
+        grids = {"output": policy.activation, "product": policy.product, "gradient": gradient,
                  "back": back}
         new.settings.update((f"{key}_grid", format_.for_engine) for key, format_ in grids.items())
         for key, entries in (("inputs", node.inputs), ("outputs", self._outputs(node))):
@@ -285,8 +285,8 @@ def _check_formats(node: Node, policy: str) -> None:
     """Refuses a product for which the engine supports one format only."""
     if node.op in _OF_ONE_FORMAT:
         raise ValueError(f"policy {policy}: {_OF_ONE_FORMAT[node.op]} requires one format for "
-                         f"product, between and gradient. Keep {node.name} in float32 (keep=), or "
-                         "set the three to one format")
+                         f"product, activation and gradient. Keep {node.name} in float32 "
+                         "(keep=), or set the three to one format")
 
 
 def _check_loops(built: Graph, policy: str) -> None:

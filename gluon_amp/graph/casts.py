@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
-from ..cpu.arrays import HALVES
+from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
@@ -65,7 +65,7 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
     bounded = [node for node in graph.nodes() if node.op in operators.BOUNDS]
     if not bounded:
         return graph
-    formats = {each.type_name: each for each in (policy.between, policy.product, policy.output)
+    formats = {each.type_name: each for each in (policy.activation, policy.product, policy.output)
                if each.largest < FLOAT32.largest}
     users = graph.consumers()
     for node in bounded:
@@ -104,13 +104,13 @@ class _Casting:
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
                  keep: Collection[str], wide: Set[str]):
         self.policy, self.keep = policy, keep
-        self.between = policy.between.type_name
+        self.activation = policy.activation.type_name
         # If products do not round their inputs, casts produce arrays of their format.
-        self.product = self.between if policy.products_round else policy.product.type_name
+        self.product = self.activation if policy.products_round else policy.product.type_name
         # from the narrowest to the widest
-        self.floats = [*HALVES, "float32", "float64"]
-        if self.between not in self.floats:
-            self.floats.insert(1, self.between)
+        self.floats = [*TYPES_16BIT, "float32", "float64"]
+        if self.activation not in self.floats:
+            self.floats.insert(1, self.activation)
         self.variables, self.weak_names, self.wide_names = types, weak, wide
         self.types: Dict[Entry, Optional[str]] = {}  # types of new entries
         self.weak: Set[Entry] = set()
@@ -159,13 +159,13 @@ class _Casting:
             product = self._product(node)
             if self.policy.products_round and product == self.product:
                 made.rounds_inputs = True
-            if product != self.between:
-                outputs = [self.cast(Entry(made, i), self.between) for i, _ in enumerate(types)]
+            if product != self.activation:
+                outputs = [self.cast(Entry(made, i), self.activation) for i, _ in enumerate(types)]
         return outputs
 
     def _fits(self, node: Node) -> bool:
         """Whether the narrowest format holds the node's constants; float16 lacks 1e-12."""
-        return operators.holds_numbers(node, self.policy.between)
+        return operators.holds_numbers(node, self.policy.activation)
 
     def _widens(self, node: Node, inputs: List[Entry]) -> bool:
         """Whether a node's result stays float32 because of a constant, in it or before it."""
@@ -216,7 +216,7 @@ class _Casting:
             node = entry.node.like(())
             node.attrs["dtype"] = dtype
             return node
-        if entry.node.op == "_rnn_param_concat" and dtype in HALVES:
+        if entry.node.op == "_rnn_param_concat" and dtype in TYPES_16BIT:
             # MXNet's float32 kernel is slower than the casts of all inputs
             return entry.node.like([self.cast(e, dtype) for e in entry.node.inputs])
         index = f"_{entry.output}" if entry.output else ""
@@ -254,7 +254,7 @@ class _Casting:
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)
             return [self.cast(e, product) for e in inputs[:count]] + inputs[count:]
-        if any(self.types[e] == self.between for e in inputs) \
+        if any(self.types[e] == self.activation for e in inputs) \
                 and not self._fits(node):
             return [self.cast(e, "float32") for e in inputs]
         return self._agree(node, inputs)

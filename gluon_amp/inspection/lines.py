@@ -23,7 +23,7 @@ def head(net: Network, trainer: Trainer, record: str) -> Line:
     """Returns the first line of a recording."""
     converted = hybrid_blocks(net)
     policy = converted[0]._amp.policy if converted else POLICIES["float32"]
-    formats = (policy.parameter, policy.product, policy.between)
+    formats = (policy.parameter, policy.product, policy.activation)
     return {"record": record, "policy": policy.name,
             "formats": sorted({format_.name for format_ in formats} & FORMATS.keys()),
             "device": " ".join(map(str, trainer._contexts)), "gluon_amp": __version__,

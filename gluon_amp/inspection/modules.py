@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Un
 from .._mxnet import mx
 from ..annotations import Array, Batch, Block, Module, Network
 from ..checks import listed
-from ..cpu.arrays import HALVES, dtype_name, to_float32
+from ..cpu.arrays import TYPES_16BIT, dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts, sparse_nodes
 from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
@@ -111,7 +111,7 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
         types[name] = dtype_name(array.dtype)
     found = mixed.types(types)
-    low = next((half for half in HALVES if half in found.values()), "")
+    low = next((name for name in TYPES_16BIT if name in found.values()), "")
     if not low:
         raise ValueError("the Module is all float32: convert its symbol with "
                          "gluon_amp.convert_symbol")
@@ -155,17 +155,18 @@ def _without_casts(graph: Graph, types: Types) -> Graph:
     found = graph.types(types)
 
     def make(node: Node, inputs: List[Entry]) -> Union[Node, List[Entry]]:
-        if node.op in CASTS and {found[node.inputs[0]], found[Entry(node)]} <= {*HALVES, _WIDE}:
+        if node.op in CASTS \
+                and {found[node.inputs[0]], found[Entry(node)]} <= {*TYPES_16BIT, _WIDE}:
             return inputs
         made = node.like(inputs)
         made.subgraphs = [_without_casts(b.graph, b.types) for b in node.bodies(found)]
-        if made.attrs.get("dtype") in HALVES:
+        if made.attrs.get("dtype") in TYPES_16BIT:
             made.attrs["dtype"] = _WIDE
         return made
 
     for node in graph.nodes():
         if node.is_variable and node.attrs.get("__dtype__") in [
-                str(TYPE_FLAG[half]) for half in HALVES]:
+                str(TYPE_FLAG[name]) for name in TYPES_16BIT]:
             node.attrs["__dtype__"] = str(TYPE_FLAG[_WIDE])
     return graph.rewrite(make)
 

@@ -11,7 +11,7 @@ from .._mxnet import mx, np
 from ..annotations import Array, Network
 from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
-from ..cpu.arrays import dtype_name, follow, is_half, squares, to_float32
+from ..cpu.arrays import dtype_name, follow, is_16bit, squares, to_float32
 from ..formats import FLOAT32, FORMATS, Format
 from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in
@@ -83,7 +83,7 @@ class Updates:
         """Returns the counts of all parameters."""
         made = []
         for p in self.parameters:
-            added, half = self.added.get(p.name), is_half(p.data().dtype)
+            added, half = self.added.get(p.name), is_16bit(p.data().dtype)
             made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
@@ -224,4 +224,4 @@ def _wide(weight: Array, master: Array) -> Array:
 
 def _master_of(updater: Any, index: Any, weight: Array) -> Array:
     return master_in(updater.optimizer, updater.states.get(index)) \
-        if is_half(weight.dtype) else None
+        if is_16bit(weight.dtype) else None

@@ -30,7 +30,7 @@ from mxnet import autograd
 from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
 from ..checks import imports_of, listed
-from ..cpu.arrays import HALVES, dtype_name
+from ..cpu.arrays import TYPES_16BIT, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
@@ -151,7 +151,7 @@ def _block(net: Network, count: int, dtype: str,
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
     kept = _calibrated(clean, arrays, calibration, dtype)
     if dtype == "float32":
-        types = {name: "float32" if t in HALVES else t for name, t in types.items()}
+        types = {name: "float32" if t in TYPES_16BIT else t for name, t in types.items()}
         graph = clean
     elif isinstance(net, ConvertedHybridBlock):
         _check_policy(net._amp.policy, dtype)
@@ -168,10 +168,10 @@ def _block(net: Network, count: int, dtype: str,
 
 def _check_policy(policy: Policy, dtype: str) -> None:
     def makes(policy: Policy, dtype: str) -> bool:
-        return not policy.is_emulated and dtype in (policy.product.name, policy.between.name)
+        return not policy.is_emulated and dtype in (policy.product.name, policy.activation.name)
     if not makes(policy, dtype):
         names = [name for name, each in POLICIES.items() if makes(each, dtype)]
-        types = [repr(each) for each in HALVES if makes(policy, each)] + ["'float32'"]
+        types = [repr(each) for each in TYPES_16BIT if makes(policy, each)] + ["'float32'"]
         raise ValueError(f"a network under policy {policy.name} has no equivalent in ONNX with "
                          f"{dtype}. Valid: dtype={' or '.join(types)}, or a network that is "
                          f"converted to {' or '.join(names)}")
@@ -205,10 +205,10 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     arrays = {**args, **aux}
     types = {**dict.fromkeys(graph.variables(), "float32"), **declared_types(graph),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
-    halves = [name for name, t in types.items() if t in HALVES]
-    if dtype == "float32" and halves:
+    low = [name for name, t in types.items() if t in TYPES_16BIT]
+    if dtype == "float32" and low:
         raise ValueError("this symbol has float16 variables: export the float32 symbol that was "
-                         f"converted. Received float16: {listed(halves)}")
+                         f"converted. Received float16: {listed(low)}")
     return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs,
                     kept)
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Opt
 
 from .._mxnet import np
 from ..annotations import DType
-from ..cpu.arrays import HALVES
+from ..cpu.arrays import TYPES_16BIT
 from ..formats import FORMATS
 from ..graph.graph import CASTS, Entry, Node
 
@@ -109,8 +109,8 @@ class Writer:
     def write(self, node: Node, row: Rule) -> None:
         """Adds a node of MXNet."""
         entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
-        halves = {*HALVES} & {self.types[e] for e in (*node.inputs, *entries)}
-        widened = bool(halves) and (row.wide or BFLOAT16 in halves and node.op not in CASTS)
+        low = {*TYPES_16BIT} & {self.types[e] for e in (*node.inputs, *entries)}
+        widened = bool(low) and (row.wide or BFLOAT16 in low and node.op not in CASTS)
         operator, before = Operator(self, node, widened), len(self.nodes)
         made = row.write(operator)
         made = [made] if isinstance(made, str) else made
@@ -119,7 +119,7 @@ class Writer:
             refuse(node, f"ONNX has no equivalent of its attribute {name}={node.attrs[name]}")
         for entry, name in zip(entries, made):
             dtype = self.types[entry]
-            if widened and dtype in HALVES:
+            if widened and dtype in TYPES_16BIT:
                 name = self.cast(name, dtype)
             number = str(entry.output) if len(made) > 1 else ""
             self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
@@ -160,7 +160,7 @@ class Operator:
     def input(self, i: int) -> str:
         entry = self.node.inputs[i]
         name = self.writer.read(entry)
-        if self._widened and self.writer.types[entry] in HALVES:
+        if self._widened and self.writer.types[entry] in TYPES_16BIT:
             return self.writer.cast(name, "float32")
         return name
 
@@ -184,7 +184,7 @@ class Operator:
     def made_type(self) -> str:
         """The type of its first output, in which it computes if that has 16 bits."""
         dtype = self.output_type(0)
-        return "float32" if self._widened and dtype in HALVES else dtype
+        return "float32" if self._widened and dtype in TYPES_16BIT else dtype
 
     @property
     def made_shape(self) -> Tuple[int, ...]:

@@ -28,7 +28,7 @@ from typing import (
 from .._mxnet import mx
 from ..annotations import Context, DType, Symbol
 from ..cpu import library
-from ..cpu.arrays import HALVES, array_type, dtype_name
+from ..cpu.arrays import TYPES_16BIT, array_type, dtype_name
 from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
 from ..graph.channels_last import channels_last
 from ..graph.graph import VARIABLE, Entry, Graph, Node
@@ -131,7 +131,7 @@ class Bindable(mx.sym.Symbol):
         graph = Graph.read(self)
         entries = graph.types(types)
         used = set(entries.values())
-        low = not used.isdisjoint(HALVES)
+        low = not used.isdisjoint(TYPES_16BIT)
         requests = _requests(grad_req, self.list_arguments())
         frozen = _freeze(graph, requests)
         if not (low or frozen or self.is_scaled):

@@ -24,13 +24,13 @@ from mxnet.model import _update_params
 from .._mxnet import mx
 from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
 from ..checks import counted, in_names
-from ..cpu.arrays import dtype_name, is_half, to_float32
+from ..cpu.arrays import dtype_name, is_16bit, to_float32
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.averages import Averages, Named
+from ..training.moving_averages import MovingAverages, Named
 from ..training.backward import Backward, Copies, restore
 from ..training.loss_scale import GivenLossScale
 from ..training.optimizer import (
@@ -160,15 +160,15 @@ class _Module:
         """Initializes in float32 and rounds 16-bit parameters."""
         module = self._module()
         host = (module and module._arg_params) or {}  # buckets share the dictionary
-        halves = {name: a for name, a in host.items() if is_half(a.dtype)}
-        check_range({name: dtype_name(a.dtype) for name, a in halves.items()}, arg_params or {})
-        host.update({name: to_float32(a) for name, a in halves.items()})
+        low = {name: a for name, a in host.items() if is_16bit(a.dtype)}
+        check_range({name: dtype_name(a.dtype) for name, a in low.items()}, arg_params or {})
+        host.update({name: to_float32(a) for name, a in low.items()})
         try:
             super().init_params(initializer, arg_params, *args, **kwargs)
         finally:
-            for name, half in halves.items():
-                host[name].astype(half.dtype).copyto(half)
-            host.update(halves)
+            for name, array in low.items():
+                host[name].astype(array.dtype).copyto(array)
+            host.update(low)
 
     def init_optimizer(self, kvstore: KVStore = "local", optimizer: Union[str, Optimizer] = "sgd",
                        optimizer_params: Pairs = (("learning_rate", 0.01),),
@@ -210,7 +210,7 @@ class _Module:
         """The same as MXNet's."""
         module = self._module()
         if self._step.checks_gradients and module._context[0].device_type == "gpu":
-            self._step.averages = self._step.averages or Averages(self._averages_to_check)
+            self._step.averages = self._step.averages or MovingAverages(self._averages_to_check)
             self._step.averages.begin()
         again = self._step.searching or self._checks_loss_heads()
         self._averages_before = [(a, a.copy()) for e in module._exec_group.execs

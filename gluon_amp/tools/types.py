@@ -8,7 +8,7 @@ from typing import Collection, List, Mapping, Optional, Set, Tuple
 from .._mxnet import mx
 from ..annotations import Network
 from ..checks import aligned, counted
-from ..cpu.arrays import HALVES
+from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock
 from ..graph import operators
@@ -79,7 +79,7 @@ def types(net: Network) -> Types:
     if not net._cached_graph:
         raise RuntimeError(f"types needs the graph: run {net.name} on data once first")
     graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
-    return _rows(graph, known, net.kept_nodes(), net._amp.policy.between)
+    return _rows(graph, known, net.kept_nodes(), net._amp.policy.activation)
 
 
 def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
@@ -87,12 +87,12 @@ def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
     `keep=` of convert_symbol listed. Nodes that follow them read float32 by their rules."""
     found: Mapping[Entry, Optional[str]] = graph.types(known)
     kept: Set[str] = set()
-    for node in graph.nodes() if not set(HALVES).isdisjoint(found.values()) else ():
+    for node in graph.nodes() if not set(TYPES_16BIT).isdisjoint(found.values()) else ():
         for body in node.bodies(found):
             kept |= _kept(body.graph, body.types)
-        read = [e for e in node.inputs if found.get(e) in ("float32", *HALVES)]
+        read = [e for e in node.inputs if found.get(e) in ("float32", *TYPES_16BIT)]
         wide = bool(read) and all(found[e] == "float32" for e in read)
-        were_low = all(e.node.op in CASTS and found[e.node.inputs[0]] in HALVES for e in read)
+        were_low = all(e.node.op in CASTS and found[e.node.inputs[0]] in TYPES_16BIT for e in read)
         runs = operators.runs_in(node)
         if wide and node.op not in CASTS and (
                 runs == operators.PRODUCT or runs == operators.INPUTS and were_low
@@ -102,26 +102,26 @@ def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
 
 
 def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
-          between: Format = FLOAT16) -> Types:
-    """Returns the rows of a graph with casts, for its variables' types; `between` is the format of
-    operators' results."""
+          activation: Format = FLOAT16) -> Types:
+    """Returns the rows of a graph with casts, for its variables' types and the format of
+    activations."""
     found, sparse = graph.types(known), sparse_nodes(graph)
     made = Types()
     for node in graph.nodes():
         for body in node.bodies(found):
-            made += _rows(body.graph, body.types, kept, between)
+            made += _rows(body.graph, body.types, kept, activation)
         if node.is_variable or node.op in CASTS:
             continue
         inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
         output = found.get(Entry(node)) or "unknown"
         casts = sum(e.node.op in CASTS for e in node.inputs)
         rule = "float32: sparse tensors" if touches_sparse(node, sparse) \
-            else "kept by keep=" if node.name in kept else _rule(node, inputs, between)
+            else "kept by keep=" if node.name in kept else _rule(node, inputs, activation)
         made.append(Row(node.name, node.op, inputs, output, rule, casts))
     return made
 
 
-def _rule(node: Node, inputs: Collection[str], between: Format) -> str:
+def _rule(node: Node, inputs: Collection[str], activation: Format) -> str:
     rule: Optional[operators.Rule] = operators.OPERATORS.get(node.op)
     runs = operators.runs_in(node)
     if runs == operators.FLOAT32 and (rule is None or rule.runs == operators.INPUTS):
@@ -129,9 +129,9 @@ def _rule(node: Node, inputs: Collection[str], between: Format) -> str:
     if rule is None:
         return "the type of its inputs: it is not in the table"
     if runs == operators.INPUTS:
-        if "float32" in inputs and not operators.holds_numbers(node, between):
+        if "float32" in inputs and not operators.holds_numbers(node, activation):
             numbers = ", ".join(f"{number:g}" for _, number in operators.numbers(node))
-            return f"float32: {between.name} cannot represent its constant {numbers}"
+            return f"float32: {activation.name} cannot represent its constant {numbers}"
         return f"the type of its inputs: {rule.why}"
     if runs != rule.runs:  # sensitive with these attributes only
         return f"{runs}, with these attributes"

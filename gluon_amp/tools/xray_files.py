@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Se
 
 from .._mxnet import message, mx, np
 from ..checks import listed
-from ..cpu.arrays import HALVES, to_float32
+from ..cpu.arrays import TYPES_16BIT, to_float32
 from ..gluon.convert import convert
 from ..graph.graph import Entry, Graph
 from ..graph.operators import LOSSES
@@ -92,7 +92,7 @@ def _model(path: str, params: str) -> _Model:
                          f"Received: {path}")
     symbol = load(path)
     graph = Graph.read(symbol)
-    if {*HALVES} & {*declared_types(graph).values()}:
+    if {*TYPES_16BIT} & {*declared_types(graph).values()}:
         raise ValueError("the symbol is in mixed precision already. Valid: its float32 symbol, "
                          "with the same parameters, such as the argument of convert_symbol. "
                          f"Received: {path}")

@@ -7,7 +7,7 @@ from typing import Any, List, Sequence, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Array, Arrays, Optimizer
-from ..cpu.arrays import is_half
+from ..cpu.arrays import is_16bit
 
 Index = Union[int, str]  # a name in a Module that updates on a kvstore
 Indices = Union[Index, Sequence[Index]]
@@ -49,7 +49,7 @@ class AdamW(mx.optimizer.Optimizer):
                                state: object) -> None:
         """Updates 16-bit weights by their float32 master weights."""
         indices, weights, grads, states = _lists(index, weight, grad, state)
-        if not self.multi_precision or not is_half(weights[0].dtype):
+        if not self.multi_precision or not is_16bit(weights[0].dtype):
             self.update(index, weight, grad, state)
             return
         self._run("multi_mp_adamw_update", indices, weights, grads,

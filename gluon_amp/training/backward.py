@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, 
 from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
-from ..cpu.arrays import HALVES, dtype_name, squares
+from ..cpu.arrays import TYPES_16BIT, dtype_name, squares
 from ..cpu.library import free_graphs, other_gradients
 from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
@@ -380,7 +380,7 @@ def check_losses(losses: List[Any]) -> None:
             raise TypeError("backward takes a loss or a list of losses. "
                             f"Received: {type(loss).__name__}")
         dtype = dtype_name(loss.dtype)
-        if dtype in HALVES:
+        if dtype in TYPES_16BIT:
             why = "a sum above 65504 is infinite" if dtype == "float16" else "a number has 8 bits"
             raise ValueError(f"the loss is {dtype}, where {why}: take it "
                              "in float32, as loss_fn(net(data).astype('float32'), label); "

@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Sequence, Union
 
 from .._mxnet import mx
 from ..annotations import Parameter
-from ..cpu.arrays import follow, is_half, narrow, to_float32
+from ..cpu.arrays import follow, is_16bit, narrow, to_float32
 from .optimizer import master_in
 
 Trainer = Any  # trainer.py imports this module
@@ -23,7 +23,7 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
     if number is None or trainer._params[number] is not parameter:
         raise ValueError(f"this Trainer does not have the parameter {name or repr(parameter)}")
     weights: List[Any] = parameter.list_data()
-    if not is_half(weights[0].dtype) or parameter.grad_req == "null":
+    if not is_16bit(weights[0].dtype) or parameter.grad_req == "null":
         return weights
     optimizer = trainer._optimizer
     if trainer._update_on_kvstore or not optimizer.multi_precision:
@@ -48,7 +48,7 @@ def read(trainer: Trainer, parameter: Parameter) -> Any:
     """Returns a float32 copy of a parameter's master weights on its first device."""
     found, weight = live(trainer, parameter)[0], parameter.list_data()[0]
     if found is weight:
-        copied = to_float32(weight) if is_half(weight.dtype) else weight.copy()
+        copied = to_float32(weight) if is_16bit(weight.dtype) else weight.copy()
     else:
         copied = found.copy()
         follow(copied, weight)  # as the next step does after a write to the weight
@@ -60,7 +60,7 @@ def write(trainer: Trainer, parameter: Parameter, value: Any) -> None:
     """Sets a parameter's master weights on all devices, and its weights to their rounded values."""
     weights = parameter.list_data()
     classic = value.as_nd_ndarray()
-    if not is_half(weights[0].dtype) or parameter.grad_req == "null":
+    if not is_16bit(weights[0].dtype) or parameter.grad_req == "null":
         is_np = isinstance(weights[0], mx.np.ndarray)
         parameter.set_data(classic.as_np_ndarray() if is_np else classic)
         return

@@ -35,11 +35,11 @@ from ..annotations import Array, Arrays, Optimizer
 from ..checks import did_you_mean, same_objects
 from ..cpu import library
 from ..cpu.arrays import (
-    HALVES,
+    TYPES_16BIT,
     array_type,
     dtype_name,
     follow,
-    is_half,
+    is_16bit,
     narrow_all,
     on_gpu_in_float16,
     to_float32,
@@ -306,7 +306,7 @@ class Launches:
             if not rule.stateless:
                 row += [inner] if isinstance(inner, mx.nd.NDArray) else inner
             name = rule.launches[1]
-            if is_half(weight.dtype):
+            if is_16bit(weight.dtype):
                 name, master = rule.launches[0], master_in(made, state)
                 row.append(master)
                 for column, one in zip(self._with_masters, (index, master, weight)):
@@ -400,7 +400,7 @@ class _WithMasters:
             raise ValueError(f"{self._base().__name__} updates float32 and 16-bit parameters only. "
                              "Valid: net.cast('float32'), or another optimizer, such as sgd or "
                              f"adam. Received: float64 parameter {name}")
-        if dtype in HALVES and not self.multi_precision:
+        if dtype in TYPES_16BIT and not self.multi_precision:
             self._check_without_masters(dtype)
         if dtype == "bfloat16" and self.multi_precision:  # MXNet supports float16 only
             master = to_float32(weight)
@@ -443,7 +443,7 @@ class _WithMasters:
         if type(self.rescale_grad) is not _Decimal:
             self.rescale_grad = _Decimal(self.rescale_grad)
         # MXNet's Updater passes weights of one type; their gradients may have another
-        has_masters = self.multi_precision and types[0] in HALVES
+        has_masters = self.multi_precision and types[0] in TYPES_16BIT
         if (has_masters or types[0] == "float32") and one_type is not None \
                 and self._update_fused(indices, weights, grads, states, several, has_masters):
             return
@@ -516,7 +516,7 @@ class _WithMasters:
 
     def inner(self, weights: Sequence[Array], states: Sequence[Any]) -> List[Any]:
         """Returns states without master weights."""
-        return [list(_split(self, [state]))[1][0] if is_half(weight.dtype) else state
+        return [list(_split(self, [state]))[1][0] if is_16bit(weight.dtype) else state
                 for weight, state in zip(weights, states)]
 
     def launched_rule(self, grads: Sequence[Array], weights: Sequence[Array],

@@ -43,7 +43,7 @@ from ..cpu.arrays import (
     Squares,
     all_finite,
     dtype_name,
-    is_half,
+    is_16bit,
     multiply,
     not_finite,
     squares,
@@ -52,7 +52,7 @@ from ..cpu.arrays import (
 from ..cpu.library import marks, read, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
-from .averages import Averages
+from .moving_averages import MovingAverages
 from .loss_scale import GivenLossScale, LossScaleError, as_loss_scale
 
 log = logging.getLogger("gluon_amp")
@@ -171,7 +171,7 @@ class Step:
         self.skipped = self.skipped_in_a_row = 0
         self.updated, self.has_updated = True, False
         self.loss_heads_checked = self.weights_replaced = False
-        self.averages: Optional[Averages] = None
+        self.averages: Optional[MovingAverages] = None
         self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
             marked
         self._last_trained: List[Trained] = []  # of the last `_find`
@@ -493,7 +493,7 @@ class Step:
             raise RuntimeError("unscale() was already called since the last backward(): "
                                "use the gradients that it returned")
         for g in gradients:
-            g.array = (to_float32(g.array) if is_half(g.array.dtype) else g.array) / self.scale
+            g.array = (to_float32(g.array) if is_16bit(g.array.dtype) else g.array) / self.scale
         self.unscaled = True
         self.guard(gradients)
         return gradients

@@ -18,7 +18,7 @@ from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
-from .averages import Averages, Named
+from .moving_averages import MovingAverages, Named
 from .backward import Recorded, check_losses, run_backward
 from .loss_scale import GivenLossScale
 from .optimizer import (
@@ -97,7 +97,7 @@ class Trainer(mx.gluon.Trainer):
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
         if self._step.checks_gradients and self._contexts[0].device_type == "gpu":
-            self._step.averages = Averages(self._averages)
+            self._step.averages = MovingAverages(self._averages)
             self._step.averages.begin()
         self._store_is_dist = "dist" in store.kind_of(kvstore)
         # otherwise in the first backward pass, when all parameters have their shapes

@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "dispatch/attributes.h"
-#include "dispatch/averages.h"
+#include "dispatch/moving_averages.h"
 #include "dispatch/blocks.h"
 #include "dispatch/gradients.h"
 #include "dispatch/plan.h"

@@ -7,7 +7,7 @@
 //   gradients until they are written.
 // - Grids, for cases that MXNet's code does not support: products with another format than other tensors, or that
 //   emulate a GPU's Tensor Cores. What products read is rounded to their format. The output of each step, and gradients
-//   between layers, have the policy's format `between`. Gates, cells and gradients that are carried from step to step
+//   between layers, have the policy's format of activations. Gates, cells and gradients that are carried from step to step
 //   are float32.
 //
 // Products sum over a layer's inputs or units; for gradients of data over the gates; for gradients of weights over time,

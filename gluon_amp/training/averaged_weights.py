@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 from .._mxnet import mx
 from ..annotations import Array, Parameter
 from ..checks import whole_number
-from ..cpu.arrays import in_launches, is_half
+from ..cpu.arrays import in_launches, is_16bit
 from . import masters
 from .trainer import Trainer
 
@@ -124,7 +124,7 @@ class AveragedWeights:
                 raise ValueError(f"it holds the average of parameter number {i!r:.20}")
             parameter = self.trainer._params[i]
             known = tuple(n for n in parameter.shape or () if n > 0)
-            if not isinstance(array, mx.nd.NDArray) or is_half(array.dtype) \
+            if not isinstance(array, mx.nd.NDArray) or is_16bit(array.dtype) \
                     or len(known) == len(array.shape) and known != array.shape:
                 raise ValueError(f"it holds another average than of {parameter.name}, {known}")
 
