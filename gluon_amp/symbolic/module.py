@@ -30,9 +30,9 @@ from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.moving_averages import MovingAverages, Named
 from ..training.backward import Backward, Copies, restore
 from ..training.loss_scale import GivenLossScale
+from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
     check_scalable,
     given_optimizer,

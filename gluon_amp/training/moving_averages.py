@@ -1,6 +1,6 @@
 """Moving averages stay finite on GPUs.
 
-On a CPU the engine writes no infinity or NaN into a moving average (cpu/dispatch/moving_averages.h).
+On a CPU the engine writes no infinity or NaN into a moving average (dispatch/moving_averages.h).
 MXNet's kernels for GPUs do: after one batch with an overflow, all predictions would be NaN. Here a
 copy of the averages follows each update. The next step checks it with its gradients; a skipped step
 restores from it the averages that are not finite.

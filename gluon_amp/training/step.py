@@ -52,8 +52,8 @@ from ..cpu.arrays import (
 from ..cpu.library import marks, read, started, versions
 from ..formats import FORMATS
 from ..parallel.sync import Workers
-from .moving_averages import MovingAverages
 from .loss_scale import GivenLossScale, LossScaleError, as_loss_scale
+from .moving_averages import MovingAverages
 
 log = logging.getLogger("gluon_amp")
 

@@ -18,9 +18,9 @@ from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
-from .moving_averages import MovingAverages, Named
 from .backward import Recorded, check_losses, run_backward
 from .loss_scale import GivenLossScale
+from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_scalable,
     given_optimizer,
