@@ -251,6 +251,8 @@ def test_save_writes_page_table_and_one_line_per_tensor_and_step(tmp_path):
     assert re.search(r'<p class="verdict error">.*\n.*\n<div class=code><pre>', text)
     assert f"<span class=tag>Error</span> <b>{view.findings[0].node}:</b>" in text
     assert view.keep_line.replace("'", "&#x27;") in text
+    assert [w.name for w in view.after.weights] == [w.name for w in view.weights] != []
+    assert sorted(view.after.numbers) == view.numbers == [0, 1]
     with open(tmp_path / "out" / "summary.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert {row["tensor"] for row in rows if row["kind"] != "weight"} \

@@ -232,14 +232,15 @@ _TAGGED = ("error", "warning", "note")
 def page(view: Any) -> str:
     """Returns the text of xray.html. Its script draws the heat maps: a row for each tensor, a
     column for each exponent, the share of values as darkness, lines at the ends of the format."""
-    every = rows(view)
+    every, numbers = rows(view), _steps_on_page(view)
     format_ = _format_of(view.tensors)
     data = {
         "low": _LOW, "high": _HIGH, "format": format_.name,
         "edges": {each.name: _edges(each) for each in (format_, *FORMATS.values())
                   if each != FLOAT32},
-        "states": [_state(view, every),
-                   *([_state(view.after, rows(view.after))] if view.after else [])]}
+        "numbers": numbers,
+        "states": [_state(view, every, numbers),
+                   *([_state(view.after, rows(view.after), numbers)] if view.after else [])]}
     shown = [{title: _shown(row.get(key), form) for key, (title, form) in _SHOWN.items()}
              for row in every if row["kind"] not in ("weight", "update")]
     body = part("xray.html", __package__).replace(
@@ -249,19 +250,26 @@ def page(view: Any) -> str:
                    script + part("xray.js", __package__))
 
 
-def _state(view: Any, every: List[Dict[str, Any]]) -> Dict[str, Any]:
-    """Returns what the page shows of a View, which may be the one with `keep`."""
-    count = max(len(view.tensors), 1)
-    stride = -(-len(view.steps) * count // _MOST_BY_STEP) or 1
-    chosen = range(0, len(view.steps), stride) if len(view.steps) > 1 else ()
-    names = {t.name: t.key for t in view.tensors}
+def _steps_on_page(view: Any) -> List[int]:
+    """Returns the numbers of the steps that the page shows one by one, evenly spaced."""
+    if len(view.steps) < 2:
+        return []
+    stride = -(-len(view.steps) * max(len(view.tensors), 1) // _MOST_BY_STEP)
+    return [*view.numbers[::stride]]
+
+
+def _state(view: Any, every: List[Dict[str, Any]], numbers: List[int]) -> Dict[str, Any]:
+    """Returns what the page shows of a View, which may be the one with `keep`, in these steps."""
+    order = sorted(range(len(view.steps)), key=view.numbers.__getitem__)
+    windows, counted = view.windows, {view.numbers[i]: view.steps[i][1] for i in order}
     return {"rows": every,
-            "steps": [{"number": i, "tensors": {
-                name: _compact(view.steps[i][1][key]) for name, key in names.items()
-                if key in view.steps[i][1]}} for i in chosen],
-            "windows": [None if w is None else [step, math.log2(w.low), math.log2(w.high)]
-                        for step, w in enumerate(view.windows)],
-            "scales": [math.log2(scale) for scale, _ in view.steps]}
+            "steps": {number: {t.name: _compact(counted[number][t.key]) for t in view.tensors
+                               if t.key in counted[number]}
+                      for number in numbers if number in counted},
+            "numbers": [view.numbers[i] for i in order],
+            "windows": [windows[i] and [math.log2(windows[i].low), math.log2(windows[i].high)]
+                        for i in order],
+            "scales": [math.log2(view.steps[i][0]) for i in order]}
 
 
 def _compact(counts: Counts) -> List[Any]:

@@ -59,6 +59,7 @@ def read(folder: str, format_: Format) -> View:
             line["scale"]
         if number == len(view.steps):
             view.steps.append((scale, {}))
+            view.numbers.append(number)
         view.steps[number][1][key] = counts
         if number not in view.left_out:
             tensors[key] = Tensor(key, line["kind"], line["operator"], line["place"], given,

@@ -313,6 +313,11 @@ class Graphs:
                                   for name in of.clean.variables() if name in parameters}
         return self._types[which]
 
+    def types(self) -> Dict[str, str]:
+        """Returns the types of the parameters."""
+        return {name: dtype for which in self.session.graphs
+                for name, dtype in self._types_in(which).items()}
+
     @cached_property
     def layout(self) -> Layout:
         kept = self.keep.union(*(of.kept for of in self.session.graphs.values()))
@@ -357,9 +362,8 @@ class Graphs:
 
     def restore(self, values: Optional[Dict[str, Any]] = None) -> None:
         """Resets the copies to the parameters' current values, or to `values`."""
-        for which in self.session.graphs:
-            for name, dtype in self._types_in(which).items():
-                self._copied(name, dtype)
+        for name, dtype in self.types().items():
+            self._copied(name, dtype)
         given = [self.session.parameters[name].data() if values is None else values[name]
                  for name in self.arrays]
         copy_into([array.as_nd_ndarray() for array in self.arrays.values()],

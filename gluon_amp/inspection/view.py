@@ -28,6 +28,7 @@ class View:
         losses: the loss of each step.
         reference_losses: the loss of each float32 step.
         steps: for each step, its loss scale, and counts by tensor.
+        numbers: for each step, the number of its batch.
         scale: the loss scale of the gradients' counts: that of the first step with finite
             gradients, or 2^16.
         left_out: the indices of batches without advice, because data, parameters or the float32
@@ -50,6 +51,7 @@ class View:
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)
     steps: List[Tuple[float, Mapping[Key, Counts]]] = field(default_factory=list)
+    numbers: List[int] = field(default_factory=list)
     scale: float = 0.0
     left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)

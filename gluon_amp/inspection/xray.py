@@ -16,13 +16,14 @@ from ..annotations import Batch as GivenBatch
 from ..annotations import LossFunction, Network, Trainer
 from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
+from ..formats import FORMATS
 from . import judge
 from .judge import FIRST_SCALE, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
 from .session import Batch, Graphs, Ran, Session
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
-from .updates import ModuleUpdates, TrainerUpdates, Updates
+from .updates import ModuleUpdates, TrainerUpdates, Updates, Weight
 from .view import View
 
 _ROUNDS = 12  # trials of keep=
@@ -77,6 +78,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         view.tensors = [t for t in view.tensors if t.counts is not None]
         at_first = view.window
         updates.release()
+        view.weights = updates.weights()
         if view.findings:
             _try_keeping(run, view)
         if at_first and view.keep and all(f.backward for f in view.findings):
@@ -84,7 +86,6 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
                            for said in at_first.notes(training)]
         if view.window and not any(finding.remedy for finding in view.findings):
             view.notes += [f"{said}: {view.window.remedy}" for said in view.window.notes(training)]
-        view.weights = updates.weights()
         _find_line(low, session.batches[0], view.first_overflow)
     return view
 
@@ -190,6 +191,7 @@ class XrayRun:
         names: Dict[str, None] = {}
         kept: Set[str] = set()
         net, again = self.session.net, view
+        order = [*range(len(batches))]
         known = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
         for _ in range(_ROUNDS):
             wanted = [name for finding in again.findings for name in finding.keep]
@@ -199,9 +201,10 @@ class XrayRun:
                 break
             names.update(dict.fromkeys(new))
             kept.update(*new.values())
-            again = self.view(self.session.low(kept), batches, view.scale)
+            again = self.view(self.session.low(kept), [batches[i] for i in order], view.scale)
+            again.numbers = order[:len(again.steps)]
             last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
-            batches = [*batches[last:], *batches[:last]]
+            order = [*order[last:], *order[:last]]
             nodes = {finding.node for finding in view.findings}
             view.findings += [f for f in again.findings if f.node not in nodes]
         return again, kept, names
@@ -238,6 +241,7 @@ def _add(view: View, low: Graphs, ran: Ran, reference_step: Optional[Ran],
         counts.sample = None  # frees memory
     view.losses.append(ran.loss)
     view.steps.append((ran.scale, ran.counts))
+    view.numbers.append(number)
 
 
 def _conclude(view: View, low: Graphs) -> None:
@@ -255,11 +259,14 @@ def _conclude(view: View, low: Graphs) -> None:
 def _try_keeping(run: XrayRun, view: View) -> None:
     """Sets `keep`, and what remains with it."""
     session = run.session
-    batches = [batch for i, batch in enumerate(session.batches[:len(view.steps)])
-               if i not in view.left_out]
-    again, _, names = run.keep(view, batches)
+    numbers = [number for number in view.numbers if number not in view.left_out]
+    again, kept, names = run.keep(view, [session.batches[number] for number in numbers])
     if names:
         again.tensors = [t for t in again.tensors if t.counts is not None]
+        again.numbers = [numbers[i] for i in again.numbers]
+        types = session.low(kept).types()
+        again.weights = [Weight(w.name, w.counts, format=FORMATS[types.get(w.name, w.format.name)])
+                         for w in view.weights]
         view.after = again
         view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
     fits = view.window and view.window.fits(view.training)

@@ -20,20 +20,22 @@ SCRIPT = """<script>
   const text = selector => at(selector).textContent;
   (async () => {
     seen.before = [red(), !at(".overflow").hidden];
+    const stepsOf = name => ["1", "2", "0"].map(value => {
+      change(step, value);
+      return [text("#steps output"), shown(parts.forward).find(row => nameOf(row) === name).bins];
+    });
+    seen.weights = [shown(parts.weights)];
     at("input[name=state][value='1']").click();
     seen.after = [red(), !at(".overflow").hidden];
+    seen.weights.push(shown(parts.weights));
+    seen.kept = [!at(".weights").hidden, stepsOf("net_dense0_fwd")];
     at("input[name=state][value='0']").click();
     seen.formats = {};
     for (const name of ["bfloat16", "float8_e4m3", "float16"]) {
       change(format, name);
       seen.formats[name] = shown(parts.forward).filter(row => row.bad).map(nameOf);
     }
-    seen.steps = [];
-    for (const value of ["1", "2", "0"]) {
-      change(step, value);
-      seen.steps.push([text("#steps output"),
-                       shown(parts.forward).find(row => nameOf(row) === "net_dense0_fwd").bins]);
-    }
+    seen.steps = stepsOf("net_dense0_fwd");
     const button = [...document.querySelectorAll(".tree button")].find(
       b => b.textContent === "dense1");
     button.click();
@@ -92,6 +94,17 @@ def test_switch_shows_the_network_with_keep(seen):
     (before, said), (after, said_after) = seen["before"], seen["after"]
     assert before > after == 0
     assert (said, said_after) == (True, False)
+
+
+def test_network_with_keep_has_its_weights_and_the_same_batches(seen):
+    before, after = seen["weights"]
+    shown, steps = seen["kept"]
+    assert shown
+    assert [row["tensor"] for row in after] == [row["tensor"] for row in before]
+    assert [row["bins"] for row in after] == [row["bins"] for row in before]
+    assert {row["format"] for row in before} == {"float16"}
+    assert {row["format"] for row in after} == {"float16", "float32"}  # of a kept block
+    assert steps == seen["steps"]
 
 
 def test_formats_are_compared_on_one_look(seen):

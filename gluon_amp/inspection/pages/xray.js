@@ -13,10 +13,9 @@ const state = () => data.states[+chosen("state")];
 const named = row => nameOf(row).toLowerCase().includes(search.value.toLowerCase())
   && row.node.startsWith(module);
 
-function inStep(row) {  // the row's counts in the chosen step, instead of all steps
-  const at = state().steps[step.value - 1];
-  if (!at || row.kind === "weight" || row.kind === "update") return row;
-  const counts = at.tensors[row.tensor];
+function inStep(row, number = data.numbers[step.value - 1]) {  // its counts in one step, or in all
+  if (number === undefined || parts.weights.test(row.kind)) return row;
+  const counts = (state().steps[number] || {})[row.tensor];
   if (!counts) return null;
   const [zero, infinite, broken, first, inside] = counts;
   const bins = row.bins.map((_, i) => inside[i - first] || 0);
@@ -39,7 +38,8 @@ function inFormat(row) {  // the row's counts rounded to the chosen format, inst
 }
 
 const ofKind = kind => state().rows.filter(row => kind.test(row.kind));
-const shown = kind => ofKind(kind).filter(named).map(inStep).filter(Boolean).map(inFormat);
+const shown = kind => ofKind(kind).filter(named).map(row => inStep(row)).filter(Boolean)
+  .map(inFormat);
 
 // ---- drawing
 
@@ -135,12 +135,12 @@ function heat(id, rows) {
 // ---- loss scales by step
 
 function windows() {
-  const {windows, scales} = state();
+  const {windows, scales, numbers} = state();
   const points = windows.filter(Boolean), left = 46, bottom = 145, top = 10;
   for (const part of document.querySelectorAll(".fits")) part.hidden = !points.length;
   if (!points.length) return;
   const [context, width] = canvas(document.getElementById("window"), 170);
-  const powers = points.flatMap(p => [p[1], p[2]]).concat(scales);
+  const powers = points.flat().concat(scales);
   const least = Math.floor(Math.min(...powers)) - 1, most = Math.ceil(Math.max(...powers)) + 1;
   const steps = Math.max(windows.length, 1), wide = (width - left - 8) / steps;
   const y = v => bottom - (v - least) / (most - least) * (bottom - top);
@@ -152,12 +152,14 @@ function windows() {
     context.stroke();
     context.fillText("2^" + v, left - 5, y(v));
   }
-  for (const [step, low, high] of points) {
+  windows.forEach((fits, step) => {
+    if (!fits) return;
+    const [low, high] = fits;
     context.globalAlpha = 0.35; context.fillStyle = low <= high ? blue : red;
     context.fillRect(left + step * wide + 1, y(Math.max(low, high)), Math.max(wide - 2, 1),
                      Math.max(2, Math.abs(y(low) - y(high))));
     context.globalAlpha = 1;
-  }
+  });
   context.strokeStyle = style("--float32"); context.lineWidth = 2; context.beginPath();
   scales.forEach((scale, i) => {
     context.lineTo(left + i * wide, y(scale)); context.lineTo(left + (i + 1) * wide, y(scale));
@@ -165,7 +167,7 @@ function windows() {
   context.stroke();
   context.fillStyle = grey; context.textAlign = "center";
   const every = Math.max(1, Math.ceil(steps / Math.floor((width - left) / 40)));
-  for (let i = 0; i < steps; i += every) context.fillText(i, left + (i + 0.5) * wide, bottom + 12);
+  for (let i = 0; i < steps; i += every) context.fillText(numbers[i], left + (i + 0.5) * wide, bottom + 12);
 }
 
 // ---- the tree of modules: a block's name starts the names of its operators
@@ -219,8 +221,8 @@ function select() {
 
 function describe() {
   const aside = document.getElementById("selected");
-  const row = state().rows.filter(r => nameOf(r) === selected).map(inStep).filter(Boolean)
-    .map(inFormat)[0];
+  const row = state().rows.filter(r => nameOf(r) === selected).map(r => inStep(r))
+    .filter(Boolean).map(inFormat)[0];
   aside.hidden = !row;
   if (!row) return;
   const [first, ...lines] = values(row), link = document.createElement("a");
@@ -236,10 +238,7 @@ function describe() {
 
 function draw() {
   places = {};
-  step.max = state().steps.length;
-  const at = state().steps[step.value - 1];
-  document.querySelector("#steps output").textContent = at ? at.number : "all";
-  document.getElementById("steps").hidden = !state().steps.length;
+  document.querySelector("#steps output").textContent = data.numbers[step.value - 1] ?? "all";
   document.querySelector(".estimate").hidden = format.value === data.format;
   document.querySelector(".overflow").hidden = data.states.length < 2 || chosen("state") === "1"
     || !ofKind(parts.backward).some(row => row.broken);
@@ -254,6 +253,8 @@ function draw() {
 
 for (const name of Object.keys(data.edges)) format.add(new Option(name));
 document.getElementById("states").hidden = data.states.length < 2;
+document.getElementById("steps").hidden = !data.numbers.length;
+step.max = data.numbers.length;
 for (const details of document.querySelectorAll("details")) {  // what is long is folded
   const element = details.querySelector("canvas");
   details.open = (element ? ofKind(parts[element.id]) : data.states[0].rows).length <= 60;
