@@ -338,11 +338,11 @@ def test_existing_output_is_refused(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ("", "nothing to show. Valid: FOLDER, or --model FILE --params FILE --data NPZ. Received:"),
-    ("folder --model a.json", "exclude each other. Valid: FOLDER, or --model"),
-    ("--model a.json", "--model needs --params and --data. Valid: FOLDER, or --model FILE"),
-    ("--model a.json --params b", "--model needs --data. Valid: FOLDER, or --model FILE"),
-    ("folder --steps 3 --policy float16", "--policy, --steps: only with --model. Valid: FOLDER")])
+    ("", "nothing to show. Valid: PATH, or --model FILE --params FILE --data NPZ. Received:"),
+    ("folder --model a.json", "exclude each other. Valid: PATH, or --model"),
+    ("--model a.json", "--model needs --params and --data. Valid: PATH, or --model FILE"),
+    ("--model a.json --params b", "--model needs --data. Valid: PATH, or --model FILE"),
+    ("folder --steps 3 --policy float16", "--policy, --steps: only with --model. Valid: PATH")])
 def test_mutually_exclusive_xray_flags_are_refused(arguments, said, capsys):
     assert main(["xray", *arguments.split()]) == 1
     (line,) = capsys.readouterr().err.splitlines()

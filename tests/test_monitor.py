@@ -85,6 +85,8 @@ def test_statistics_match_values_of_tensors(tmp_path, rng):
     assert out["rms"] == pytest.approx(np.sqrt((exact ** 2).mean()), rel=1e-3)
     assert out["largest"] == np.floor(np.log2(np.abs(exact).max()))
     assert out["least"] == np.floor(np.log2(np.abs(exact).min()))
+    exponents = np.floor(np.log2(np.abs(exact))).astype(int)
+    assert dict(out["bins"]) == dict(zip(*np.unique(exponents, return_counts=True)))
     assert out["zero"] == out["underflow"] == out["overflow"] == out["nan"] == 0
     assert "loss_scale" not in out
     soft = np.exp(exact) / np.exp(exact).sum(1, keepdims=True) - np.eye(4)[[0, 1, 2, 3, 0]]

@@ -37,7 +37,8 @@ _SKETCHED = 32  # sums of a sketch
 @dataclass
 class AfterRounding:
     """Counts of a tensor's values as they are stored. `least` and `largest` are the binary
-    exponents of the smallest and the largest number other than 0, None if unknown."""
+    exponents of the smallest and the largest number other than 0, None if unknown. `bins` is the
+    histogram of exponents, as in `Counts`; None on a GPU."""
     numbers: int
     squares: float
     least: Optional[int]
@@ -46,6 +47,7 @@ class AfterRounding:
     subnormal: int
     infinite: int
     nan: int
+    bins: "Optional[np.ndarray[Any, Any]]" = None
 
     @classmethod
     def of_counts(cls, counts: Counts, dtype: str) -> "AfterRounding":
@@ -53,7 +55,7 @@ class AfterRounding:
         low, high = counts.range or (None, None)
         subnormal = counts.shares(FORMATS[dtype])["subnormal"] * counts.numbers
         return cls(counts.numbers, counts.squares, low, high, counts.zero, round(subnormal),
-                   counts.infinite, counts.nan)
+                   counts.infinite, counts.nan, counts.bins)
 
     def __add__(self, other: "AfterRounding") -> "AfterRounding":
         least, largest = ((self.least, other.least), (self.largest, other.largest))
@@ -61,7 +63,8 @@ class AfterRounding:
             self.numbers + other.numbers, self.squares + other.squares,
             min((e for e in least if e is not None), default=None),
             max((e for e in largest if e is not None), default=None), self.zero + other.zero,
-            self.subnormal + other.subnormal, self.infinite + other.infinite, self.nan + other.nan)
+            self.subnormal + other.subnormal, self.infinite + other.infinite, self.nan + other.nan,
+            None if self.bins is None or other.bins is None else self.bins + other.bins)
 
 
 class Measure:

@@ -11,7 +11,7 @@ from ..policy import POLICIES
 from ..version import __version__
 from .hooks import AfterRounding, Recorded, Timed
 from .network import owners
-from .tensors import Counts, Key
+from .tensors import Counts, Key, as_pairs
 from .watch import Node, hybrid_blocks
 
 Line = Dict[str, Any]
@@ -35,7 +35,7 @@ def tensor_line(step: int, key: Key, node: Node, dtype: str, scale: float,
     """Returns the line of an output or a gradient."""
     line = {"step": step, "node": key.node,
             "tensor": node.inputs[key.which] if key.backward else
-            "output" if key.which == 0 else f"output {key.which}",
+            "output" if key.which == 0 else f"output {key.which}", "index": key.which,
             "kind": "gradient" if key.backward else "output", "format": dtype,
             **_measured(measured, dtype)}
     if key.backward:
@@ -87,8 +87,9 @@ def _measured(measured: Union[Counts, AfterRounding, Recorded], dtype: str) -> L
         return {**_after_rounding(measured.counts), "checksum": f"{measured.checksum:08x}",
                 "sketch": [float(f"{number:.{DIGITS}g}") for number in measured.sketch]}
     if isinstance(measured, AfterRounding):
-        return _after_rounding(measured)
-    return statistics(measured, dtype)
+        bins = None if measured.bins is None else as_pairs(measured.bins)
+        return {**_after_rounding(measured), "bins": bins}
+    return {**statistics(measured, dtype), "bins": as_pairs(measured.bins)}
 
 
 def statistics(counts: Counts, dtype: str) -> Line:

@@ -13,7 +13,7 @@ from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.colors import COLORS, GREY, INK
 from ..reports.page import cell, part, table
 from ..reports.page import page as page_of
-from .tensors import Counts, Tensor
+from .tensors import Counts, Tensor, as_pairs
 
 _MOST_SAID = 10  # printed findings
 _COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
@@ -27,7 +27,7 @@ _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0
           "inherited_snr": ("inherited", "{}")}
 VERSION = 2  # of xray.jsonl
 _LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others are at the edges
-_MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left out evenly
+MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left out evenly
 
 
 # ---- text ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def lines(view: Any) -> Iterator[Dict[str, Any]]:
 
 def _histogram(counts: Counts) -> Dict[str, Any]:
     return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
-            "bins": [[int(i) - 127, int(counts.bins[i])] for i in counts.bins.nonzero()[0]]}
+            "bins": as_pairs(counts.bins)}
 
 
 def rows(view: Any) -> List[Dict[str, Any]]:
@@ -254,7 +254,7 @@ def _steps_on_page(view: Any) -> List[int]:
     """Returns the numbers of the steps that the page shows one by one, evenly spaced."""
     if len(view.steps) < 2:
         return []
-    stride = -(-len(view.steps) * max(len(view.tensors), 1) // _MOST_BY_STEP)
+    stride = -(-len(view.steps) * max(len(view.tensors), 1) // MOST_BY_STEP)
     return [*view.numbers[::stride]]
 
 

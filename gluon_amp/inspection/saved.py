@@ -5,13 +5,12 @@ import os
 from dataclasses import replace
 from typing import Any, Dict, List
 
-from .._mxnet import np
 from ..checks import counted
 from ..files import replace_text
 from ..formats import FLOAT32, Format
 from .judge import Finding, said_below, window
 from .render import VERSION, page
-from .tensors import Counts, Key, Tensor
+from .tensors import Counts, Key, Tensor, from_pairs
 from .updates import Weight
 from .view import View
 
@@ -43,10 +42,7 @@ def read(folder: str, format_: Format) -> View:
     view = View(f"{head['network']}, as if in {format_.name}", [],
                 left_out=head["left_out"], lost=head["lost"])
     for line in lines:
-        bins = np.zeros(256, np.int64)
-        for exponent, count in line["bins"]:
-            bins[exponent + 127] = count
-        counts = Counts(bins, line["zero"], line["infinite"], line["nan"])
+        counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
         if line["kind"] == "update":  # float32
             view.weights[-1].updates = counts
             continue
@@ -67,6 +63,12 @@ def read(folder: str, format_: Format) -> View:
     view.tensors = sorted(tensors.values(), key=lambda t: t.place)
     view.scale = view.steps[0][0] if view.steps else 1.0
     view.add_up()
+    judge(view, format_)
+    return view
+
+
+def judge(view: View, format_: Format) -> None:
+    """Sets the window, the findings and the outcome from the counts of tensors and weights."""
     finite = [t for t in view.tensors if t.counts.finite]
     view.window = window(finite, view.scale, view.lost)
     best = view.window.high / view.scale if view.window else 1.0
@@ -78,7 +80,6 @@ def read(folder: str, format_: Format) -> View:
     if len(finite) < len(view.tensors):
         view.notes.append(f"left out: {counted(len(view.tensors) - len(finite), 'tensor')} with "
                           "infinite inputs in the run")
-    return view
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:

@@ -177,6 +177,20 @@ class Counts:
                        squares=squares, error_squares=inside.noise(format_) * squares)
 
 
+def as_pairs(bins: np.ndarray[Any, Any]) -> List[List[int]]:
+    """Returns a histogram as files have it: pairs of an exponent and the number of its values."""
+    at = bins.nonzero()[0]
+    return [[*pair] for pair in zip((at - _BIAS).tolist(), bins[at].tolist())]
+
+
+def from_pairs(pairs: Iterable[Iterable[int]]) -> np.ndarray[Any, Any]:
+    """Returns the histogram of `as_pairs`."""
+    bins = np.zeros(256, np.int64)
+    for exponent, count in pairs:
+        bins[exponent + _BIAS] = count
+    return bins
+
+
 @functools.lru_cache(maxsize=256)
 def _small_end(format_: Format, powers: Tuple[int, ...]
                ) -> Tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -242,9 +242,10 @@ def _launch(options: argparse.Namespace) -> int:
 
 def _xray_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("a saved X-ray").add_argument
-    add("folder", nargs="?", metavar="FOLDER", help="a folder that view.save or --output wrote")
+    add("saved", nargs="?", metavar="PATH", help="a folder that view.save or --output wrote; or a "
+        "file of gluon_amp.Monitor, whose page is written beside it")
     add("--format", metavar="NAME", help="evaluate this format on the same run, and write "
-        "xray-NAME.html to the folder")
+        "xray-NAME.html to the folder, or FILE-NAME.html")
     add = parser.add_argument_group("a new X-ray: model").add_argument
     add("--model", metavar="FILE", help="an exported symbol, such as net-symbol.json")
     add("--params", metavar="FILE", help="its parameters, such as net-0000.params")
@@ -268,19 +269,19 @@ _MODEL_FLAGS = ("params", "policy", "loss", "data", "label", "batch_size", "step
 def _xray(options: argparse.Namespace) -> None:
     given = {name: getattr(options, name) for name in _MODEL_FLAGS if getattr(options, name)}
     flags = ", ".join("--" + name.replace("_", "-") for name in given)
-    valid = "Valid: FOLDER, or --model FILE --params FILE --data NPZ. "
-    if options.folder and options.model:
-        raise ValueError(f"FOLDER and --model exclude each other. {valid}Received: "
-                         f"{options.folder} and --model {options.model}")
+    valid = "Valid: PATH, or --model FILE --params FILE --data NPZ. "
+    if options.saved and options.model:
+        raise ValueError(f"PATH and --model exclude each other. {valid}Received: "
+                         f"{options.saved} and --model {options.model}")
     if not options.model:
         if flags:
             raise ValueError(f"{flags}: only with --model. {valid}Received: no --model")
-        if not options.folder:
+        if not options.saved:
             raise ValueError(f"nothing to show. {valid}Received: neither")
         _saved_xray(options)
         return
     if options.format:
-        raise ValueError("--format is for a FOLDER; a new X-ray takes --policy. Received: --format "
+        raise ValueError("--format is for a PATH; a new X-ray takes --policy. Received: --format "
                          f"{options.format} and --model")
     missing = [f"--{name}" for name in ("params", "data") if name not in given]
     if missing:
@@ -296,11 +297,14 @@ def _xray(options: argparse.Namespace) -> None:
 
 def _saved_xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
-    from ..inspection.saved import redraw, summary
-    if options.format is None:
-        print(summary(options.folder))
+    from ..inspection import monitored, saved
+    format_ = None if options.format is None else get_format(options.format, "--format")
+    if os.path.isfile(options.saved):
+        print(monitored.draw(options.saved, format_))
+    elif format_ is None:
+        print(saved.summary(options.saved))
     else:
-        print(redraw(options.folder, get_format(options.format, "--format")))
+        print(saved.redraw(options.saved, format_))
 
 
 def _diff_arguments(parser: argparse.ArgumentParser) -> None:
@@ -396,6 +400,7 @@ COMMANDS = (
         "--batch-size 32 --policy mixed_float16 -o folder",
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",
+        "gluon-amp xray statistics.jsonl",
     ), _xray_arguments, _xray),
     _Command("diff", "find the first operator and step where two runs differ beyond rounding", (
         "gluon-amp diff a.jsonl b.jsonl",

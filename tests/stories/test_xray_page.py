@@ -1,4 +1,4 @@
-"""The page of an X-ray in a browser: a script clicks through it."""
+"""The pages of an X-ray and of a Monitor's file in a browser: scripts click through them."""
 import json
 import re
 import shutil
@@ -7,17 +7,24 @@ import subprocess
 import gluon_amp as amp
 import mxnet as mx
 import pytest
+from gluon_amp.tools.cli import main
 from mxnet.gluon import nn
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
-SCRIPT = """<script>
+START = """<script>
   const seen = {}, at = selector => document.querySelector(selector);
   const change = (element, value) => {
     element.value = value; element.dispatchEvent(new Event("input", {bubbles: true})); };
   const rowsOf = id => shown(parts[id]).map(nameOf);
   const red = () => shown(parts.backward).filter(row => row.broken).length;
   const text = selector => at(selector).textContent;
+  const tick = () => new Promise(done => setTimeout(done, 50));
+  const click = (canvas, x, y) => {
+    const box = canvas.getBoundingClientRect();
+    canvas.dispatchEvent(new MouseEvent("click", {clientX: box.left + x, clientY: box.top + y})); };
+"""
+SCRIPT = START + """
   (async () => {
     seen.before = [red(), !at(".overflow").hidden];
     const stepsOf = name => ["1", "2", "0"].map(value => {
@@ -42,19 +49,48 @@ SCRIPT = """<script>
     seen.module = rowsOf("forward");
     [...document.querySelectorAll(".tree button")].find(b => b.textContent === "dense1").click();
     seen.all = rowsOf("forward").length;
-    const canvas = document.getElementById("forward"), box = canvas.getBoundingClientRect();
-    canvas.dispatchEvent(new MouseEvent("click", {clientX: box.left + 20, clientY: box.top + 28}));
-    await new Promise(done => setTimeout(done, 50));
+    click(at("#forward"), 20, 28);
+    await tick();
     seen.clicked = [decodeURIComponent(location.hash), text("#selected a")];
     const link = [...document.querySelectorAll("td a")].find(a => a.textContent.includes("weight"));
     link.click();
-    await new Promise(done => setTimeout(done, 50));
+    await tick();
     seen.linked = [link.textContent, decodeURIComponent(location.hash.slice(1)),
                    text("#selected a")];
     at("#selected button").click();
     seen.closed = at("#selected").hidden;
     at(".copy").click();
     seen.copied = [String(getSelection()), text(".code pre")];
+    document.title = JSON.stringify(seen);
+  })();
+</script></body>"""
+
+
+OF_MONITOR = START + """
+  (async () => {
+    const pixel = (canvas, x, y) => [...canvas.getContext("2d").getImageData(
+      x * canvas.width / canvas.clientWidth, y * canvas.height / canvas.clientHeight, 1, 1).data];
+    seen.title = text("h1");
+    seen.columns = [at(".by-power").hidden, at(".by-step").hidden];
+    at("input[name=columns][value=steps]").click();
+    seen.columns.push(at(".by-power").hidden, at(".by-step").hidden);
+    const canvas = at("#forward"), width = canvas.clientWidth;
+    const rows = shown(parts.forward).sort((a, b) => a.place - b.place).map(nameOf);
+    const down = 20 + 16 * rows.indexOf("net_dense1_fwd") + 8;
+    const before = Math.min(320, width * 0.36), cell = (width - before) / data.numbers.length;
+    seen.cells = data.numbers.map((_, i) => pixel(canvas, before + (i + 0.5) * cell, down));
+    click(canvas, before + 2.5 * cell, down);
+    await tick();
+    seen.step = text("#steps output");
+    seen.selected = [text("#selected a"), at("#history").clientHeight > 100];
+    canvas.dispatchEvent(new PointerEvent("pointermove", {
+      clientX: canvas.getBoundingClientRect().left + before + 2.5 * cell,
+      clientY: canvas.getBoundingClientRect().top + down}));
+    seen.tip = text(".tip");
+    at("input[name=columns][value=powers]").click();
+    seen.broken = shown(parts.forward).filter(row => row.broken).map(nameOf);
+    change(format, "bfloat16");
+    seen.in_bfloat16 = shown(parts.forward).filter(row => row.bad).map(nameOf);
     document.title = JSON.stringify(seen);
   })();
 </script></body>"""
@@ -78,10 +114,14 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def seen(page, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("browser")
+    return in_browser(page, SCRIPT, tmp_path_factory.mktemp("browser"))
+
+
+def in_browser(page, script, folder):
+    """What a script sees on a page."""
     clicked = folder / "page.html"
     with open(page, encoding="utf-8") as file:
-        clicked.write_text(file.read().replace("</body>", SCRIPT), encoding="utf-8")
+        clicked.write_text(file.read().replace("</body>", script), encoding="utf-8")
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
          "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}",
@@ -142,3 +182,35 @@ def test_copy_button_selects_the_line(seen):
     selected, line = seen["copied"]
     assert selected == line
     assert line.startswith("amp.convert(net, keep=[")
+
+
+def test_steps_of_a_training_are_columns(tmp_path):
+    """A Monitor's file, whose third observed step overflows in the second layer."""
+    mx.random.seed(1)
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(8, in_units=4), nn.Dense(4, in_units=8))
+    net.initialize(mx.init.One())
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=8.0)
+    with amp.Monitor(net, trainer, tmp_path / "a.jsonl", interval=10) as monitor:
+        for step in range(40):
+            with mx.autograd.record():
+                x = mx.nd.full((16, 4), 3000 if step == 29 else 1)
+                loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()(net(x), mx.nd.arange(16) % 4)
+            trainer.backward(loss)
+            trainer.step(16)
+            monitor.step()
+    assert main(["xray", str(tmp_path / "a.jsonl")]) == 0
+    seen = in_browser(tmp_path / "a.html", OF_MONITOR, tmp_path)
+    assert seen["title"] == "X-ray of a.jsonl, steps 10 to 40"
+    assert seen["columns"] == [False, True, True, False]
+    one, two, three, four = seen["cells"]
+    assert one == two == four != three
+    assert three[0] > three[2]  # orange
+    assert seen["step"] == "30"
+    assert seen["selected"] == ["net_dense1_fwd (output, float16)", True]
+    assert "net_dense1_fwd (output, float16), step 30" in seen["tip"]
+    assert "not finite: 100 %" in seen["tip"]
+    assert seen["broken"][0] == "net_dense1_fwd"
+    assert seen["in_bfloat16"] == []

@@ -73,17 +73,24 @@ function values(row, exponent) {
   return lines;
 }
 
-function heat(id, rows) {
+function fill(context, at, top, wide, high, share, color) {  // a cell: darker for a larger share
+  if (!share) return;
+  context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
+  context.fillStyle = color;
+  context.fillRect(at, top, wide, high);
+  context.globalAlpha = 1;
+}
+
+function heat(id) {  // a row for each tensor, a column for each power of two or step
   const element = document.getElementById(id);
   if (!element.closest("details").open) return;
+  const bySteps = chosen("columns") === "steps" && id !== "weights";
+  const rows = bySteps ? ofKind(parts[id]).filter(named).map(inFormat) : shown(parts[id]);
   if (chosen("order") === "place") rows.sort((a, b) => a.place - b.place);
   const each = rows.length > 60 ? 12 : 16, top = 20;
   const [context, width] = canvas(element, top + rows.length * each + 4);
   const left = each < 16 ? Math.min(250, width * 0.36) : Math.min(320, width * 0.36);
-  const extra = 26, cell = (width - left - 2 * extra) / (data.high - data.low + 1);
-  const x = exponent => left + extra + (exponent - data.low) * cell;
-  const ink = style("--float32"), blue = style("--float16"), red = style("--float8");
-  const grey = style("--grey");
+  const ink = style("--float32"), red = style("--float8"), grey = style("--grey");
   context.font = (each < 16 ? 10 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
@@ -96,16 +103,32 @@ function heat(id, rows) {
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
     context.fillText(cut(context, nameOf(row).replace(/^gradient of /, ""), left - 8), 3,
                      y + each / 2);
-    const draw = (at, wide, share, color) => {
-      if (!share) return;
-      context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
-      context.fillStyle = color;
-      context.fillRect(at, y + 1, wide, each - 2);
-      context.globalAlpha = 1;
-    };
-    draw(left, extra - 5, row.zero, grey);
-    row.bins.forEach((share, i) => draw(x(data.low + i), cell + 0.3, share, blue));
-    draw(width - extra + 5, extra - 5, row.broken, red);
+  });
+  const place = {context, rows, top, each, left, width};
+  const columns = bySteps ? stepColumns(place) : powerColumns(place);
+  const rowAt = down => rows[Math.floor((down - top) / each)];
+  showValues(element.parentNode, (across, down) => rowAt(down)
+    ? columns.values(rowAt(down), across) : null);
+  element.onclick = event => {
+    const box = element.getBoundingClientRect(), row = rowAt(event.clientY - box.top);
+    if (!row) return;
+    if (bySteps && columns.at(event.clientX - box.left) >= 0)
+      step.value = columns.at(event.clientX - box.left) + 1;
+    if (nameOf(row) === selected) draw();
+    else location.hash = encodeURIComponent(nameOf(row));
+  };
+}
+
+function powerColumns({context, rows, top, each, left, width}) {
+  const extra = 26, cell = (width - left - 2 * extra) / (data.high - data.low + 1);
+  const x = exponent => left + extra + (exponent - data.low) * cell;
+  const blue = style("--float16"), red = style("--float8"), grey = style("--grey");
+  rows.forEach((row, r) => {
+    const y = top + r * each + 1, high = each - 2;
+    fill(context, left, y, extra - 5, high, row.zero, grey);
+    row.bins.forEach((share, i) =>
+      fill(context, x(data.low + i), y, cell + 0.3, high, share, blue));
+    fill(context, width - extra + 5, y, extra - 5, high, row.broken, red);
   });
   context.strokeStyle = red;
   for (const at of data.edges[format.value]) {
@@ -123,13 +146,89 @@ function heat(id, rows) {
     context.fillText("2^" + tick, at, 8); last = at;
   }
   context.fillText("inf", width - (extra - 5) / 2, 8);
-  const rowAt = down => rows[Math.floor((down - top) / each)];
-  showValues(element.parentNode, (across, down) => rowAt(down)
-    ? values(rowAt(down), Math.floor((across - left - extra) / cell) + data.low) : null);
-  element.onclick = event => {
-    const row = rowAt(event.clientY - element.getBoundingClientRect().top);
-    if (row) location.hash = encodeURIComponent(nameOf(row));
-  };
+  return {values: (row, across) =>
+    values(row, Math.floor((across - left - extra) / cell) + data.low)};
+}
+
+function stepColumns({context, rows, top, each, left, width}) {
+  const {x, cell, gap, at} = stepAxis(context, left, width, 8);
+  const blue = style("--float16"), red = style("--float8"), grey = style("--grey");
+  rows.forEach((row, r) => data.numbers.forEach((_, i) => {
+    const held = counted(row, i), y = top + r * each + 1;
+    if (!held) return;
+    fill(context, x(i), y, cell - gap, each - 2, below(held),
+         row.format === "float32" ? grey : blue);
+    fill(context, x(i), y, cell - gap, each - 2, held.broken, red);
+  }));
+  if (step.value > 0) {
+    context.strokeStyle = style("--float32");
+    context.strokeRect(x(step.value - 1), top - 1, cell - gap, rows.length * each + 2);
+  }
+  return {at, values: (row, across) => inOneStep(row, at(across))};
+}
+
+// ---- steps as columns
+
+function stepAxis(context, left, width, middle) {  // writes the numbers of steps
+  const cell = (width - left) / data.numbers.length, x = i => left + i * cell;
+  context.fillStyle = style("--grey"); context.textAlign = "center";
+  context.font = "11px system-ui, sans-serif";
+  const every = Math.ceil(48 / cell);
+  for (let i = 0; i < data.numbers.length; i += every)
+    context.fillText(data.numbers[i], Math.min(x(i) + cell / 2, width - 16), middle);
+  return {x, cell, gap: cell > 4 ? 1 : 0,
+          at: across => across < left ? -1 : Math.floor((across - left) / cell)};
+}
+
+function counted(row, i) {
+  const held = inStep(row, data.numbers[i]);
+  return held && inFormat(held);
+}
+
+const below = row => row.bins.reduce((sum, share, i) =>
+  sum + (data.low + i < data.edges[format.value][1] ? share : 0), 0);
+
+function range(row) {
+  const held = row.bins.map((share, i) => share ? data.low + i : null).filter(e => e !== null);
+  return held.length ? [held[0], held[held.length - 1]] : null;
+}
+
+function inOneStep(row, i) {
+  const held = i in data.numbers ? counted(row, i) : null;
+  if (!held) return null;
+  const [first, ...lines] = values(held), ends = range(held);
+  if (ends) lines.unshift(`2^${ends[0]} to 2^${ends[1]}`);
+  lines.push(`below 2^${data.edges[format.value][1]}: ${percent(below(held))}`);
+  return [`${first}, step ${data.numbers[i]}`, ...lines];
+}
+
+function overSteps(row) {  // the exponents of one tensor, a column for each step
+  const element = document.getElementById("history"), figure = element.parentNode;
+  figure.hidden = !data.numbers.length || parts.weights.test(row.kind);
+  if (figure.hidden) return;
+  const steps = data.numbers.map((_, i) => counted(row, i));
+  const ends = steps.filter(Boolean).map(range).filter(Boolean).flat();
+  const low = Math.min(...ends, 0), high = Math.max(...ends, 0);
+  const left = 46, top = 8, bottom = 110, red = style("--float8"), grey = style("--grey");
+  const [context, width] = canvas(element, 126);
+  const {x, cell, gap, at} = stepAxis(context, left, width, 118);
+  const line = (bottom - top) / (high - low + 1), y = exponent => bottom - (exponent - low) * line;
+  steps.forEach((held, i) => {
+    if (!held) return;
+    held.bins.forEach((share, b) => fill(
+      context, x(i), y(data.low + b + 1), cell - gap, line + 0.3, share, style("--float16")));
+    fill(context, x(i), 0, cell - gap, top - 2, held.broken, red);
+  });
+  context.strokeStyle = red;
+  for (const edge of data.edges[format.value]) {
+    if (edge < low || edge > high + 1) continue;
+    context.beginPath(); context.moveTo(left, y(edge)); context.lineTo(width, y(edge));
+    context.stroke();
+  }
+  context.fillStyle = grey; context.textAlign = "right";
+  context.fillText("2^" + high, left - 5, top + 5);
+  context.fillText("2^" + low, left - 5, bottom - 5);
+  showValues(figure, across => inOneStep(row, at(across)));
 }
 
 // ---- loss scales by step
@@ -225,26 +324,28 @@ function describe() {
     .filter(Boolean).map(inFormat)[0];
   aside.hidden = !row;
   if (!row) return;
-  const [first, ...lines] = values(row), link = document.createElement("a");
+  const [first, ...lines] = values(row), link = document.createElement("a"), ends = range(row);
   link.href = "#" + encodeURIComponent(selected);
   link.textContent = first;
-  const range = row.bins.map((share, i) => share ? data.low + i : null).filter(e => e !== null);
-  if (range.length) lines.unshift(`2^${range[0]} to 2^${range[range.length - 1]}`);
+  if (ends) lines.unshift(`2^${ends[0]} to 2^${ends[1]}`);
   const close = document.createElement("button");
   close.textContent = "✕"; close.setAttribute("aria-label", "Close");
   close.onclick = () => { history.replaceState(null, "", location.pathname); select(); };
-  aside.replaceChildren(link, " · " + lines.join(" · "), close);
+  aside.querySelector("p").replaceChildren(link, " · " + lines.join(" · "), close);
+  overSteps(ofKind(/./).find(r => nameOf(r) === selected));
 }
 
 function draw() {
   places = {};
   document.querySelector("#steps output").textContent = data.numbers[step.value - 1] ?? "all";
+  for (const name of ["power", "step"])
+    document.querySelector(`.by-${name}`).hidden = !chosen("columns").startsWith(name);
   document.querySelector(".estimate").hidden = format.value === data.format;
   document.querySelector(".overflow").hidden = data.states.length < 2 || chosen("state") === "1"
     || !ofKind(parts.backward).some(row => row.broken);
   for (const [id, kind] of Object.entries(parts)) {
     document.getElementById(id).closest("details").hidden = !ofKind(kind).length;
-    heat(id, shown(kind));
+    heat(id);
   }
   windows();
   tree();
@@ -253,7 +354,8 @@ function draw() {
 
 for (const name of Object.keys(data.edges)) format.add(new Option(name));
 document.getElementById("states").hidden = data.states.length < 2;
-document.getElementById("steps").hidden = !data.numbers.length;
+for (const control of document.querySelectorAll("fieldset.steps"))
+  control.hidden = !data.numbers.length;
 step.max = data.numbers.length;
 for (const details of document.querySelectorAll("details")) {  // what is long is folded
   const element = details.querySelector("canvas");
