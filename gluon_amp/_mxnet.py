@@ -88,11 +88,11 @@ def _import_mxnet() -> Any:
 
 
 def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces a function of MXNet by one that has the original as its argument `theirs`."""
+    """Replaces a function of MXNet by one that has the original as its argument `original`."""
     def decorate(function: Any) -> Callable[..., Any]:
-        theirs = getattr(owner, name)
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "theirs": theirs}
-        functools.update_wrapper(function, theirs)
+        original = getattr(owner, name)
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "original": original}
+        functools.update_wrapper(function, original)
         setattr(owner, name, function)
         return function
     return decorate
@@ -102,11 +102,11 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
     """Refuses symbols in an `autograd.Function`: MXNet would pass them to its library as arrays,
     which crashes."""
     @replace(function, "__call__")
-    def call(self: Any, *inputs: Any, theirs: Any) -> Any:
+    def call(self: Any, *inputs: Any, original: Any) -> Any:
         if any(isinstance(each, symbol) for each in inputs):
             raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "
                             f"{type(self).__name__} received: a Symbol")
-        return theirs(self, *inputs)
+        return original(self, *inputs)
 
 
 # Messages of MXNet about operands that differ in type or shape, and the advice for each.
@@ -126,8 +126,8 @@ _ADVICE = (
 def _add_advice(base: Any, functions: Any) -> None:
     """Adds advice to some of MXNet's error messages. Both modules raise them."""
     @replace(base, "get_last_ffi_error")
-    def get_last_ffi_error(*, theirs: Any) -> Any:
-        error = theirs()
+    def get_last_ffi_error(*, original: Any) -> Any:
+        error = original()
         said = next((advice for found, advice in _ADVICE if re.search(found, str(error))), "")
         return type(error)(f"{error}\ngluon_amp: {said}") if said else error
 
@@ -138,10 +138,10 @@ def _leave_batch_unknown(layer: Any, mxnet: Any) -> None:
     """Lets RNN layers in graphs create their states in numpy mode, where an unknown size is -1:
     MXNet writes 0, which is the size of an empty array."""
     @replace(layer, "begin_state")
-    def begin_state(self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros, *, theirs: Any,
+    def begin_state(self: Any, batch_size: int = 0, func: Any = mxnet.nd.zeros, *, original: Any,
                     **kwargs: Any) -> Any:
         unknown = batch_size == 0 and func is mxnet.sym.zeros and mxnet.util.is_np_shape()
-        return theirs(self, -1 if unknown else batch_size, func, **kwargs)
+        return original(self, -1 if unknown else batch_size, func, **kwargs)
 
 
 def _sum_in_float64(metric: Any) -> None:

@@ -74,30 +74,42 @@ def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
 def _patch_casts(array_class: Any) -> None:
     """Lets `astype` and `copyto` of an array class convert from and to bfloat16."""
     @replace(array_class, "astype")
-    def astype(self: Any, dtype: Any, *args: Any, theirs: Any, **kwargs: Any) -> Any:
+    def astype(self: Any, dtype: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
         if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
-            return theirs(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
+            return original(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
         return _cast(self, dtype)
 
     @replace(array_class, "copyto")
-    def copyto(self: Any, other: Any, *, theirs: Any) -> Any:
+    def copyto(self: Any, other: Any, *, original: Any) -> Any:
         if isinstance(other, mx.nd.NDArray) and other is not self \
                 and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
             return _cast(self, other.dtype, out=other)
-        return theirs(self, other)
+        return original(self, other)
 
 
 def _draw_into_bfloat16(name: str) -> None:
     """Lets a generator of `mx.np.random` write into bfloat16 arrays."""
     @replace(mx.np.random, name)
-    def draw(*args: Any, theirs: Any, out: Any = None, **kwargs: Any) -> Any:
+    def draw(*args: Any, original: Any, out: Any = None, **kwargs: Any) -> Any:
         if out is None or out.dtype is not BFLOAT16:
-            return theirs(*args, out=out, **kwargs)
-        return theirs(*args, **kwargs).as_in_ctx(out.ctx).copyto(out)
+            return original(*args, out=out, **kwargs)
+        return original(*args, **kwargs).as_in_ctx(out.ctx).copyto(out)
 
 
 def install() -> None:
     """Patches MXNet's Python after the engine has started."""
+    _register_type()
+    for array_class in (mx.nd.NDArray, mx.np.ndarray):
+        _patch_casts(array_class)
+    _patch_copies_to_and_from_numpy()
+    for name in ("uniform", "normal"):  # of initializers, which pass `out`
+        _draw_into_bfloat16(name)
+    _patch_gluon()
+    _patch_files()
+
+
+def _register_type() -> None:
+    """Gives bfloat16 its number in MXNet, and numpy's functions in MXNet a dtype for it."""
     for name, module in list(sys.modules.items()):  # MXNet may have been imported before
         for key, value in list(vars(module).items()) if name.partition(".")[0] == "mxnet" else ():
             if value is np:
@@ -109,60 +121,60 @@ def install() -> None:
     for scalar in (bfloat, np.void):  # the types of BFLOAT16 and of MXNet's dtype
         mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = 12
 
-    @replace(mx.nd.NDArray, "asnumpy")
-    def asnumpy(self: Any, *, theirs: Any) -> Any:
-        return theirs(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
-    for array_class in (mx.nd.NDArray, mx.np.ndarray):
-        _patch_casts(array_class)
+def _patch_copies_to_and_from_numpy() -> None:
+    @replace(mx.nd.NDArray, "asnumpy")
+    def asnumpy(self: Any, *, original: Any) -> Any:
+        return original(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
     @replace(mx.nd.NDArray, "_sync_copyfrom")
-    def copy_from_numpy(self: Any, source: Any, *, theirs: Any) -> None:
+    def copy_from_numpy(self: Any, source: Any, *, original: Any) -> None:
         if self.dtype is not BFLOAT16:
-            return theirs(self, source)
+            return original(self, source)
         wide = mx.nd.empty(self.shape, ctx=self.ctx)
         wide._sync_copyfrom(np.asarray(source, np.float32))
         _cast(wide, BFLOAT16, out=self)
 
     @replace(mx.np.ndarray, "__repr__")
-    def show(self: Any, *, theirs: Any) -> str:
-        text: str = theirs(self)
+    def show(self: Any, *, original: Any) -> str:
+        text: str = original(self)
         return text.replace("dtype=float32", "dtype=bfloat16") if self.dtype is BFLOAT16 else text
 
     @replace(mx.nd.numpy, "zeros")  # MXNet's own does not support bfloat16, as its `full` does
     def zeros(shape: Any, dtype: Any = None, order: str = "C", ctx: Any = None, *,
-              theirs: Any) -> Any:
+              original: Any) -> Any:
         if is_bfloat16(dtype):
             return mx.nd.numpy.full(shape, 0, BFLOAT16, order, ctx)
-        return theirs(shape, dtype, order, ctx)
+        return original(shape, dtype, order, ctx)
 
-    for name in ("uniform", "normal"):  # of initializers, which pass `out`
-        _draw_into_bfloat16(name)
 
+def _patch_gluon() -> None:
     @replace(mx.gluon.Parameter, "_load_init")
-    def load(self: Any, data: Any, *args: Any, theirs: Any, **kwargs: Any) -> None:
+    def load(self: Any, data: Any, *args: Any, original: Any, **kwargs: Any) -> None:
         from_file = is_bfloat16(self.dtype) and data.dtype == np.float32
-        theirs(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
+        original(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
 
     @replace(mx.gluon.nn.basic_layers._BatchNorm, "cast")
-    def cast(self: Any, dtype: Any, *, theirs: Any) -> None:
-        theirs(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
+    def cast(self: Any, dtype: Any, *, original: Any) -> None:
+        original(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
 
     @replace(mx.gluon.SymbolBlock, "cast")
-    def cast_symbol(self: Any, dtype: Any, *, theirs: Any) -> None:
+    def cast_symbol(self: Any, dtype: Any, *, original: Any) -> None:
         if not is_bfloat16(dtype):
-            return theirs(self, dtype)
+            return original(self, dtype)
         self._clear_cached_op()
         mx.gluon.HybridBlock.cast(self, dtype)
         for name in _parameters_of_norms(self._cached_graph[1].get_internals().list_inputs()):
             self.params.get(name).cast("float32")
 
+
+def _patch_files() -> None:
     @replace(mx.nd, "save")
-    def save(fname: Any, data: Any, *, theirs: Any) -> None:
-        theirs(fname, _in_files(data))
+    def save(fname: Any, data: Any, *, original: Any) -> None:
+        original(fname, _in_files(data))
 
     @replace(mx.npx, "save")
-    def save_numpy(file: Any, arr: Any, *, theirs: Any) -> None:
-        theirs(file, _in_files(arr))
+    def save_numpy(file: Any, arr: Any, *, original: Any) -> None:
+        original(file, _in_files(arr))
 
     mx.nd.utils.save, mx.npx.utils.save = save, save_numpy

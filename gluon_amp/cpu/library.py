@@ -209,9 +209,9 @@ def _end_after_user_code(engine: Any) -> None:
     Otherwise MXNet would deadlock or abort. MXNet calls this function at exit.
     """
     @replace(mx.base._LIB, "MXNotifyShutdown")
-    def end_and_notify(*, theirs: Any) -> Any:
+    def end_and_notify(*, original: Any) -> Any:
         engine.end_user_code()
-        return theirs()
+        return original()
 
 
 def _encoded(names: Sequence[str]) -> Any:

@@ -52,10 +52,10 @@ def _free(number: int) -> None:
 
 
 def scales_of(parameters: Iterable[Any]) -> List[Scales]:
-    """Returns the histories of the networks with these parameters, each once, in their order.
-    `convert` sets them if the policy's scaling is "delayed"."""
-    found = (getattr(p, "scales_of_gluon_amp", None) for p in parameters)
-    return list(dict.fromkeys(one for one in found if one is not None))
+    """Returns the histories of the networks with these parameters, each once, in their order. A
+    network has some if its policy's scaling is "delayed"."""
+    marks: List[Any] = [getattr(p, "converted_by_gluon_amp", None) for p in parameters]
+    return list(dict.fromkeys(mark[1] for mark in marks if mark and mark[0].scaling == "delayed"))
 
 
 def for_devices(text: str, devices: Sequence[int]) -> str:

@@ -257,11 +257,9 @@ def _give_classes(blocks: List[Block]) -> None:
 def _swap(block: Any, state: State) -> None:
     """Sets the state of a block of a converted class, and hybridizes it."""
     block._amp = state
-    for parameter in block.params.values():  # the Trainer reads these
+    for parameter in block.params.values():  # for Trainers
         parameter.converted_by_gluon_amp = \
-            state.policy if isinstance(block, HybridBlock) else None
-        parameter.scales_of_gluon_amp = \
-            state.scales if state.policy.scaling == "delayed" else None
+            (state.policy, state.scales) if isinstance(block, HybridBlock) else None
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:

@@ -247,10 +247,10 @@ class ConvertedHybridBlock(ConvertedBlock):
             return super().forward(*args, **kwargs)
         except _ONLY_ARRAYS as error:
             if traced and self._may_run_imperatively():
-                raise _NoGraph from error
+                raise _NotTraceable from error
             vars(error).setdefault(_BLOCK, self)  # the innermost, which reads a symbol as an array
             raise
-        except _NoGraph as no_graph:
+        except _NotTraceable as no_graph:
             if traced or self._amp.active:
                 raise
             self._run_imperatively(no_graph)
@@ -353,7 +353,7 @@ class ConvertedHybridBlock(ConvertedBlock):
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
             if self._may_run_imperatively():
-                raise _NoGraph from error
+                raise _NotTraceable from error
             block = vars(error).pop(_BLOCK, self)
             kind, names = type(block).__name__, [each.name for each in blocks_in(self)]
             kept = repr(re.escape(block.name)) if block.name and names.count(block.name) == 1 \
@@ -631,7 +631,7 @@ _ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplem
 _BLOCK = "block_of_gluon_amp"  # an attribute of such an error
 
 
-class _NoGraph(Exception):
+class _NotTraceable(Exception):
     """A block in keep= cannot be traced."""
 
 
@@ -707,7 +707,7 @@ def converted_class(cls: type) -> type:
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
         contents["__getitem__"] = _item_or_part
-    metaclass: Any = _OfOneName if _has_plain_layout(cls) else _InFront
+    metaclass: Any = _ConvertedType if _has_plain_layout(cls) else _ConvertedTypeFirst
     if type(cls) is not type:
         metaclass = type(metaclass.__name__, (metaclass, type(cls)), {})
     bases = (front, cls) if _has_plain_layout(cls) else (cls, front)
@@ -722,7 +722,7 @@ def _has_plain_layout(cls: type) -> bool:
     return cls.__base__ is object
 
 
-class _OfOneName(type):
+class _ConvertedType(type):
     """The metaclass of converted classes. Blocks of the original class are instances too, because
     MXNet lets a child be replaced only by an instance of its class."""
 
@@ -730,7 +730,7 @@ class _OfOneName(type):
         return isinstance(instance, original_class(cls))
 
 
-class _InFront(_OfOneName):
+class _ConvertedTypeFirst(_ConvertedType):
     """The same, for classes whose first base must be the user's to keep the instance layout. Our
     classes still precede it in the method resolution order. Attribute lookup is slower."""
 
@@ -770,6 +770,5 @@ def restore_blocks(blocks: Iterable[Any]) -> None:
             block._active = block._amp.active
         for parameter in block.params.values():
             parameter.converted_by_gluon_amp = None
-            parameter.scales_of_gluon_amp = None
         block.__class__ = original_class(type(block))
         del block._amp

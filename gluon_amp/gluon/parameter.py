@@ -1,7 +1,7 @@
 """16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
 import logging
 import weakref
-from typing import Any, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from .._mxnet import mx, np, replace
 from ..annotations import Array, Context, Parameter
@@ -74,45 +74,44 @@ def wrap_mxnet() -> None:
     """
     for name in ("step", "update"):
         @replace(mx.gluon.Trainer, name)
-        def take_step(self: Any, *args: Any, theirs: Any, **kwargs: Any) -> Any:
+        def take_step(self: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
             if self not in _seen:
                 _seen.add(self)
                 _warn_of_plain_trainer(self)
-            return theirs(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
     @replace(mx.gluon.utils, "clip_global_norm")
-    def clip_global_norm(arrays: Sequence[Array], *args: Any, theirs: Any, **kwargs: Any) -> Any:
+    def clip_global_norm(arrays: Sequence[Array], *args: Any, original: Any, **kwargs: Any) -> Any:
         if any(is_16bit(array.dtype) for array in arrays):
             raise TypeError(
                 "gluon.utils.clip_global_norm computes in the gradients' types, and some gradients "
                 "of a converted network have 16 bits: call trainer.clip_norm(max_norm, batch_size) "
                 "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
                 "trainer.unscale() returns")
-        return theirs(arrays, *args, **kwargs)
+        return original(arrays, *args, **kwargs)
 
     @replace(mx.gluon.ParameterDict, "get")
-    def get(self: Any, name: str, *, theirs: Any, **kwargs: Any) -> Any:
+    def get(self: Any, name: str, *, original: Any, **kwargs: Any) -> Any:
         if isinstance(self._get_impl(self.prefix + name), ConvertedParameter) \
                 and dtype_name(kwargs.get("dtype")) == "float32":
             del kwargs["dtype"]
-        return theirs(self, name, **kwargs)
+        return original(self, name, **kwargs)
 
 
 def _warn_of_plain_trainer(trainer: Any) -> None:
     """Warns of 16-bit weights without master weights, which MXNet has for float16 only, and of
     float16 gradients without a loss scale."""
-    policies = {p: getattr(p, "converted_by_gluon_amp", None) for p in trainer._params
-                if p.grad_req != "null"}
-    found = [policy for policy in policies.values() if policy is not None]
-    if not found or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
+    marks: Dict[Any, Any] = {p: getattr(p, "converted_by_gluon_amp", None) for p in trainer._params
+                             if p.grad_req != "null"}
+    policies = [mark[0] for mark in marks.values() if mark]
+    if not policies or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
         return
-    low = {dtype_name(p.dtype) for p, policy in policies.items()
-           if policy is not None and is_16bit(p.dtype)}
+    low = {dtype_name(p.dtype) for p, mark in marks.items() if mark and is_16bit(p.dtype)}
     missing = []
     if low - {"float16"} or low and not trainer._optimizer.multi_precision:
         missing.append("no float32 master weights: updates below "
                        f"1/{2048 if 'float16' in low else 256} of a weight are lost")
-    narrow = any(policy.gradient == FLOAT16 or policy.activation == FLOAT16 for policy in found)
+    narrow = any(policy.gradient == FLOAT16 or policy.activation == FLOAT16 for policy in policies)
     if narrow and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:

@@ -166,21 +166,21 @@ def wrap_files() -> None:
     """
     @wrap(mx.gluon.Block, "save_parameters")
     def save_parameters(self: Any, filename: str, deduplicate: bool = False, masters: Any = None,
-                        *, theirs: Any) -> None:
+                        *, original: Any) -> None:
         record = record_of(self)
         if masters is not None:
             save_float32(self, filename, deduplicate, masters)
         elif record is not None:
-            save(filename, lambda path: theirs(self, path, deduplicate), record)
+            save(filename, lambda path: original(self, path, deduplicate), record)
         else:
-            theirs(self, filename, deduplicate)
+            original(self, filename, deduplicate)
             remove(filename)
 
     @wrap(mx.gluon.Block, "load_parameters")
-    def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, theirs: Any,
+    def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, original: Any,
                         **kwargs: Any) -> None:
         trainers = {} if masters is None else trainers_of(masters)
-        theirs(self, filename, *args, **kwargs)
+        original(self, filename, *args, **kwargs)
         _write_masters(self, filename, trainers)
         vars(self).pop(_NOTE, None)
         try:

@@ -62,11 +62,11 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
     if not library.started():
         return _with_repeatable_dropout(graph)
     counts = ("samples" if samples else "all") if watch else ""
-    rewriting = _Rewriting(graph, types, policy, counts, scales or Scales(freed=False), place,
-                           chosen)
+    builder = _GraphBuilder(graph, types, policy, counts, scales or Scales(freed=False), place,
+                            chosen)
     if blocks and not watch and policy.activation == BFLOAT16 and policy.one_format:
-        rewriting.blocked = blocked_entries(graph, rewriting.types)
-    built = rewriting.run()
+        builder.blocked = blocked_entries(graph, builder.types)
+    built = builder.run()
     _check_loops(built, policy.name)
     return built
 
@@ -89,8 +89,8 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
     return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
 
 
-class _Rewriting:
-    """The rewriting of one graph, or of the body of a loop."""
+class _GraphBuilder:
+    """The builder of one graph, or of the body of a loop."""
 
     def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
                  counts: str, scales: Scales, place: Callable[[str], str],
@@ -166,8 +166,8 @@ class _Rewriting:
         """Returns the node with its settings and new inputs."""
         new = node.like(inputs)
         new.subgraphs = [
-            _Rewriting(body.graph, body.types, self.policy, self.counts, self.scales, self.place,
-                       self.chosen, self.named).run() for body in node.bodies(self.types)]
+            _GraphBuilder(body.graph, body.types, self.policy, self.counts, self.scales, self.place,
+                          self.chosen, self.named).run() for body in node.bodies(self.types)]
         entries = [*node.inputs, *self._outputs(node)]
         rounded = any(map(self._is_rounded, entries)) or node.rounds_inputs
         # the engine's kernel is faster on float32 arrays

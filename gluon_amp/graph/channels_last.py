@@ -45,10 +45,10 @@ def channels_last(graph: Graph, types: Mapping[str, str], infers_shapes: bool = 
     """
     if not has_cudnn_9() or os.environ.get("GLUON_AMP_BLOCKS") == "off":
         return graph
-    return graph.rewrite(_Rewriting(graph, types, infers_shapes).make)
+    return graph.rewrite(_ChannelsLast(graph, types, infers_shapes).make)
 
 
-class _Rewriting:
+class _ChannelsLast:
     def __init__(self, graph: Graph, types: Mapping[str, str], infers_shapes: bool):
         self.types, self.infers_shapes = graph.types(types), infers_shapes
         self.inputs = {node: node.inputs for node in graph.nodes()}

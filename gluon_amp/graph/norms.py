@@ -4,24 +4,13 @@ cuDNN has such functions for channels-last float16 images. The engine's operator
 (cpu/gpu_norms.cc), and separate ones for images that they do not support.
 """
 import os
-from typing import Dict, List, Mapping, NamedTuple, Optional
+from typing import Dict, List, Mapping, Optional, Tuple
 
 from .._mxnet import has_cudnn_9
 from ..cpu import library
 from .graph import Entry, Graph, Node
 
 _RELUS = ("relu", "_npx_relu")
-
-
-class _Fused(NamedTuple):
-    """A batch norm that a ReLU includes.
-
-    Attributes:
-        norm: the batch norm.
-        added: which input of the addition between them is not the batch norm; None: there is none.
-    """
-    norm: Node
-    added: Optional[int]
 
 
 def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
@@ -36,7 +25,7 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
     if not (library.started() and has_cudnn_9()) or os.environ.get("GLUON_AMP_BLOCKS") == "off" \
             or os.environ.get("MXNET_BACKWARD_DO_MIRROR", "0") != "0":
         return graph
-    found = _Search(graph, types).found
+    found = _norms_before_relus(graph, graph.types(types))
 
     def make(node: Node, inputs: List[Entry]) -> Node:
         if node not in found:
@@ -53,40 +42,39 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
     return graph.rewrite(make)
 
 
-class _Search:
-    def __init__(self, graph: Graph, types: Mapping[str, str]):
-        self.types = graph.types(types)
-        self.users = graph.consumers()
-        self.found: Dict[Node, _Fused] = {}
-        for node in graph.nodes():
-            if not node.settings and (node.op in _RELUS or node.op == "Activation"
-                                      and node.attrs.get("act_type") == "relu"):
-                fused = self._fused(node)
-                if fused is not None:
-                    self.found[node] = fused
+def _norms_before_relus(graph: Graph, types: Mapping[Entry, Optional[str]]
+                        ) -> Dict[Node, Tuple[Node, Optional[int]]]:
+    """Returns for each ReLU that can include a batch norm the batch norm, and which input of the
+    addition between them is not the batch norm; None for no addition."""
+    users = graph.consumers()
 
-    def _fused(self, relu: Node) -> Optional[_Fused]:
-        before = relu.inputs[0]
-        if self._is_norm(before):
-            return _Fused(before.node, None)
-        if before.node.op != "elemwise_add" or before.node.settings \
-                or not self._is_read_once(before):
+    def is_read_once(entry: Entry) -> bool:
+        return len(users[entry]) == 1 and users[entry][0] is not None
+
+    def norm_before(entry: Entry) -> Optional[Tuple[Node, Optional[int]]]:
+        if not is_read_once(entry):
             return None
-        for i, entry in enumerate(before.node.inputs):
-            if self._is_norm(entry) and entry != before.node.inputs[1 - i]:
-                return _Fused(entry.node, 1 - i)
+        if _is_norm(entry, types):
+            return entry.node, None
+        if entry.node.op == "elemwise_add" and not entry.node.settings:
+            for i, one in enumerate(entry.node.inputs):
+                if is_read_once(one) and _is_norm(one, types):
+                    return one.node, 1 - i
         return None
 
-    def _is_norm(self, entry: Entry) -> bool:
-        """Whether an entry is a channels-last batch norm of trained statistics, with one reader."""
-        node = entry.node
-        return node.op == "BatchNorm" and entry.output == 0 and not node.settings \
-            and self.types[node.inputs[0]] == "float16" \
-            and self.types[node.inputs[1]] == "float32" \
-            and node.attrs.get("axis", "1") in ("3", "-1") and self._is_read_once(entry) \
-            and node.attrs.get("fix_gamma", "True") in ("False", "0") \
-            and not any(node.attrs.get(key, "False") in ("True", "1")
-                        for key in ("use_global_stats", "output_mean_var", "cudnn_off"))
+    relus = [node for node in graph.nodes() if not node.settings and (
+        node.op in _RELUS
+        or node.op == "Activation" and node.attrs.get("act_type") == "relu")]
+    found = {relu: norm_before(relu.inputs[0]) for relu in relus}
+    return {relu: norm for relu, norm in found.items() if norm is not None}
 
-    def _is_read_once(self, entry: Entry) -> bool:
-        return len(self.users[entry]) == 1 and self.users[entry][0] is not None
+
+def _is_norm(entry: Entry, types: Mapping[Entry, Optional[str]]) -> bool:
+    """Whether an entry is the result of a channels-last batch norm of trained statistics."""
+    node = entry.node
+    return node.op == "BatchNorm" and entry.output == 0 and not node.settings \
+        and types[node.inputs[0]] == "float16" and types[node.inputs[1]] == "float32" \
+        and node.attrs.get("axis", "1") in ("3", "-1") \
+        and node.attrs.get("fix_gamma", "True") in ("False", "0") \
+        and not any(node.attrs.get(key, "False") in ("True", "1")
+                    for key in ("use_global_stats", "output_mean_var", "cudnn_off"))

@@ -30,7 +30,7 @@ from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import Backward, Copies, restore
+from ..training.backward import BackwardPass, Copies, restore
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
@@ -40,12 +40,12 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import Step, Trained, in_one_thread
+from ..training.step import Gradient, Step, gradients_of, in_one_thread
 from .binding import Bindable, environment
 from .convert import check_parameters, check_range, check_record
 
 
-class _Pass(Backward):
+class _ExecutorPass(BackwardPass):
     """A backward pass of a Module's executors. To run again, it repeats the forward pass, whose
     memory it reuses.
 
@@ -108,7 +108,7 @@ class _Module:
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
-        self._step = Step(loss_scale, clip_norm, self._trained, self._adding, marked=False)
+        self._step = Step(loss_scale, clip_norm, self._read_gradients, self._adding, marked=False)
         self._workers = self._step.workers
 
     @property
@@ -242,7 +242,7 @@ class _Module:
         scale = self._step.next_scale
         self._step.begin(scale)
         checking = self._averages_before is not None and self._checks_loss_heads()
-        if _Pass(self, scale, checking, backward).run_and_check():
+        if _ExecutorPass(self, scale, checking, backward).run_and_check():
             module._symbol.may_have_unscaled_heads = False
         self._used_scale = self._step.scale
 
@@ -316,13 +316,14 @@ class _Module:
         self._workers.wait(lambda: [w.wait_to_read() for weights, _ in trained for w in weights],
                            f"the servers' update of {counted(len(trained), 'weight')}")
 
-    def _trained(self) -> List[Trained]:
-        """Returns the trained parameters."""
+    def _read_gradients(self) -> List[Gradient]:
+        """Returns the gradients of trained parameters."""
         group = self._module()._exec_group
-        return [Trained(i, name, weights, grads, group.grad_req[name] == "add")
-                for i, (name, weights, grads) in enumerate(zip(
+        return [gradient for i, (name, weights, grads) in enumerate(zip(
                     group.param_names, group.param_arrays, group.grad_arrays))
-                if grads[0] is not None]
+                if grads[0] is not None
+                for gradient in gradients_of(i, name, weights, grads,
+                                             group.grad_req[name] == "add")]
 
     def _adding(self) -> List[Array]:
         """Returns the gradients to which each backward pass adds."""

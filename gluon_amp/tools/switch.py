@@ -131,12 +131,12 @@ def install(name: str) -> Switch:
 
 def _replace_functions(switch: Switch) -> None:
     for cls in (mx.gluon.Block, mx.gluon.HybridBlock):
-        def hybridize(self: Any, *args: Any, theirs: Any = cls.hybridize, **kwargs: Any) -> None:
+        def hybridize(self: Any, *args: Any, original: Any = cls.hybridize, **kwargs: Any) -> None:
             if switch._nested:
-                theirs(self, *args, **kwargs)
+                original(self, *args, **kwargs)
                 return
             with switch.own_calls():
-                theirs(self, *args, **kwargs)
+                original(self, *args, **kwargs)
                 if kwargs.get("active", args[0] if args else True):
                     switch.hybridized(self)
 

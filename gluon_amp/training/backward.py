@@ -33,8 +33,8 @@ _ONE_PASS = "loss_scale=None, or gluon_amp.scale_loss(loss, trainer), which make
 Copies = List[Tuple["mx.nd.NDArray", "mx.nd.NDArray"]]  # arrays, and copies of them
 
 
-class Backward:
-    """A backward pass. `run_once` runs it, and `run_again` repeats it. A Trainer's is `Recorded`.
+class BackwardPass:
+    """A backward pass. `run_once` runs it, and `run_again` repeats it.
 
     Args:
         steps: the steps that use its gradients.
@@ -188,7 +188,7 @@ class Backward:
         return squares(gradients)
 
 
-class Recorded(Backward):
+class AutogradPass(BackwardPass):
     """A backward pass through graphs that autograd has recorded.
 
     Args:

@@ -1,7 +1,7 @@
 """Files of optimizer states: reading, writing and validation.
 
 The format is MXNet's: a pickle of {index: state}, alone or with the optimizer. A checksum follows,
-which MXNet does not read. unpickle.py reads it, and settings.py checks the optimizer.
+which MXNet does not read. unpickle.py reads it, and check_optimizer.py checks it.
 """
 import copy
 import hashlib
@@ -14,7 +14,7 @@ from ..annotations import Array, Optimizer, Updater
 from ..checks import counted, order_of
 from ..cpu.arrays import dtype_name
 from ..files import replace_file
-from .settings import check_settings
+from .check_optimizer import check_settings
 from .step import Step
 from .unpickle import load
 

@@ -28,7 +28,6 @@ from typing import (
     Iterable,
     Iterator,
     List,
-    NamedTuple,
     NoReturn,
     Optional,
     Sequence,
@@ -66,62 +65,29 @@ _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Trained(NamedTuple):
-    """A trained parameter. The lists have an array for each device."""
-    number: int
-    name: str
-    weights: List[Any]
-    gradients: List[Any]
-    adds: bool  # whether backward passes add to the gradients
-
-
 class Gradient:
     """The gradient of one parameter on one device.
 
     Attributes:
         own: the gradient.
         array: for the update: the gradient or its replacement.
+        adds: whether backward passes add to it.
         is_new: whether a backward pass has written it since the last step.
     """
     __slots__ = ("adds", "array", "device", "is_new", "name", "number", "own", "weight")
 
-    def __init__(self, of: Trained, device: int) -> None:
-        self.number, self.name, self.device, self.adds = of.number, of.name, device, of.adds
-        self.weight, self.own = of.weights[device], of.gradients[device]
-        self.array, self.is_new = self.own, False
+    def __init__(self, number: int, name: str, device: int, weight: Any, own: Any,
+                 adds: bool) -> None:
+        self.number, self.name, self.device, self.weight = number, name, device, weight
+        self.own = self.array = own
+        self.adds, self.is_new = adds, False
 
 
-class _Norm:
-    """The norm of the gradients of a step, which is computed when it is read.
-
-    Args:
-        step: the step.
-        gradients: the gradients, summed over devices and workers.
-        multiplier: the factor by which the update multiplies them, without clipping.
-        sums: the sums of their squares, if they are known.
-    """
-
-    def __init__(self, step: "Step", gradients: Sequence[Gradient], multiplier: float,
-                 sums: Any = None) -> None:
-        self._step, self._gradients, self._multiplier = step, gradients, multiplier
-        self._sums = sums
-        self._before = None if sums is not None else versions([g.own for g in gradients])
-
-    def value(self) -> float:
-        """Returns the norm; raises RuntimeError if the gradients have been written since."""
-        if self._sums is None:
-            arrays = [gradient.own for gradient in self._gradients]
-            if self._before is not None:
-                writes = versions(arrays, since=self._before)
-                self._before = None
-                if writes is None or any(read(writes)):
-                    self._gradients = []
-            if not self._gradients:
-                raise RuntimeError("the gradients of the last step have been overwritten. Without "
-                                   "a loss scale and clip_norm, read gradient_norm before the next "
-                                   "backward pass and before zero_grad()")
-            self._sums = squares(arrays)
-        return self._multiplier * self._step._norm(self._gradients, self._sums)
+def gradients_of(number: int, name: str, weights: Sequence[Any], gradients: Sequence[Any],
+                 adds: bool) -> List[Gradient]:
+    """Returns the gradients of a parameter with these arrays on its devices."""
+    return [Gradient(number, name, device, *arrays, adds)
+            for device, arrays in enumerate(zip(weights, gradients))]
 
 
 class Stage(enum.Enum):
@@ -137,7 +103,8 @@ class Step:
     Args:
         loss_scale: as for `Trainer`.
         max_norm: as `clip_norm` for `Trainer`.
-        trained: returns the trained parameters; the same list again if nothing has changed.
+        gradients: returns the gradients of trained parameters; the same list again if nothing has
+            changed.
         adding: returns gradients to which backward passes add; by default those of parameters.
         marked: whether autograd writes gradients. It marks the weights whose gradients it writes.
             The marks are cleared after each pass of `backward.py`, so a mark at the step comes
@@ -162,7 +129,7 @@ class Step:
     """
 
     def __init__(self, loss_scale: GivenLossScale, max_norm: Optional[float],
-                 trained: Callable[[], List[Trained]],
+                 gradients: Callable[[], List[Gradient]],
                  adding: Optional[Callable[[], List["mx.nd.NDArray"]]] = None,
                  marked: bool = True) -> None:
         self.loss_scale = as_loss_scale(loss_scale)
@@ -172,14 +139,16 @@ class Step:
         self.updated, self.has_updated = True, False
         self.loss_heads_checked = self.weights_replaced = False
         self.averages: Optional[MovingAverages] = None
-        self._trained, self._adding, self._marked = trained, adding or self._parameters_adding, \
-            marked
-        self._last_trained: List[Trained] = []  # of the last `_find`
-        self._cached_lists: List[Any] = []  # those of `Trained` in the last `_find`
-        self._gradients: List[Gradient] = []  # their gradients
+        self._read_gradients, self._marked = gradients, marked
+        self._adding = adding or self._parameters_adding
+        self._last_read: List[Gradient] = []  # in the last `_find`
+        self._arrays: List[Any] = []  # their weights and gradients
+        self._gradients: List[Gradient] = []  # the same; those that it has found before
         self._squares: List[Squares] = []  # the last sums of squares of them
         self._last_overflowed: Tuple[str, ...] = ()  # names in the last step
-        self._last_norm: Optional[_Norm] = None
+        # the gradients of the last step, their factor in the update, and the sums of their squares,
+        # or their counts of writes then
+        self._last: Tuple[Sequence[Gradient], float, Any, Any] = [], 1.0, None, None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
         self._calling: Optional[threading.Thread] = None  # the thread that is in `in_thread`
@@ -259,19 +228,18 @@ class Step:
     def _find(self) -> List[Gradient]:
         """Returns all gradients. Those of parameters that were cast or moved since the last call
         are not new."""
-        trained = self._trained()
-        if trained is self._last_trained:
+        found = self._read_gradients()
+        if found is self._last_read:
             return self._gradients
-        lists = [arrays for one in trained for arrays in (one.weights, one.gradients)]
-        if self._marked and not trained:
+        if self._marked and not found:
             raise RuntimeError("nothing to train: all parameters of this Trainer have "
                                "grad_req='null'")
-        if not same_objects(lists, self._cached_lists):
+        arrays = [array for gradient in found for array in (gradient.weight, gradient.own)]
+        if not same_objects(arrays, self._arrays):
             before = {(id(g.weight), id(g.own)): g for g in self._gradients}
-            made = [Gradient(one, device) for one in trained for device in range(len(one.weights))]
-            self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in made]
-            self._cached_lists, self._squares = lists, []
-        self._last_trained = trained
+            self._gradients = [before.get((id(g.weight), id(g.own)), g) for g in found]
+            self._arrays, self._squares = arrays, []
+        self._last_read = found
         return self._gradients
 
     def _is_marked(self, clear: bool = False) -> Iterable[int]:
@@ -466,9 +434,12 @@ class Step:
             raise RuntimeError("unscale() before the sum over devices and workers: call trainer."
                                "allreduce_grads(), then unscale(), then update(batch_size)")
         self.stage = Stage.SUMMED
-        sums = self.workers.sum((one.number if keys is None else keys[one.number], one.gradients)
-                                for one in self._trained())
-        for gradient in self._find() if sums else ():
+        on_devices: Dict[Any, List[Any]] = {}
+        for gradient in self._find():
+            key = gradient.number if keys is None else keys[gradient.number]
+            on_devices.setdefault(key, []).append(gradient.own)
+        sums = self.workers.sum(on_devices.items())
+        for gradient in self._gradients if sums else ():
             key = gradient.number if keys is None else keys[gradient.number]
             if key in sums:
                 gradient.array = sums[key][gradient.device]
@@ -517,7 +488,7 @@ class Step:
         read = self._sums(gradients)
         update = prepare()
         sums = read()
-        self._last_norm = _Norm(self, gradients, self.multiplier(rescale_grad), sums)
+        self._last = gradients, self.multiplier(rescale_grad), sums, None
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
         overflow = bool(self._last_overflowed)
@@ -550,12 +521,26 @@ class Step:
 
     def note_unchecked(self, rescale_grad: float, ignore_stale: bool = True) -> None:
         """Records the gradients that MXNet updates with, for `gradient_norm`."""
-        self._last_norm = _Norm(self, self.to_use(ignore_stale), rescale_grad)
+        gradients = self.to_use(ignore_stale)
+        self._last = gradients, rescale_grad, None, versions([g.own for g in gradients])
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of the last step's gradients, unscaled and averaged over the batch."""
-        return None if self._last_norm is None else self._last_norm.value()
+        """The norm of the last step's gradients, unscaled and averaged over the batch. It is
+        computed now if the step has not, and the gradients have not been written since."""
+        gradients, multiplier, sums, before = self._last
+        if not gradients:
+            return None
+        if sums is None:
+            arrays = [gradient.own for gradient in gradients]
+            now = versions(arrays)
+            if before is not None and now is not None and read(now) != read(before):
+                raise RuntimeError("the gradients of the last step have been overwritten. Without "
+                                   "a loss scale and clip_norm, read gradient_norm before the next "
+                                   "backward pass and before zero_grad()")
+            sums = squares(arrays)
+            self._last = gradients, multiplier, sums, None
+        return multiplier * self._norm(gradients, sums)
 
     def _sums(self, gradients: Sequence[Gradient]) -> "Callable[[], np.ndarray[Any, Any]]":
         """Returns a function that returns the sum of squares of each gradient; those of the search
@@ -683,7 +668,8 @@ class Step:
         if state.get("loss_scale"):
             self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row, self.has_updated = skipped, in_a_row, True
-        self._last_overflowed, self._last_norm, self.weights_replaced = (), None, False
+        self._last_overflowed, self.weights_replaced = (), False
+        self._last = [], 1.0, None, None
         self.reset()
 
 

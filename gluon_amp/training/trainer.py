@@ -18,7 +18,7 @@ from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
-from .backward import Recorded, check_losses, run_backward
+from .backward import AutogradPass, check_losses, run_backward
 from .loss_scale import GivenLossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
@@ -29,7 +29,7 @@ from .optimizer import (
     with_masters,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import Stage, Step, Trained, in_one_thread, set_to_zero
+from .step import Gradient, Stage, Step, gradients_of, in_one_thread, set_to_zero
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -79,10 +79,9 @@ class Trainer(mx.gluon.Trainer):
         """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._averaged: List[Any] = []  # `AveragedWeights`
-        # what `_trained` has found
-        self._found: List[Any] = []
-        self._found_trained: List[Trained] = []
-        self._step = Step(loss_scale, clip_norm, self._trained)
+        self._found: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
+        self._gradients: List[Gradient] = []
+        self._step = Step(loss_scale, clip_norm, self._read_gradients)
         self._workers = self._step.workers
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
@@ -167,16 +166,16 @@ class Trainer(mx.gluon.Trainer):
         """
         _backward("backward()", loss, [self], retain_graph)
 
-    def _trained(self) -> List[Trained]:
-        """Returns the trained parameters. MXNet replaces their lists of arrays if it casts or moves
-        them."""
+    def _read_gradients(self) -> List[Gradient]:
+        """Returns the gradients of trained parameters. MXNet replaces a parameter's lists of arrays
+        if it casts or moves them."""
         found = [one for p in self._params for one in (p._data, p._grad, p._grad_req)]
         if not same_objects(found, self._found):
-            self._found, self._found_trained = found, [
-                Trained(i, p.name, p._data or p.list_data(),  # or its error
-                        p._grad, p.grad_req == "add")
-                for i, p in enumerate(self._params) if p.grad_req != "null"]
-        return self._found_trained
+            self._found, self._gradients = found, [
+                gradient for i, p in enumerate(self._params) if p.grad_req != "null"
+                for gradient in gradients_of(i, p.name, p._data or p.list_data(),  # or its error
+                                             p._grad, p.grad_req == "add")]
+        return self._gradients
 
     # ---- a step
 
@@ -626,7 +625,7 @@ def _backward(call: str, loss: Arrays,
             return
         scale = _begin(trainers, losses)
         parameters = [p for trainer in trainers for p in trainer._params]
-        if Recorded(steps, scale, losses, parameters, after_pass, retain_graph).run_and_check():
+        if AutogradPass(steps, scale, losses, parameters, after_pass, retain_graph).run_and_check():
             for step in steps:
                 step.loss_heads_checked = True
 
