@@ -1,7 +1,9 @@
-// Replaces two GPU functions of MXNet, if the wheel has code for GPUs.
+// Replaces GPU functions of MXNet, if the wheel has code for GPUs.
 //
 // - The state of MXNet's Dropout records that values were dropped, and its backward pass resets the record. A
 //   second backward pass through the same graph would drop nothing. Here the record stays.
+// - A channels-last convolution on a node with the setting `engine` reads a weight in MXNet's order, without a
+//   transpose (graph/channels_last.py), and so does its backward pass.
 // - batch_dot of float16 arrays on a node with the setting `engine` accumulates in float32, like all other float16
 //   products; MXNet's accumulates in float16.
 #include <algorithm>
@@ -92,6 +94,50 @@ void add_in_float32(nnvm::Op& op) {
       });
 }
 
+// ---- Convolution -------------------------------------------------------------------
+
+// The shapes of a weight: outputs x inputs x height x width in MXNet's order, outputs x height x width x inputs
+// channels-last. With one input or one pixel, both are the same memory.
+mxnet::TShape channels_last(const mxnet::TShape& w) { return mxnet::TShape({w[0], w[2], w[3], w[1]}); }
+mxnet::TShape channels_first(const mxnet::TShape& w) { return mxnet::TShape({w[0], w[3], w[1], w[2]}); }
+
+TBlob channels_last(const TBlob& weight) {
+  const mxnet::TShape& shape = weight.shape_;
+  if (shape[1] != 1 && shape[2] * shape[3] != 1)
+    throw dmlc::Error("convolution: a weight with several inputs and pixels needs a transpose");
+  return TBlob(weight.dptr_, channels_last(shape), weight.dev_mask(), weight.type_flag_, weight.dev_id());
+}
+
+mxnet::FInferShape& mxnets_shapes() {
+  static auto* made = new mxnet::FInferShape;
+  return *made;
+}
+
+bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
+  if (!settings_of(attrs).engine) return call_theirs(mxnets_shapes(), attrs, in, out);
+  mxnet::TShape& weight = (*in)[1];
+  if (weight.ndim() == 4) weight = channels_last(weight);
+  const bool done = call_theirs(mxnets_shapes(), attrs, in, out);
+  if (weight.ndim() == 4) weight = channels_first(weight);
+  return done;
+}
+
+// The weight is among the inputs; `gradient`: its gradient among the outputs, or -1.
+void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
+  const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
+  if (!found) return;
+  set<mxnet::FCompute>(op, "FCompute<gpu>",
+                       [theirs = mxnet::FCompute(*found), weight, gradient](
+                           const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
+                           const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
+                         if (!settings_of(attrs).engine) return theirs(attrs, context, in, req, out);
+                         std::vector<TBlob> inputs = in, outputs = out;
+                         inputs[weight] = channels_last(in[weight]);
+                         if (gradient >= 0) outputs[gradient] = channels_last(out[gradient]);
+                         theirs(attrs, context, inputs, req, outputs);
+                       });
+}
+
 }  // namespace
 
 OpStatePtr dropout_state() {
@@ -110,6 +156,11 @@ int dropout_fits(const unsigned char* state) {
 void replace_gpu_functions() {
   add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));
   keep_masks(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout")));
+  nnvm::Op& convolution = const_cast<nnvm::Op&>(*nnvm::Op::Get("Convolution"));
+  mxnets_shapes() = *get<mxnet::FInferShape>(&convolution, "FInferShape");
+  set<mxnet::FInferShape>(convolution, "FInferShape", by_value(&shapes_in_mxnets_order));
+  read_mxnets_order(convolution, 1, -1);
+  read_mxnets_order(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Convolution")), 2, 1);
 }
 
 }  // namespace gluon_amp

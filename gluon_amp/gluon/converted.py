@@ -562,7 +562,7 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     """
     check_device(graph, policy, on_gpu)
     if on_gpu and blocks:
-        graph = channels_last(graph, types, infers_shapes=False)
+        graph = channels_last(graph, types, {name: p.shape for name, p in parameters.items()})
     built = build(graph, types, policy, blocks=blocks, **settings)
     if on_gpu and blocks:
         built = fuse_norms(built, types)

@@ -2,12 +2,15 @@
 
 Regions begin at convolutions. Operators that work on each number, norms, pooling, concatenations
 and slices continue them. Before any other operator, and before an output of the graph, a transpose
-restores MXNet's order. Parameters keep theirs: a transpose of the weight precedes its convolution.
+restores MXNet's order. Parameters keep theirs: a transpose of the weight precedes its convolution,
+unless both orders are the same memory (cpu/gpu.cc).
 """
 import os
-from typing import Dict, List, Mapping, Sequence, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Union
 
 from .._mxnet import has_cudnn_9
+from ..annotations import Shape
+from ..cpu import library
 from .graph import Entry, Graph, Node, integers
 
 _LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # the axes of transposes to channels-last, and back
@@ -32,7 +35,8 @@ _AXIS = {"Concat": ("dim", "1"), "slice_axis": ("axis", ""), "SliceChannel": ("a
          "BatchNorm": ("axis", "1"), "_npi_concatenate": ("axis", "0")}
 
 
-def channels_last(graph: Graph, types: Mapping[str, str], infers_shapes: bool = True) -> Graph:
+def channels_last(graph: Graph, types: Mapping[str, str],
+                  shapes: Optional[Mapping[str, Optional[Shape]]] = None) -> Graph:
     """Returns the graph for a GPU, with channels-last regions.
 
     It is the given graph where cuDNN is older than 9: its batch norms of such images are slow.
@@ -40,17 +44,17 @@ def channels_last(graph: Graph, types: Mapping[str, str], infers_shapes: bool = 
 
     Args:
         types: the dtype of each variable.
-        infers_shapes: whether MXNet infers shapes of weights from this graph. If not, the weights
-            of 1 x 1 convolutions are reshaped, which takes no time.
+        shapes: shapes of variables, as far as they are known.
     """
     if not has_cudnn_9() or os.environ.get("GLUON_AMP_BLOCKS") == "off":
         return graph
-    return graph.rewrite(_ChannelsLast(graph, types, infers_shapes).make)
+    return graph.rewrite(_ChannelsLast(graph, types, shapes or {}).make)
 
 
 class _ChannelsLast:
-    def __init__(self, graph: Graph, types: Mapping[str, str], infers_shapes: bool):
-        self.types, self.infers_shapes = graph.types(types), infers_shapes
+    def __init__(self, graph: Graph, types: Mapping[str, str],
+                 shapes: Mapping[str, Optional[Shape]]):
+        self.types, self.shapes = graph.types(types), shapes
         self.inputs = {node: node.inputs for node in graph.nodes()}
         self.count: Dict[Node, int] = {}  # outputs of each node
         for entry in self.types:
@@ -66,7 +70,10 @@ class _ChannelsLast:
             return node.like(inputs)
         made = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
         if node.op in ("Convolution", "Deconvolution"):
-            made.inputs[1] = self._weight(node, inputs[1])
+            if self._reads_mxnets_order(node):
+                made.settings["engine"] = "1"
+            else:
+                made.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
         if node.op in ("Convolution", "Deconvolution", "Pooling"):
             made.attrs["layout"] = "NHWC"
         elif node.op in _AXIS:
@@ -112,12 +119,13 @@ class _ChannelsLast:
             is_one = node.op == "slice_axis"
         return int(is_one and known[0])
 
-    def _weight(self, node: Node, weight: Entry) -> Entry:
-        name = f"{node.name}_weight"
-        if self.infers_shapes or node.op != "Convolution" or integers(node, "kernel") != [1, 1]:
-            return _transpose(weight, _LAST, name)
-        shape = {"shape": f"({node.attrs['num_filter']}, 1, 1, -1)"}
-        return Entry(Node("Reshape", f"{name}_channels_last", shape, [weight]))
+    def _reads_mxnets_order(self, node: Node) -> bool:
+        """Whether both orders of a convolution's weight are the same memory: that of one pixel, or
+        of one input."""
+        if node.op != "Convolution" or not library.started():
+            return False
+        shape = self.shapes.get(self.inputs[node][1].node.name)
+        return integers(node, "kernel") == [1, 1] or shape is not None and shape[1] == 1
 
     def _last(self, entry: Entry) -> Entry:
         if entry not in self.images:
