@@ -8,8 +8,10 @@
 // `_gluon_amp_backward_norm_relu`: gradient, x, y, gamma, beta, mean, 1 / deviation, kept -> gradients of x, gamma, beta
 // and, if `added` is set, of z.
 #include <algorithm>
+#include <atomic>
 #include <limits>
-#include <set>
+#include <map>
+#include <memory>
 
 #include "dispatch/attributes.h"
 #include "gpu.h"
@@ -112,15 +114,62 @@ int64_t kept_bytes(const mxnet::TShape& x) {
   return (rows + 31) / 32 * 32 * ((channels + 63) / 64 * 64) / 8 + 4096;
 }
 
+// ---- images of one shape
+
+// How cuDNN describes images of rows x channels, and what its fused functions need for them. Descriptors do not change.
+struct Images {
+  int channels, rows, operation;
+  Tensor tensor = nullptr, as_rows = nullptr, parameters = nullptr;
+  Activation relu = nullptr;
+  size_t kept = 0, forward_bytes = 0, backward_bytes = 0;  // 0 bytes of a workspace: there is no fused function
+  // Whether cuDNN refused a forward pass. Backward passes then do not use what it keeps.
+  mutable std::atomic<bool> refused{false};
+
+  Images(CudnnHandle handle, int channels, int rows, int operation)
+      : channels(channels), rows(rows), operation(operation) {
+    CALL(CreateTensorDescriptor, &tensor);
+    CALL(SetTensor4dDescriptor, tensor, kNhwc, kHalfs, 1, channels, rows, 1);
+    CALL(CreateTensorDescriptor, &as_rows);  // as MXNet's BatchNorm describes them
+    CALL(SetTensor4dDescriptor, as_rows, kNchw, kHalfs, rows, channels, 1, 1);
+    CALL(CreateTensorDescriptor, &parameters);
+    CALL(DeriveBNTensorDescriptor, parameters, tensor, kSpatial);
+    CALL(CreateActivationDescriptor, &relu);
+    CALL(SetActivationDescriptor, relu, kRelu, 0, 0);
+    // They were measured for multiples of 64 channels only; cuDNN documents multiples of 4.
+    if (channels % 4 ||
+        cudnnGetBatchNormalizationTrainingExReserveSpaceSize(handle, kPersistent, operation, relu, tensor, &kept))
+      return;
+    if (cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(handle, kPersistent, operation, tensor, z(), tensor,
+                                                                 parameters, relu, &forward_bytes) ||
+        cudnnGetBatchNormalizationBackwardExWorkspaceSize(handle, kPersistent, operation, tensor, tensor, tensor, z(),
+                                                          tensor, parameters, relu, &backward_bytes) ||
+        !forward_bytes || !backward_bytes)
+      forward_bytes = backward_bytes = 0;
+  }
+  Images(const Images&) = delete;
+
+  Tensor z() const { return operation == kWithAdditionAndRelu ? tensor : nullptr; }
+  // Whether what the fused functions keep fits in `memory`.
+  bool is_fused(const TBlob& memory) const { return !refused && kept <= static_cast<size_t>(size(memory)); }
+};
+
+// The images of a device, which are described once and kept.
+const Images& described(int device, CudnnHandle handle, int channels, int rows, int operation) {
+  static auto& lock = *new std::mutex;
+  static auto& made = *new std::map<std::tuple<int, int, int, int>, std::unique_ptr<Images>>;
+  const std::lock_guard<std::mutex> guard(lock);
+  auto& found = made[{device, channels, rows, operation}];
+  if (!found) found.reset(new Images(handle, channels, rows, operation));
+  return *found;
+}
+
 // ---- one call
 
 struct Norm {
   CudnnHandle handle;
   void* stream;
-  int channels, rows, operation;
   double epsilon, factor;
-  Tensor images = nullptr, as_rows = nullptr, parameters = nullptr;
-  Activation relu = nullptr;
+  const Images* images;
 
   Norm(const NodeAttrs& attrs, const OpContext& context, const TBlob& x)
       : epsilon(number(attrs, "eps", 1e-3f)), factor(1 - number(attrs, "momentum", 0.9f)) {
@@ -128,66 +177,11 @@ struct Norm {
     handle = on->cudnn;
     if (!cudnnGetStream || cudnnGetStream(handle, &stream) || stream != on->stream)
       throw dmlc::Error("batch norm: MXNet's GPU stream has other members than in MXNet 1.9.1");
-    operation = Places(attrs).added ? kWithAdditionAndRelu : kWithRelu;
-    const int64_t count = size(x);
-    channels = static_cast<int>(x.shape_[x.ndim() - 1]);
-    if (count / channels > std::numeric_limits<int>::max())
+    const int64_t channels = x.shape_[x.ndim() - 1], rows = size(x) / channels;
+    if (rows > std::numeric_limits<int>::max())
       throw dmlc::Error("batch norm: an image has more rows than cuDNN's 2^31 - 1");
-    rows = static_cast<int>(count / channels);
-    CALL(CreateTensorDescriptor, &images);
-    CALL(SetTensor4dDescriptor, images, kNhwc, kHalfs, 1, channels, rows, 1);
-    CALL(CreateTensorDescriptor, &as_rows);  // as MXNet's BatchNorm describes them
-    CALL(SetTensor4dDescriptor, as_rows, kNchw, kHalfs, rows, channels, 1, 1);
-    CALL(CreateTensorDescriptor, &parameters);
-    CALL(DeriveBNTensorDescriptor, parameters, images, kSpatial);
-    CALL(CreateActivationDescriptor, &relu);
-    CALL(SetActivationDescriptor, relu, kRelu, 0, 0);
-  }
-  Norm(const Norm&) = delete;
-  ~Norm() {
-    for (Tensor each : {images, as_rows, parameters})
-      if (each) cudnnDestroyTensorDescriptor(each);
-    if (relu) cudnnDestroyActivationDescriptor(relu);
-  }
-  Tensor z() const { return operation == kWithAdditionAndRelu ? images : nullptr; }
-
-  // Whether the fused functions support the images, and what they keep fits in `memory`. They were measured for
-  // multiples of 64 channels only; cuDNN documents multiples of 4.
-  bool is_fused(const TBlob& memory, size_t* kept) const {
-    return channels % 4 == 0 && !is_refused() &&
-           !cudnnGetBatchNormalizationTrainingExReserveSpaceSize(handle, kPersistent, operation, relu, images, kept) &&
-           *kept <= static_cast<size_t>(size(memory));
-  }
-  size_t forward_bytes() const {
-    size_t bytes = 0;
-    return cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(handle, kPersistent, operation, images, z(), images,
-                                                                    parameters, relu, &bytes) ? 0 : bytes;
-  }
-  size_t backward_bytes() const {
-    size_t bytes = 0;
-    return cudnnGetBatchNormalizationBackwardExWorkspaceSize(handle, kPersistent, operation, images, images, images,
-                                                             z(), images, parameters, relu, &bytes) ? 0 : bytes;
-  }
-
-  // The images whose forward pass cuDNN refused; their backward passes do not use what it keeps.
-  using Images = std::set<std::tuple<int, int, int>>;
-  bool is_refused() const {
-    std::lock_guard<std::mutex> guard(lock());
-    return refusals().count({rows, channels, operation});
-  }
-  void refuse() const {
-    std::lock_guard<std::mutex> guard(lock());
-    refusals().insert({rows, channels, operation});
-  }
-
- private:
-  static std::mutex& lock() {
-    static auto& made = *new std::mutex;
-    return made;
-  }
-  static Images& refusals() {
-    static auto& made = *new Images;
-    return made;
+    images = &described(context.run_ctx.ctx.dev_id, handle, static_cast<int>(channels), static_cast<int>(rows),
+                        Places(attrs).added ? kWithAdditionAndRelu : kWithRelu);
   }
 };
 
@@ -200,29 +194,29 @@ void forward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in,
   if (req[kY] == mxnet::kAddTo) throw dmlc::Error("batch norm: its output is not added to an array");
   const Places at(attrs);
   const Norm norm(attrs, context, in[at.x]);
+  const Images& images = *norm.images;
   const void *x = in[at.x].dptr_, *gamma = in[at.x + 1].dptr_, *beta = in[at.x + 2].dptr_,
              *z = at.added ? in[at.z].dptr_ : nullptr;
   void *mean = in[at.x + 3].dptr_, *variance = in[at.x + 4].dptr_, *y = out[kY].dptr_;
   if (context.is_train) {
-    size_t kept = 0;
-    const size_t bytes = norm.is_fused(out[kKept], &kept) ? norm.forward_bytes() : 0;
+    const size_t bytes = images.is_fused(out[kKept]) ? images.forward_bytes : 0;
     if (bytes) {
       const int status = cudnnBatchNormalizationForwardTrainingEx(
-          norm.handle, kPersistent, norm.operation, &kOne, &kZero, norm.images, x, norm.z(), z, norm.images, y,
-          norm.parameters, gamma, beta, norm.factor, mean, variance, norm.epsilon, out[kMean].dptr_,
-          out[kInverse].dptr_, norm.relu, scratch(context, bytes), bytes, out[kKept].dptr_, kept);
+          norm.handle, kPersistent, images.operation, &kOne, &kZero, images.tensor, x, images.z(), z, images.tensor, y,
+          images.parameters, gamma, beta, norm.factor, mean, variance, norm.epsilon, out[kMean].dptr_,
+          out[kInverse].dptr_, images.relu, scratch(context, bytes), bytes, out[kKept].dptr_, images.kept);
       if (status != kNotSupported && status != kBadParam) return check(status, "BatchNormalizationForwardTrainingEx");
-      norm.refuse();
+      images.refused = true;
     }
-    CALL(BatchNormalizationForwardTraining, norm.handle, kPersistent, &kOne, &kZero, norm.as_rows, x, norm.as_rows, y,
-         norm.parameters, gamma, beta, norm.factor, mean, variance, norm.epsilon, out[kMean].dptr_,
+    CALL(BatchNormalizationForwardTraining, norm.handle, kPersistent, &kOne, &kZero, images.as_rows, x, images.as_rows,
+         y, images.parameters, gamma, beta, norm.factor, mean, variance, norm.epsilon, out[kMean].dptr_,
          out[kInverse].dptr_);
   } else {
-    CALL(BatchNormalizationForwardInference, norm.handle, kSpatial, &kOne, &kZero, norm.as_rows, x, norm.as_rows, y,
-         norm.parameters, gamma, beta, mean, variance, norm.epsilon);
+    CALL(BatchNormalizationForwardInference, norm.handle, kSpatial, &kOne, &kZero, images.as_rows, x, images.as_rows, y,
+         images.parameters, gamma, beta, mean, variance, norm.epsilon);
   }
-  if (at.added) CALL(AddTensor, norm.handle, &kOne, norm.as_rows, z, &kOne, norm.as_rows, y);
-  CALL(ActivationForward, norm.handle, norm.relu, &kOne, norm.as_rows, y, &kZero, norm.as_rows, y);
+  if (at.added) CALL(AddTensor, norm.handle, &kOne, images.as_rows, z, &kOne, images.as_rows, y);
+  CALL(ActivationForward, norm.handle, images.relu, &kOne, images.as_rows, y, &kZero, images.as_rows, y);
 }
 
 // ---- backward pass
@@ -235,7 +229,7 @@ bool adds_parameters(const Norm& norm, const Requests& req, const Arrays& out) {
   const bool adds = req[kOfGamma] == mxnet::kAddTo || req[kOfBeta] == mxnet::kAddTo;
   for (int i : {kOfGamma, kOfBeta})
     if (adds && req[i] != mxnet::kAddTo &&
-        cudaMemsetAsync(out[i].dptr_, 0, norm.channels * sizeof(float), norm.stream))
+        cudaMemsetAsync(out[i].dptr_, 0, norm.images->channels * sizeof(float), norm.stream))
       throw dmlc::Error("batch norm: cudaMemsetAsync fails");
   return adds;
 }
@@ -243,29 +237,30 @@ bool adds_parameters(const Norm& norm, const Requests& req, const Arrays& out) {
 void backward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in, const Requests& req,
               const Arrays& out) {
   const Norm norm(attrs, context, in[kX]);
+  const Images& images = *norm.images;
   const bool added = out.size() > kOfZ;
   const float* const beta = req[kOfX] == mxnet::kAddTo ? &kOne : &kZero;
   const float* const beta_p = adds_parameters(norm, req, out) ? &kOne : &kZero;
   const bool writes = req[kOfX] != mxnet::kAddTo && !(added && req[kOfZ] == mxnet::kAddTo);
-  size_t kept = 0;
-  const size_t bytes = context.is_train && writes && norm.is_fused(in[kWasKept], &kept) ? norm.backward_bytes() : 0;
+  const size_t bytes = context.is_train && writes && images.is_fused(in[kWasKept]) ? images.backward_bytes : 0;
   if (bytes) {
-    return CALL(BatchNormalizationBackwardEx, norm.handle, kPersistent, norm.operation, &kOne, &kZero, &kOne, beta_p,
-                norm.images, in[kX].dptr_, norm.images, in[kOfY].dptr_, norm.images, in[kGradient].dptr_, norm.z(),
-                added ? out[kOfZ].dptr_ : nullptr, norm.images, out[kOfX].dptr_, norm.parameters, in[kGamma].dptr_,
-                in[kBeta].dptr_, out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon, in[kItsMean].dptr_,
-                in[kItsInverse].dptr_, norm.relu, scratch(context, bytes), bytes, in[kWasKept].dptr_, kept);
+    return CALL(BatchNormalizationBackwardEx, norm.handle, kPersistent, images.operation, &kOne, &kZero, &kOne, beta_p,
+                images.tensor, in[kX].dptr_, images.tensor, in[kOfY].dptr_, images.tensor, in[kGradient].dptr_,
+                images.z(), added ? out[kOfZ].dptr_ : nullptr, images.tensor, out[kOfX].dptr_, images.parameters,
+                in[kGamma].dptr_, in[kBeta].dptr_, out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon,
+                in[kItsMean].dptr_, in[kItsInverse].dptr_, images.relu, scratch(context, bytes), bytes,
+                in[kWasKept].dptr_, images.kept);
   }
   void* const gradient = scratch(context, size(in[kX]) * sizeof(Half));  // of the sum
-  CALL(ActivationBackward, norm.handle, norm.relu, &kOne, norm.as_rows, in[kOfY].dptr_, norm.as_rows,
-       in[kGradient].dptr_, norm.as_rows, in[kOfY].dptr_, &kZero, norm.as_rows, gradient);
+  CALL(ActivationBackward, norm.handle, images.relu, &kOne, images.as_rows, in[kOfY].dptr_, images.as_rows,
+       in[kGradient].dptr_, images.as_rows, in[kOfY].dptr_, &kZero, images.as_rows, gradient);
   if (added && req[kOfZ] != mxnet::kNullOp)
-    CALL(AddTensor, norm.handle, &kOne, norm.as_rows, gradient, req[kOfZ] == mxnet::kAddTo ? &kOne : &kZero,
-         norm.as_rows, out[kOfZ].dptr_);
+    CALL(AddTensor, norm.handle, &kOne, images.as_rows, gradient, req[kOfZ] == mxnet::kAddTo ? &kOne : &kZero,
+         images.as_rows, out[kOfZ].dptr_);
   const bool saved = context.is_train;
-  CALL(BatchNormalizationBackward, norm.handle, kPersistent, &kOne, beta, &kOne, beta_p, norm.as_rows, in[kX].dptr_,
-       norm.as_rows, gradient, norm.as_rows, out[kOfX].dptr_, norm.parameters, in[kGamma].dptr_, out[kOfGamma].dptr_,
-       out[kOfBeta].dptr_, norm.epsilon, saved ? in[kItsMean].dptr_ : nullptr,
+  CALL(BatchNormalizationBackward, norm.handle, kPersistent, &kOne, beta, &kOne, beta_p, images.as_rows, in[kX].dptr_,
+       images.as_rows, gradient, images.as_rows, out[kOfX].dptr_, images.parameters, in[kGamma].dptr_,
+       out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon, saved ? in[kItsMean].dptr_ : nullptr,
        saved ? in[kItsInverse].dptr_ : nullptr);
 }
 
