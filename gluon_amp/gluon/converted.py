@@ -403,7 +403,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         in_float32 = self._amp.in_float32
         if self._amp.stand_in is not None and not in_float32:
             return self._amp.stand_in(self, key, arrays)
-        which = (*key, bool(self._callback), in_float32)
+        which = (*key, bool(self._callback), in_float32, on_gpu and autograd.is_training())
         if which not in trace.ops:
             trace.ops[which] = self._make_op(trace.clean, *which)
         op, untrainable = trace.ops[which]
@@ -435,19 +435,21 @@ class ConvertedHybridBlock(ConvertedBlock):
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
-                 hooked: bool, in_float32: bool) -> Tuple[Op, str]:
+                 hooked: bool, in_float32: bool, trains_on_gpu: bool) -> Tuple[Op, str]:
         """Returns a CachedOp, and the reason if it cannot train, else "".
 
         Args:
             hooked: whether a hook reads its tensors.
             in_float32: whether it runs in float32, whatever the policy.
+            trains_on_gpu: whether it trains there. Predictions on an H200 were slower with their
+                channels last.
         """
         state, names = self._amp, [d.name for d in self._cached_graph[0]]
         policy = POLICIES["float32"] if in_float32 else state.policy
         graph, types = self.mixed_graph(dtypes, clean, policy)
         op, built = make_op(self, graph, types, policy, names, parameters_in(self),
                             self._flags, on_gpu, scales=state.scales, place=self.place,
-                            blocks=not hooked)
+                            blocks=not hooked and (trains_on_gpu or not on_gpu))
         return op, dropout_in_loops(built, policy.name)
 
     def place(self, node: str) -> str:

@@ -32,6 +32,7 @@ from ..cpu.arrays import TYPES_16BIT, array_type, dtype_name
 from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
 from ..graph.channels_last import channels_last
 from ..graph.graph import VARIABLE, Entry, Graph, Node
+from ..graph.norms import fuse_norms
 from ..graph.operators import BATCH_NORMS, LOSSES, POSSIBLE_LOSSES
 from ..policy import POLICIES
 
@@ -144,7 +145,9 @@ class Bindable(mx.sym.Symbol):
         on_gpu = ctx.device_type == "gpu"
         if low:
             check_device(graph, POLICIES["bfloat16" if "bfloat16" in used else "float16"], on_gpu)
-            graph = build(channels_last(graph, types) if on_gpu else graph, types)
+            trains_on_gpu = on_gpu and any(request != "null" for request in requests.values())
+            graph = build(channels_last(graph, types) if trains_on_gpu else graph, types)
+            graph = fuse_norms(graph, types) if trains_on_gpu else graph
         with _bound_as_built(low and not on_gpu):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,

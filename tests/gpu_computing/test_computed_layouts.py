@@ -145,6 +145,20 @@ def test_step_and_prediction_are_those_of_mxnets_layout(name, policy, monkeypatc
     assert recording.violations() == before
 
 
+def test_prediction_has_mxnets_layout():
+    net = NETWORKS["residual"]()
+    net.initialize(ctx=GPU)
+    amp.convert(net)
+    net.hybridize()
+    for training in True, False:
+        begin = recording.position()
+        with autograd.record() if training else autograd.pause():
+            net(nd.ones((2, 3, 8, 6), ctx=GPU))
+        recording.position()
+        transposed = any("transpose" in call.kernel for call in recording.calls(begin))
+        assert transposed == training
+
+
 def test_gradients_are_added_in_either_layout(monkeypatch):
     compare(*(results("residual", layout, monkeypatch, request="add")
               for layout in ("NHWC", "NCHW")))
@@ -165,6 +179,9 @@ def test_symbolic_module_is_trained_in_either_layout(monkeypatch):
         module.bind(data.provide_data, data.provide_label)
         mx.random.seed(0)
         module.init_params(mx.init.Xavier())
+        executor = module._exec_group.execs[0]
+        operators = executor.get_optimized_symbol().get_internals().list_outputs()
+        assert ("n_output" not in operators) == (blocks == "on")  # its ReLU includes it
         module.init_optimizer(optimizer_params={"learning_rate": 0.1})
         for batch in data:
             module.forward_backward(batch)
