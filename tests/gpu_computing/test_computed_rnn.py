@@ -28,16 +28,18 @@ def test_layer_matches_cpu(case, dtype, bound):
 
 @pytest.mark.skipif(not CUDNN_9, reason="cuDNN 8 runs what MXNet selects")
 @pytest.mark.parametrize(("settings", "persistent"), [
-    ({}, True), ({"num_layers": 2}, True), ({"state_size": 120}, False), ({"mode": "gru"}, False),
-    ({"state_size": 1088}, False), ({"dtype": "float32"}, False)])
+    ({}, True), ({"num_layers": 2}, True), ({"state_size": 300}, False), ({"mode": "gru"}, False),
+    ({"state_size": 1088}, False), ({"state_size": 192}, False), ({"batch": 65}, False),
+    ({"bidirectional": True}, False), ({"dtype": "float32"}, False)])
 def test_persistent_algorithm_runs_lstms_for_which_it_is_fast(settings, persistent):
-    settings = {"mode": "lstm", "state_size": 128, "num_layers": 1, **settings}
+    settings = {"mode": "lstm", "state_size": 256, "num_layers": 1, **settings}
     dtype, size = settings.pop("dtype", "float16"), settings["state_size"]
+    batch, ways = settings.pop("batch", 64), 1 + settings.get("bidirectional", False)
     gates = 4 if settings["mode"] == "lstm" else 3
-    weights = sum(gates * size * (size + 2 + (size if i else 8))
+    weights = sum(ways * gates * size * (size + 2 + (size if i else 8))
                   for i in range(settings["num_layers"]))
-    state = (settings["num_layers"], 2, size)
-    shapes = [(1, 2, 8), (weights,), state, *([state] if gates == 4 else [])]
+    state = (settings["num_layers"] * ways, batch, size)
+    shapes = [(1, batch, 8), (weights,), state, *([state] if gates == 4 else [])]
     begin = recording.position()
     mx.nd.RNN(*(mx.nd.zeros(shape, dtype=dtype, ctx=GPU) for shape in shapes), **settings)
     mx.nd.waitall()

@@ -53,6 +53,7 @@ enum { kNotSupported = 9 };          // status
 enum { kFloat, kDouble, kHalf };     // types
 enum { kDefaultMath, kTensorOp };    // math
 enum { kRelu, kTanh, kLstm, kGru };  // cells
+enum { kOneDirection };              // directions
 enum { kUnpacked, kPacked };         // layouts of sequences
 enum { kStandard, kPersistent };     // algorithms
 enum { kDoubleBias = 2, kPadded = 1, kAdd = 0 };
@@ -72,11 +73,12 @@ struct Settings {
                                     hidden, projection, layers, dropout, flags);
   }
   bool projects() const { return projection != hidden; }
-  // Whether kernels that keep the weights of all steps are faster. On an H200 they take 0.2 to 0.5 of the time for 256
-  // to 1,024 units, and 1.7 for 650; the host takes a tenth.
-  bool is_fast_if_persistent() const {
-    return type == kHalf && math == kTensorOp && cell == kLstm && hidden % 64 == 0 && hidden <= 1024 && !projects() &&
-           !(flags & kPadded);
+  // Whether kernels that keep the weights for all steps are faster. On an H200 they take 0.2 to 0.5 of the time for 256,
+  // 512 and 1,024 units in one direction and batches of 32 and 64, and 1.7 for 650 units; the host takes a tenth. cuDNN
+  // documents them as fast for small batches.
+  bool is_fast_if_persistent(int batch) const {
+    return type == kHalf && math == kTensorOp && cell == kLstm && hidden % 64 == 0 && hidden >= 256 && hidden <= 1024 &&
+           direction == kOneDirection && batch <= 64 && !projects() && !(flags & kPadded);
   }
 };
 
@@ -103,7 +105,7 @@ int configure(Rnn rnn, Tensor x, Settings* settings, int* batch) {
   settings->type = type;
   settings->input = dims[1];
   if (type == kHalf && settings->math == kDefaultMath && allows_tensor_cores()) settings->math = kTensorOp;
-  if (settings->is_fast_if_persistent()) settings->algorithm = kPersistent;
+  if (settings->is_fast_if_persistent(*batch)) settings->algorithm = kPersistent;
   return settings->write(rnn);
 }
 
