@@ -450,14 +450,15 @@ def test_errors_of_fast_kernels_are_returned(norms):
     assert norms[0]("Training", ROWS)[:2] == (EXECUTION_FAILED, "TrainingEx")
 
 
-def test_handle_has_one_workspace_until_it_is_destroyed(norms):
+def test_workspaces_of_a_handle_stay_until_it_is_destroyed(norms):
+    """A CUDA graph may have the address of the smaller one, which the forward pass allocates."""
     norm, library, _, cudart = norms
     allocations = ctypes.c_int.in_dll(cudart, "allocations")
     before = allocations.value
     for handle in (1, 2, 1):
         for part in ("Training", "Backward", "Training"):
             norm(part, ROWS, handle=handle)
-    assert allocations.value == before + 2
+    assert allocations.value == before + 4
     for handle in (1, 2):
         assert library.cudnnDestroy(ctypes.c_void_p(handle)) == 0
     assert allocations.value == before

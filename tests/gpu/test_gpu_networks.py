@@ -5,7 +5,7 @@ import networks
 import numpy as np
 import pytest
 from gluon_amp.cuda import recording
-from steps import GPU, Training, calls_of, counted, multiset, put, settled
+from steps import GPU, Training, calls_of, counted, layers, multiset, numbers, put, settled
 
 TABLE = {**networks.ZOO, **networks.OTHERS}
 del TABLE["while"]  # it reads values, which the recording GPU does not compute
@@ -42,6 +42,18 @@ def test_convolutional_products_run_in_float16_on_tensor_cores(name):
     assert products
     assert {(c.factors, c.sums, c.on_tensor_cores) for c in products} == {("half", "float", True)}
     assert counted(forward)["casts"] <= 4  # of the data, the output, and their gradients
+
+
+def test_cuda_graphs_replace_launches_of_static_passes(monkeypatch):
+    """A capture forbids calls such as cudaMalloc, which would be refused."""
+    monkeypatch.setenv("MXNET_ENABLE_CUDA_GRAPHS", "1")
+    training, data, launches = Training(layers(3)), numbers(4, 8, 6, 6), {}
+    for _ in range(10):  # each of MXNet's two threads runs a graph once, then captures it
+        calls = calls_of(lambda: training.backward(data))
+        training.trainer.step(4)
+        convolutions = sum(call.name.startswith("cudnnConvolution") for call in calls)
+        launches[convolutions] = sum(call.name == "cudaGraphLaunch" for call in calls)
+    assert launches[0] == 2  # forward and backward
 
 
 @pytest.mark.parametrize("name", ["encoder", "interleaved"])

@@ -5,6 +5,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -35,13 +36,12 @@ struct Library {
   int (*multiply)(Blas, int, int, int, int, int, In, In, int, int, In, int, int, In, Out, int, int, int, int) =
       of_cublas<decltype(multiply)>("cublasGemmEx");
   int (*allocate)(void**, size_t) = runtime<int (*)(void**, size_t)>("cudaMalloc");
-  int (*release)(void*) = runtime<int (*)(void*)>("cudaFree");
   int (*clear_error)() = runtime<int (*)()>("cudaGetLastError");
   int (*stream)(Handle, Stream*) = (int (*)(Handle, Stream*))forward_symbol("cudnnGetStream");
   int (*copy)(Out, In, size_t, int) = runtime<int (*)(Out, In, size_t, int)>("cudaMemcpy");
 
   bool complete() const {
-    return create && set_stream && multiply && allocate && release && clear_error && stream && copy;
+    return create && set_stream && multiply && allocate && clear_error && stream && copy;
   }
 };
 
@@ -51,22 +51,18 @@ struct Ones {
   void* data = nullptr;
   int count = 0;
 
-  // Fills memory for `wanted` ones. False if there is none.
+  // Fills memory for `wanted` ones. False if there is none. Earlier memory stays, because a CUDA graph may have its
+  // address; it is at most half as large.
   bool grow(const Library& library, int wanted) {
     if (count >= wanted) return true;
-    if (data) library.release(data);  // waits for the GPU
-    data = nullptr, count = 0;
-    if (library.allocate(&data, wanted * sizeof(uint16_t))) {
-      library.clear_error();
-      data = nullptr;
-      return false;
-    }
-    const std::vector<uint16_t> ones(wanted, 0x3c00);  // in float16
-    if (library.copy(data, ones.data(), wanted * sizeof ones[0], kToDevice)) {
+    const std::vector<uint16_t> ones(std::max<size_t>(wanted, 2 * (size_t)count), 0x3c00);  // in float16
+    void* made = nullptr;
+    if (library.allocate(&made, ones.size() * sizeof ones[0]) ||
+        library.copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice)) {
       library.clear_error();
       return false;
     }
-    count = wanted;
+    data = made, count = (int)std::min<size_t>(ones.size(), INT32_MAX);
     return true;
   }
 };

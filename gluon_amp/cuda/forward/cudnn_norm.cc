@@ -6,8 +6,10 @@
 
 #include <stddef.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <vector>
 
 typedef void *Handle, *Tensor, *Activation;
 typedef const void* In;
@@ -66,27 +68,33 @@ struct Described {
   }
 };
 
-// Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order.
-struct Workspace { void* data = nullptr; size_t bytes = 0; };
+// Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order. Smaller memory stays,
+// because a CUDA graph may have its address; each is at least twice as large as the one before.
+struct Workspace {
+  std::vector<void*> data;
+  size_t bytes = 0;  // of the last
+};
 std::mutex g_mutex;
 std::map<Handle, Workspace>& g_workspaces = *new std::map<Handle, Workspace>;
 
 // Returns memory of `bytes`; null for 0 bytes, or if there is none.
 void* workspace(Handle handle, size_t bytes) {
   static const auto allocate = runtime<int (*)(void**, size_t)>("cudaMalloc");
-  static const auto release = runtime<int (*)(void*)>("cudaFree");
   static const auto clear_error = runtime<int (*)()>("cudaGetLastError");
-  if (!bytes || !allocate || !release || !clear_error) return nullptr;
+  if (!bytes || !allocate || !clear_error) return nullptr;
   std::lock_guard<std::mutex> lock(g_mutex);
   Workspace& kept = g_workspaces[handle];
-  if (kept.bytes >= bytes) return kept.data;
-  if (kept.data) release(kept.data);  // waits for the GPU
-  kept = {nullptr, bytes};
-  if (allocate(&kept.data, bytes)) {
+  if (kept.bytes >= bytes) return kept.data.back();
+  for (const size_t size : {std::max(bytes, 2 * kept.bytes), bytes}) {
+    void* made = nullptr;
+    if (!allocate(&made, size)) {
+      kept.data.push_back(made);
+      kept.bytes = size;
+      return made;
+    }
     clear_error();
-    kept = {};
   }
-  return kept.data;
+  return nullptr;
 }
 
 // Whether cuDNN keeps nothing from the forward to the backward pass besides mean and variance. cuDNN 9.19 does so.
@@ -149,13 +157,13 @@ API int cudnnBatchNormalizationBackward(Handle handle, int mode, In alpha, In be
                                                            dxd, dx, pd, scale, dscale, dbias, epsilon, mean, inverse));
 }
 
-// Frees the handle's workspace.
+// Frees the handle's workspaces.
 API int cudnnDestroy(Handle handle) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     const auto found = g_workspaces.find(handle);
     if (found != g_workspaces.end()) {
-      if (found->second.data) runtime<int (*)(void*)>("cudaFree")(found->second.data);
+      for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
       g_workspaces.erase(found);
     }
   }

@@ -1,4 +1,4 @@
-// Devices, streams and events.
+// Devices, streams, events and CUDA graphs.
 #include "record.h"
 
 #include <stdio.h>
@@ -7,6 +7,7 @@
 
 #include <map>
 #include <set>
+#include <stdexcept>
 
 // The last of the listed capabilities is that of all further devices.
 int compute_capability(int device) {
@@ -69,7 +70,10 @@ API int cudaDeviceCanAccessPeer(int* can, int a, int b) { *can = a != b; return 
 API int cudaDeviceEnablePeerAccess(int, unsigned) { return 0; }
 API int cudaDeviceGetP2PAttribute(int* value, int, int, int) { *value = 1; return 0; }
 API int cudaDriverGetVersion(int* v) { *v = 11020; return 0; }
-API int cudaDeviceSynchronize() { say("cudaDeviceSynchronize"); return 0; }
+API int cudaDeviceSynchronize() {
+  say("cudaDeviceSynchronize");
+  return outside_capture("cudaDeviceSynchronize") ? 0 : kInCapture;
+}
 
 thread_local int t_last_error = 0;
 API int cudaGetLastError() { int e = t_last_error; t_last_error = 0; return e; }
@@ -118,6 +122,7 @@ API int cudaStreamCreateWithFlags(void** s, unsigned) { *s = added(streams()); r
 API int cudaStreamDestroy(void* s) { return removed("cudaStreamDestroy", streams(), s); }
 API int cudaStreamSynchronize(void* s) {
   say("cudaStreamSynchronize");
+  if (!outside_capture("cudaStreamSynchronize")) return kInCapture;
   return live("cudaStreamSynchronize", s) ? 0 : 400;
 }
 API int cudaStreamWaitEvent(void* s, void* e, unsigned) {
@@ -129,6 +134,39 @@ API int cudaEventDestroy(void* e) { return removed("cudaEventDestroy", events(),
 API int cudaEventRecord(void* e, void* s) {
   say("cudaEventRecord");
   return live("cudaEventRecord", s) && live_event("cudaEventRecord", e) ? 0 : 400;
+}
+
+// ---- CUDA graphs: a thread's calls between begin and end of a capture, here of their log only
+
+static thread_local bool t_captures = false;
+
+bool outside_capture(const char* call) {
+  if (t_captures) bad(call, "a capture for a CUDA graph forbids it");
+  return !t_captures;
+}
+
+API int cudaStreamBeginCapture(void* s, int) {
+  say("cudaStreamBeginCapture");
+  if (!outside_capture("cudaStreamBeginCapture")) return kInCapture;
+  t_captures = live("cudaStreamBeginCapture", s);
+  return t_captures ? 0 : 400;
+}
+API int cudaStreamEndCapture(void*, void** graph) {
+  say("cudaStreamEndCapture");
+  if (!t_captures) return bad("cudaStreamEndCapture", "there is no capture", 1);
+  t_captures = false;
+  *graph = made_handle();
+  return 0;
+}
+API int cudaGraphGetNodes(void*, void**, size_t* count) { *count = 0; return 0; }
+API int cudaGraphInstantiate(void** made, void*, void**, char*, size_t) { *made = made_handle(); return 0; }
+API int cudaGraphExecUpdate(void*, void*, void**, int* result) { *result = 0; return 0; }
+API int cudaGraphDestroy(void*) { return 0; }
+API int cudaGraphExecDestroy(void*) { return 0; }
+API int cudaGraphLaunch(void*, void* s) {
+  say("cudaGraphLaunch");
+  if (!live("cudaGraphLaunch", s)) return 400;
+  return then_compute("cudaGraphLaunch", 0, 1, [] { throw std::runtime_error("unknown: CUDA graphs"); });
 }
 
 // ---- the driver functions of `gluon-amp doctor`

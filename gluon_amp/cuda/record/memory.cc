@@ -95,6 +95,7 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
 }
 
 API int cudaMalloc(void** p, size_t bytes) {
+  if (!outside_capture("cudaMalloc")) return kInCapture;
   Device& d = devices()[t_device];
   size_t need = rounded(bytes);
   bool there = false;
@@ -122,6 +123,7 @@ API ll recording_gpu_peak(int i) { return devices()[i].peak; }  // peak usage
 API void recording_gpu_begin_peak(int i) { devices()[i].peak = devices()[i].used; }
 
 API int cudaFree(void* p) {
+  if (!outside_capture("cudaFree")) return kInCapture;
   int i = device_of(p);
   bool found = !p;
   if (i >= 0) {
@@ -166,7 +168,9 @@ static int copy(const char* call, void* to, const void* from, size_t bytes, void
   say(call, "\"way\":\"%c2%c\",\"bytes\":%zu", a ? 'D' : 'H', b ? 'D' : 'H', bytes);
   return 0;
 }
-API int cudaMemcpy(void* to, const void* from, size_t n, int) { return copy("cudaMemcpy", to, from, n, nullptr); }
+API int cudaMemcpy(void* to, const void* from, size_t n, int) {
+  return outside_capture("cudaMemcpy") ? copy("cudaMemcpy", to, from, n, nullptr) : kInCapture;
+}
 API int cudaMemcpyAsync(void* to, const void* from, size_t n, int, void* stream) {
   return copy("cudaMemcpyAsync", to, from, n, stream);
 }

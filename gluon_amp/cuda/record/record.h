@@ -43,10 +43,12 @@ void* real(const void* p);  // the host address of a device's address
 // Whether `bytes` from p on are live device memory, aligned to `width`; null is valid for 0 bytes.
 bool check(const char* call, const char* what, const void* p, size_t bytes, size_t width = 1);
 
-// ---- devices.cc: devices, streams, events
+// ---- devices.cc: devices, streams, events, CUDA graphs
 
 int compute_capability(int device = t_device);  // 70 for 7.0
 extern thread_local int t_last_error;  // what cudaGetLastError returns
+bool outside_capture(const char* call);     // whether this thread captures no CUDA graph
+enum { kInCapture = 900 };                  // the status of a call that a capture forbids
 bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
 void* made_handle();  // a library's handle: some memory
 
