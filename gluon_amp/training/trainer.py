@@ -82,6 +82,9 @@ class Trainer(mx.gluon.Trainer):
         self._found: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
         self._gradients: List[Gradient] = []
         self._step = Step(loss_scale, clip_norm, self._read_gradients)
+        # what `_averages` has found
+        self._found_for_averages: List[Any] = []
+        self._found_averages: Named = []
         self._workers = self._step.workers
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
@@ -307,9 +310,14 @@ class Trainer(mx.gluon.Trainer):
         return self._step.updated
 
     def _averages(self) -> Named:
-        """Returns the moving averages on GPUs, which the step keeps finite."""
-        return [(p.name, p.list_data()) for p in self._params
+        """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
+        nothing has changed."""
+        found = [one for p in self._params for one in (p._data, p._grad_req)]
+        if not same_objects(found, self._found_for_averages):
+            self._found_for_averages, self._found_averages = found, [
+                (p.name, p.list_data()) for p in self._params
                 if p.grad_req == "null" and p._data is not None and _is_average(p)]
+        return self._found_averages
 
     # ---- master weights
 
