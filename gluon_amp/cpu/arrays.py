@@ -80,19 +80,27 @@ def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
         wide.append(flat[at:at + size].reshape(array.shape))
         at += size
     # 0 - (-1) * array; each array is its own weight, which the operator does not change
-    _descend(arrays, arrays, wide, -1.0, arrays)
+    for call in _descents(arrays, wide, -1.0):
+        call()
     return wide
 
 
 def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]) -> None:
     """Rounds master weights into their 16-bit weights."""
     if on_gpu_in_float16(weights):
-        # The weight replaces the gradient. It is clipped to 0, because an infinite one times the
-        # learning rate 0 would be NaN.
-        _descend(weights, weights, masters, 0.0, weights, clip_gradient=0.0)
+        for call in narrowing(masters, weights):
+            call()
         return
     for master, weight in zip(masters, weights):
         narrow(master, weight)
+
+
+def narrowing(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]
+              ) -> List[Callable[[], None]]:
+    """Returns calls that round master weights into their float16 weights on a GPU."""
+    # The weight replaces the gradient. It is clipped to 0, because an infinite one times the
+    # learning rate 0 would be NaN.
+    return _descents(weights, masters, 0.0, clip_gradient=0.0)
 
 
 def in_launches(rows: Sequence[Any]) -> List[Sequence[Any]]:
@@ -101,15 +109,18 @@ def in_launches(rows: Sequence[Any]) -> List[Sequence[Any]]:
     return [rows[i:i + most] for i in range(0, len(rows), most)]
 
 
-def _descend(weights: Sequence[Any], gradients: Sequence[Any], masters: Sequence[Any], rate: float,
-             out: Sequence[Any], **kwargs: Any) -> None:
-    """Computes masters -= rate * gradients and out = masters, rounded, by the only operator of
-    MXNet that reads and writes many arrays of both types in one launch."""
-    for rows in in_launches(list(zip(weights, gradients, masters, out))):
-        mx.nd.multi_mp_sgd_update(
-            *(array for *three, _ in rows for array in three), num_weights=len(rows),
-            lrs=[rate] * len(rows), wds=[0.0] * len(rows), out=[made for *_, made in rows],
-            **kwargs)
+def _descents(arrays: Sequence[Any], masters: Sequence[Any], rate: float,
+              **attrs: Any) -> List[Callable[[], None]]:
+    """Returns calls that compute masters -= rate * arrays and arrays = masters, rounded, by the
+    only operator of MXNet that reads and writes many arrays of both types in one launch."""
+    calls: List[Callable[[], None]] = []
+    for rows in in_launches(list(zip(arrays, masters))):
+        call = library.Call("multi_mp_sgd_update", [one for array, master in rows
+                                                    for one in (array, array, master)],
+                            [array for array, _ in rows])
+        calls.append(functools.partial(call, num_weights=len(rows), lrs=[rate] * len(rows),
+                                       wds=[0.0] * len(rows), **attrs))
+    return calls
 
 
 def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:

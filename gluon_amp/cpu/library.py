@@ -388,6 +388,15 @@ def keeps_blocks() -> bool:
     return _table is not None and bool(_table.keeps_blocks())
 
 
+class Attributes:
+    """Attributes of an operator, converted to C."""
+
+    def __init__(self, **attrs: Any) -> None:
+        texts: Any = (c_char_p * len(attrs))
+        self.count, self.names = c_int(len(attrs)), texts(*map(str.encode, attrs))
+        self.values = texts(*[str(value).encode() for value in attrs.values()])
+
+
 class Call:
     """A call of an operator with the same arrays at each step, which are converted to C once. Its
     attributes may change.
@@ -403,12 +412,13 @@ class Call:
         self._operator, self._inputs, self._out = _operator(name), _handles(inputs), _handles(out)
 
     def __call__(self, **attrs: Any) -> None:
-        texts: Any = (c_char_p * len(attrs))
+        self.run(Attributes(**attrs))
+
+    def run(self, attributes: Attributes) -> None:
         mx.base.check_call(mx.base._LIB.MXImperativeInvokeEx(
             self._operator, c_int(len(self._inputs)), self._inputs,
             byref(c_int(len(self._out))), byref(ctypes.cast(self._out, POINTER(c_void_p))),
-            c_int(len(attrs)), texts(*map(str.encode, attrs)),
-            texts(*[str(value).encode() for value in attrs.values()]), byref(POINTER(c_int)())))
+            attributes.count, attributes.names, attributes.values, byref(POINTER(c_int)())))
 
 
 @functools.lru_cache(maxsize=None)

@@ -41,6 +41,7 @@ from ..cpu.arrays import (
     follow,
     is_16bit,
     narrow_all,
+    narrowing,
     on_gpu_in_float16,
     to_float32,
     widen_all,
@@ -82,8 +83,11 @@ class _FusedRule(NamedTuple):
     # from the optimizer's, and the count of updates
     rate_and_decay: Optional[Callable[[Any, float, float, int], Tuple[float, float]]] = None
     stateless: bool = False  # whether states, if any, do not change
-    # MXNet's operators that update many float16 and float32 weights in one launch on a GPU
-    launches: Tuple[str, ...] = ()
+    # MXNet's operators on a GPU for float16 weights with master weights, and for float32 weights:
+    # they update many in one launch, or `one_by_one`. Without the former, the latter updates the
+    # master weights.
+    operators: Tuple[str, str] = ("", "")
+    one_by_one: bool = False
 
 
 def _all_there(states: Sequence[Any]) -> bool:
@@ -99,23 +103,27 @@ FUSED_RULES: Dict[Any, List[_FusedRule]] = {
     mx.optimizer.SGD: [
         _FusedRule("sgd", _MOMENTUM,
                    lambda made, states: made.momentum > 0 and _all_there(states),
-                   launches=("multi_mp_sgd_mom_update", "multi_sgd_mom_update")),
+                   operators=("multi_mp_sgd_mom_update", "multi_sgd_mom_update")),
         _FusedRule("sgd", {}, lambda made, states: made.momentum == 0, stateless=True,
-                   launches=("multi_mp_sgd_update", "multi_sgd_update"))],
+                   operators=("multi_mp_sgd_update", "multi_sgd_update"))],
     mx.optimizer.NAG: [  # MXNet selects the rule by the state, even if the momentum changes later
         _FusedRule("nag", _MOMENTUM,
-                   lambda made, states: made.momentum >= 0 and _all_there(states)),
+                   lambda made, states: made.momentum >= 0 and _all_there(states),
+                   operators=("mp_nag_mom_update", "nag_mom_update"), one_by_one=True),
         _FusedRule("descent", {}, lambda made, states: all(state is None for state in states),
-                   stateless=True)],
-    mx.optimizer.Adam: [_FusedRule("adam", _MOMENTS, rate_and_decay=_adam)],
+                   stateless=True, operators=("mp_sgd_update", "sgd_update"), one_by_one=True)],
+    mx.optimizer.Adam: [_FusedRule("adam", _MOMENTS, rate_and_decay=_adam,
+                                   operators=("", "adam_update"), one_by_one=True)],
     adamw.AdamW: [_FusedRule("adamw", _MOMENTS, rate_and_decay=_adamw,
-                             launches=("_multi_mp_adamw_update", "_multi_adamw_update"))],
+                             operators=("_multi_mp_adamw_update", "_multi_adamw_update"))],
     mx.optimizer.RMSProp: [
-        _FusedRule("rmsprop", _RMSPROP, lambda made, states: not made.centered),
+        _FusedRule("rmsprop", _RMSPROP, lambda made, states: not made.centered,
+                   operators=("", "rmsprop_update"), one_by_one=True),
         _FusedRule("centered_rmsprop", {**_RMSPROP, "momentum": "gamma2"},
-                   lambda made, states: made.centered)],
+                   lambda made, states: made.centered,
+                   operators=("", "rmspropalex_update"), one_by_one=True)],
     mx.optimizer.LAMB: [_FusedRule("lamb", {**_MOMENTS, **_BOUNDS},
-                                   launches=("_multi_mp_lamb_update", "_multi_lamb_update"))],
+                                   operators=("_multi_mp_lamb_update", "_multi_lamb_update"))],
 }
 
 
@@ -160,7 +168,7 @@ def with_masters(made: Optimizer) -> Optimizer:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
-        made._following, made._launches = Following(), {}
+        made._following, made._prepared = Following(), {}
         made._group()
     return made
 
@@ -281,9 +289,9 @@ class Following:
         return weights[0].ctx, tuple(indices)
 
 
-class Launches:
-    """The update of weights on a GPU by operators that update many in one launch. Arrays are
-    converted to C once, so that the GPU waits little between the overflow check and the update.
+class Prepared:
+    """The update of weights on a GPU, prepared as far as it does not depend on the overflow check,
+    so that the GPU waits little between the check and the update. Arrays are converted to C once.
 
     Args:
         rule: the optimizer's rule.
@@ -295,22 +303,58 @@ class Launches:
         self._arrays, self._inner = [*grads, *weights, *states], made.inner(weights, states)
         self._made, self._rule, self._device = made, rule, weights[0].ctx.device_id
         made._check_types(indices, [dtype_name(weight.dtype) for weight in weights])
+        # the indices, master weights and weights in float16
+        self._with_masters: Tuple[List[int], List[Array], List[Array]] = [], [], []
+        for index, weight, state in zip(indices, weights, states):
+            if is_16bit(weight.dtype):
+                for column, one in zip(self._with_masters,
+                                       (index, master_in(made, state), weight)):
+                    column.append(one)
+
+    def fits(self, grads: Sequence[Array], weights: Sequence[Array],
+             states: Sequence[Any]) -> bool:
+        """Whether these are its arrays, and the optimizer has the same rule."""
+        return same_objects(self._arrays, [*grads, *weights, *states]) \
+            and self._made.rule(self._inner) is self._rule
+
+    def begin(self) -> None:
+        """Does what does not depend on the check."""
+        if self._with_masters[0]:
+            self._made._following.follow(*self._with_masters)
+            self._made._following.updated(*self._with_masters)  # if the step is skipped
+
+    def run(self) -> None:
+        """Updates the weights."""
+        made = self._made
+        made._set_current_context(self._device)
+        made.rescale_grad = _Decimal(made.rescale_grad)
+        self._update()
+        if self._with_masters[0]:
+            made._following.updated(*self._with_masters)
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+
+class Launches(Prepared):
+    """An update by operators that update many weights in one launch."""
+
+    def __init__(self, made: Optimizer, rule: _FusedRule, indices: Sequence[int],
+                 grads: Sequence[Array], weights: Sequence[Array], states: Sequence[Any]) -> None:
+        super().__init__(made, rule, indices, grads, weights, states)
         # AdamW's operators read it from the GPU
         self._rescale_grad = mx.nd.zeros(1, weights[0].ctx) if rule.rule == "adamw" else None
         self._last_rescale_grad: Optional[float] = None
         self._calls: List[Tuple[List[int], library.Call]] = []
-        self._with_masters: Tuple[List[int], List[Array], List[Array]] = [], [], []
+        # the texts of learning rates, of weight decays and of counts in the last calls
+        self._texts: List[Dict[Sequence[float], str]] = [{}, {}, {}]
         rows: Dict[str, List[Any]] = {}
         for index, grad, weight, state, inner in zip(indices, grads, weights, states, self._inner):
-            row = [weight, grad]
-            if not rule.stateless:
-                row += [inner] if isinstance(inner, mx.nd.NDArray) else inner
-            name = rule.launches[1]
+            row = [weight, grad, *_arrays_in(rule, inner)]
+            name = rule.operators[1]
             if is_16bit(weight.dtype):
-                name, master = rule.launches[0], master_in(made, state)
-                row.append(master)
-                for column, one in zip(self._with_masters, (index, master, weight)):
-                    column.append(one)
+                name = rule.operators[0]
+                row.append(master_in(made, state))
             rows.setdefault(name, []).append((index, weight, row))
         also = [] if self._rescale_grad is None else [self._rescale_grad]
         for name, of_type in rows.items():
@@ -319,31 +363,20 @@ class Launches:
                 self._calls.append((list(numbers), library.Call(
                     name, [*itertools.chain(*inputs), *also], out)))
 
-    def fits(self, grads: Sequence[Array], weights: Sequence[Array],
-             states: Sequence[Any]) -> bool:
-        """Whether these are its arrays, and the optimizer has the same rule."""
-        return same_objects(self._arrays, [*grads, *weights, *states]) \
-            and self._made.rule(self._inner) is self._rule
-
-    def follow(self) -> None:
-        """Synchronizes master weights with writes to weights."""
-        if self._with_masters[0]:
-            self._made._following.follow(*self._with_masters)
-            self._made._following.updated(*self._with_masters)  # if the step is skipped
-
-    def run(self) -> None:
-        """Updates the weights."""
+    def _update(self) -> None:
         made, rule = self._made, self._rule
-        made._set_current_context(self._device)
-        made.rescale_grad = _Decimal(made.rescale_grad)
         settings = made.settings(rule)
         if self._rescale_grad is not None:
             scale = settings.pop("rescale_grad")
             if scale != self._last_rescale_grad:
                 self._rescale_grad[:] = np.array([scale], "float32")
                 self._last_rescale_grad = scale
+        before, self._texts = self._texts, [{}, {}, {}]
         for indices, call in self._calls:
-            lrs, wds, steps = (f"[{_text(numbers)}]" for numbers in made.rates(rule, indices))
+            numbers = [tuple(some) for some in made.rates(rule, indices)]
+            for some, last, texts in zip(numbers, before, self._texts):
+                texts[some] = last.get(some) or f"[{_text(some)}]"
+            lrs, wds, steps = (texts[some] for some, texts in zip(numbers, self._texts))
             if rule.rule == "lamb":
                 call(num_tensors=len(indices), learning_rates=lrs, wds=wds, step_count=steps,
                      **settings)
@@ -352,8 +385,63 @@ class Launches:
                      **settings)
             else:
                 call(num_weights=len(indices), lrs=lrs, wds=wds, **settings)
-        if self._with_masters[0]:
-            made._following.updated(*self._with_masters)
+
+
+class OneByOne(Prepared):
+    """An update by operators that update one weight in a launch. If they are float32 operators,
+    float16 gradients are widened before the check is read."""
+
+    def __init__(self, made: Optimizer, rule: _FusedRule, indices: Sequence[int],
+                 grads: Sequence[Array], weights: Sequence[Array], states: Sequence[Any]) -> None:
+        super().__init__(made, rule, indices, grads, weights, states)
+        mixed, plain = rule.operators
+        self._calls: List[Tuple[int, library.Call]] = []
+        self._widened: List[Tuple[int, Array, Array, List[Array]]] = []
+        for index, grad, weight, state, inner in zip(indices, grads, weights, states, self._inner):
+            arrays = _arrays_in(rule, inner)
+            if not is_16bit(weight.dtype):
+                call = library.Call(plain, [weight, grad, *arrays], [weight])
+            elif mixed:
+                call = library.Call(mixed, [weight, grad, *arrays, master_in(made, state)],
+                                    [weight])
+            else:
+                self._widened.append((index, grad, master_in(made, state), arrays))
+                continue
+            self._calls.append((index, call))
+        self._of_widened: List[Tuple[int, library.Call]] = []  # of this step
+        self._narrowing = narrowing(*self._with_masters[1:]) if self._widened else []
+
+    def begin(self) -> None:
+        super().begin()
+        self._of_widened = []
+        if self._widened:
+            wide = widen_all([grad for _, grad, *_ in self._widened])
+            self._of_widened = [
+                (index, library.Call(self._rule.operators[1], [master, grad, *arrays], [master]))
+                for grad, (index, _, master, arrays) in zip(wide, self._widened)]
+
+    def _update(self) -> None:
+        made, rule, calls = self._made, self._rule, [*self._calls, *self._of_widened]
+        settings = {its: getattr(made, its) for its in rule.settings.values()}
+        settings = made.without_none({**settings, "clip_gradient": made.clip_gradient,
+                                      "rescale_grad": made.rescale_grad})
+        attributes: Dict[Any, library.Attributes] = {}
+        lrs, wds, _ = made.rates(rule, [index for index, _ in calls])
+        with mx.engine.bulk(len(calls)):  # avoids synchronization after each
+            for (_, call), both in zip(calls, zip(lrs, wds)):
+                if both not in attributes:
+                    attributes[both] = library.Attributes(lr=both[0], wd=both[1], **settings)
+                call.run(attributes[both])
+        for narrow in self._narrowing:
+            narrow()
+        self._of_widened = []  # frees the widened gradients
+
+
+def _arrays_in(rule: _FusedRule, inner: Any) -> List[Array]:
+    """Returns the arrays of a state without its master weight."""
+    if rule.stateless:
+        return []
+    return [inner] if isinstance(inner, mx.nd.NDArray) else list(inner)
 
 
 def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
@@ -362,7 +450,7 @@ def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
     check. Returns the function that updates."""
     made, device = updater.optimizer, weights[0].ctx
     if device.device_type != "gpu" or not isinstance(made, _WithMasters) \
-            or not any(rule.launches for rule in FUSED_RULES.get(made._base(), ())):
+            or made._base() not in FUSED_RULES:
         return functools.partial(updater, indices, grads, weights)
     for index, weight in zip(indices, weights):
         if index not in updater.states:
@@ -370,13 +458,14 @@ def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
                                                                       weight.as_nd_ndarray())
             updater.states_synced[index] = True
     states = [updater.states[index] for index in indices]
-    found = made._launches.get(device)
+    found = made._prepared.get(device)
     if found is None or not found.fits(grads, weights, states):
-        rule = made.launched_rule(grads, weights, states)
+        rule = made.prepared_rule(grads, weights, states)
         if rule is None or not all(updater.states_synced[index] for index in indices):
             return functools.partial(updater, indices, grads, weights)
-        found = made._launches[device] = Launches(made, rule, indices, grads, weights, states)
-    found.follow()
+        cls = OneByOne if rule.one_by_one else Launches
+        found = made._prepared[device] = cls(made, rule, indices, grads, weights, states)
+    found.begin()
     return found.run
 
 
@@ -386,7 +475,7 @@ class _WithMasters:
     # names by index, when the state was created; dtypes in older files
     weight_types: Dict[Any, Any]
     _following: Following
-    _launches: Dict[Any, Launches]  # by device
+    _prepared: Dict[Any, Prepared]  # by device
 
     def _group(self) -> None:
         """Sets the number of weights in one call, also if MXNet's optimizer supports one only."""
@@ -519,9 +608,9 @@ class _WithMasters:
         return [list(_split(self, [state]))[1][0] if is_16bit(weight.dtype) else state
                 for weight, state in zip(weights, states)]
 
-    def launched_rule(self, grads: Sequence[Array], weights: Sequence[Array],
+    def prepared_rule(self, grads: Sequence[Array], weights: Sequence[Array],
                       states: Sequence[Any]) -> Optional[_FusedRule]:
-        """Returns the rule by which `Launches` updates weights on a GPU; None if it cannot."""
+        """Returns the rule of a prepared update of weights on a GPU; None if there is none."""
         arrays, device = [*grads, *weights], weights[0].ctx
         types = [dtype_name(array.dtype) for array in arrays]
         if not all(a.stype == "default" and a.ctx == device for a in arrays) \
@@ -529,8 +618,7 @@ class _WithMasters:
                 or not set(types) <= {"float32", "float16" if self.multi_precision else "float32"} \
                 or (isinstance(self, mx.optimizer.LAMB) and self.aggregate_num == 1):
             return None
-        rule = self.rule(self.inner(weights, states))
-        return rule if rule is not None and rule.launches else None
+        return self.rule(self.inner(weights, states))
 
     def rates(self, rule: _FusedRule, indices: Sequence[int]
               ) -> Tuple[Sequence[float], Sequence[float], Sequence[int]]:
@@ -551,10 +639,13 @@ class _WithMasters:
         """Returns the other attributes of an operator that updates."""
         settings = {name: getattr(self, its) for name, its in rule.settings.items()}
         settings.update(clip_gradient=self.clip_gradient, rescale_grad=self.rescale_grad)
-        for name in _NONE_IF_0:
-            if name in settings:
-                settings[name] = settings[name] or -1
-        return settings
+        return self.without_none(settings)
+
+    @staticmethod
+    def without_none(settings: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns the settings with the operators' number for none."""
+        return {name: value or -1 if name in _NONE_IF_0 else value
+                for name, value in settings.items()}
 
     def _check_types(self, indices: List[Any], types: List[str]) -> None:
         for index, now in zip(indices, types):
@@ -574,12 +665,12 @@ class _WithMasters:
     def __getstate__(self) -> Any:
         state = super().__getstate__()
         state.pop("_following", None)
-        state.pop("_launches", None)
+        state.pop("_prepared", None)
         return state
 
     def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
-        self._following, self._launches = Following(), {}
+        self._following, self._prepared = Following(), {}
         self._group()  # an Updater would loop forever with the 0 of an older file
 
 

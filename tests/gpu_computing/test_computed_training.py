@@ -288,15 +288,16 @@ def test_overflow_leaves_averages_of_module_finite():
             assert np.array_equal(array.asnumpy(), before[name]) == (not good)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
-def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer):
+@pytest.mark.parametrize(("optimizer", "settings"), [
+    ("sgd", {"momentum": 0.9}), ("adamw", {}), ("lamb", {}), ("nag", {"momentum": 0.9}),
+    ("nag", {}), ("adam", {}), ("rmsprop", {}), ("rmsprop", {"centered": True})])
+def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer, settings):
     base = mx.optimizer.Optimizer.opt_registry[optimizer]
-    momentum = {"momentum": 0.9} if optimizer == "sgd" else {}
 
     def train(cls):
         net, schedule = network(GPU), mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.05)
         made = cls(learning_rate=0.05, lr_scheduler=schedule, clip_gradient=0.5, wd=0.01,
-                   **momentum)
+                   **settings)
         trainer = amp.Trainer(net.collect_params(), made, loss_scale=amp.DynamicLossScale(256))
         for i, (images, labels) in enumerate(batches(9)):
             if i == 2:

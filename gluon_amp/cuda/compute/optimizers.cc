@@ -30,6 +30,25 @@ void mp_sgd(const Launch& l) {  // (n, out, weight, gradient, master, clip, lr, 
     out.assign(i, s.request, w[i]);
   }
 }
+void nag(const Launch& l) {  // (n, out, momentum, weight, gradient, clip, momentum, lr, wd, rescale, request)
+  const One s{l};
+  const Array out = l.array(1), m = l.array(2), w = l.array(3), g = l.array(4);
+  for (ll i = 0; i < s.n; i++) {
+    const float step = s(7) * (clipped(s(9) * g[i], s(5)) + s(8) * w[i]), before = s(6) * m[i];
+    out.assign(i, s.request, w[i] - before + (s(6) + 1) * (before - step));
+    m.set(i, before - step);
+  }
+}
+void mp_nag(const Launch& l) {  // (n, out, momentum, weight, gradient, master, clip, momentum, lr, wd, rescale, request)
+  const One s{l};
+  const Array out = l.array(1), m = l.array(2), g = l.array(4), w = l.array(5);
+  for (ll i = 0; i < s.n; i++) {
+    const float gradient = clipped(s(10) * g[i], s(6)), before = s(7) * m[i];
+    w.set(i, w[i] - before + (s(7) + 1) * (before - s(8) * (gradient + s(9) * w[i])));
+    m.set(i, before - s(8) * (gradient + s(9) * w[i]));  // MXNet decays the new weight here
+    out.assign(i, s.request, w[i]);
+  }
+}
 // (n, out, mean, variance, weight, gradient, clip, rescale, beta1, beta2, lr, wd, epsilon, request)
 void adam(const Launch& l) {
   const One s{l};
@@ -75,6 +94,18 @@ void rmsprop(const Launch& l) {
     const double gradient = clipped(s(6) * g[i] + s(9) * w[i], s(5));
     n.set(i, (1 - s(7)) * gradient * gradient + s(7) * n[i]);
     out.assign(i, s.request, clipped(w[i] - s(8) * gradient / std::sqrt(n[i] + s(11)), s(10)));
+  }
+}
+// (n, out, n, g, delta, weight, gradient, clip, rescale, gamma1, gamma2, lr, wd, clip of weights, epsilon, request)
+void centered_rmsprop(const Launch& l) {
+  const One s{l};
+  const Array out = l.array(1), n = l.array(2), mean = l.array(3), delta = l.array(4), w = l.array(5), g = l.array(6);
+  for (ll i = 0; i < s.n; i++) {
+    const double gradient = clipped(s(8) * g[i] + s(12) * w[i], s(7));
+    n.set(i, (1 - s(9)) * gradient * gradient + s(9) * n[i]);
+    mean.set(i, (1 - s(9)) * gradient + s(9) * mean[i]);
+    delta.set(i, s(10) * delta[i] - s(11) * gradient / std::sqrt(n[i] - mean[i] * mean[i] + s(14)));
+    out.assign(i, s.request, clipped(w[i] + delta[i], s(13)));
   }
 }
 // (n, out, momentum, weight, gradient, clip, momentum, lr, wd, rescale, wd_lh, request)
@@ -265,7 +296,8 @@ void uniform(const Launch& l) {
 }
 
 const Family g_updates(generic_kernels(), {
-    {"SGDKernel", sgd}, {"MP_SGDKernel", mp_sgd}, {"AdamUpdateKernel", adam}, {"FTMLKernel", ftml},
+    {"SGDKernel", sgd}, {"MP_SGDKernel", mp_sgd}, {"NAGMomKernel", nag}, {"MP_NAGMomKernel", mp_nag},
+    {"AdamUpdateKernel", adam}, {"FTMLKernel", ftml}, {"RMSPropAlexUpdateKernel", centered_rmsprop},
     {"FtrlUpdateKernel", ftrl}, {"RMSPropUpdateKernel", rmsprop}, {"SignumKernel", signum},
     {"MultiLARSKernel", multi_lars}, {"MultiSGDKernel", many_sgd<ManySGD>},
     {"PreloadedMultiSGDKernel", many_sgd<PreloadedSGD>}, {"MultiMPAdamWKernel", many_adamw},
