@@ -170,6 +170,12 @@ class Norm:
                  at["inverse"], self.activation, at["work"], ctypes.c_size_t(self.backward_bytes),
                  at["reserve"], ctypes.c_size_t(self.reserve_bytes))
 
+    def inference(self):
+        at, d = self.at, self.data
+        call("cudnnBatchNormalizationForwardInference", self.handle, SPATIAL, ONE, ZERO, d, at["x"],
+             d, at["y"], self.parameters, at["scale"], at["bias"], at["running_mean"],
+             at["running_variance"], EPSILON)
+
     def difference(self, channels):
         """The largest differences of outputs and gradients from those of float32 operators."""
         of = {name: self.arrays[name].astype("float32").reshape((-1, channels))
@@ -213,6 +219,8 @@ def norms(path, handle):
                     row["bytes"] = [norm.forward_bytes, norm.backward_bytes, norm.reserve_bytes]
                 row["forward_ms"], row["backward_ms"] = map(milliseconds,
                                                             (norm.forward, norm.backward))
+                if operation is None:
+                    row["inference_ms"] = milliseconds(norm.inference)
                 if layout == NHWC and pixels < 30:
                     row["difference"] = norm.difference(channels)
             except Failed as error:

@@ -1,4 +1,4 @@
-"""Lists the kernels of a step of gluon_amp by their time: python kernels.py NETWORK ROWS
+"""Lists the kernels of a step of gluon_amp by their time: python kernels.py NETWORK ROWS [BATCH]
 
 PyTorch's profiler sees all kernels of the process. Each row has the calls and microseconds of a
 kernel in STEPS steps. Other rows have the milliseconds of a step, of plain forward and backward
@@ -49,10 +49,10 @@ def add_pauses(path, name, profile):
         add(path, network=name, pause=us, before=before[:100], after=after[:100])
 
 
-def main(name, path):
+def main(name, path, batch=None):
     import torch
     from torch.profiler import ProfilerActivity, profile
-    net, data = network(name)
+    net, data = network(name, batch=batch and int(batch))
     net.initialize(mx.init.Xavier(), ctx=mx.gpu(0))
     data = data.as_in_context(mx.gpu(0))
     amp.convert(net)

@@ -94,18 +94,35 @@ def second_part(args):
 
 
 def third_part(args):
-    """More networks and batches."""
-    rows = args.out / "rows.jsonl"
-    steps = []
-    for network, *batch in (("resnet50", "--batch", 64), ("resnet50", "--batch", 256),
-                            ("mobilenet",), ("unet",), ("resnet50_v1",)):
-        steps.append(Step(f"speed {network} {batch[1:]}", 120,
-                          script("speed.py", network, rows, *batch, "--rounds", 2)))
-        if network != "resnet50_v1":
-            steps.append(Step(f"PyTorch {network} {batch[1:]}", 60, script(
-                "torch_speed.py", network, rows, *batch, "--rounds", 2)))
+    """What no GPU has measured, the most important first."""
+    rows, torch = args.out / "rows.jsonl", "" if find_spec("torch") else "no PyTorch"
+    before = ("--before", args.before) if args.before else ()
+    graphs, plain, small = "gluon_amp;gluon_amp, CUDA graphs", "float32;gluon_amp", args.small_flag
+
+    def speed(network, ways, *more, rounds=1):
+        return Step(f"speed {' '.join(map(str, (network, *more)))}", 150, script(
+            "speed.py", network, rows, "--ways", ways, "--rounds", rounds, *before, *more, *small))
+
+    def in_torch(network, *more):
+        return Step(f"PyTorch {' '.join(map(str, (network, *more)))}", 60, script(
+            "torch_speed.py", network, rows, "--rounds", 1, *more), torch)
+
+    def kernels(network, *batch):
+        return Step(f"kernels {network}", 60, script("kernels.py", network, rows, *batch), torch)
+
+    steps = [speed("resnet50", graphs, "--batch", 64, rounds=2),
+             in_torch("resnet50", "--batch", 64),
+             speed("resnet50", graphs, "--batch", 128, rounds=2), in_torch("resnet50"),
+             speed("resnet50", "gluon_amp", "--predict"), speed("mobilenet", graphs),
+             in_torch("mobilenet"), speed("mobilenet", "gluon_amp", "--predict"),
+             kernels("resnet50", 64), kernels("mobilenet"),
+             speed("resnet50", graphs, "--batch", 256), in_torch("resnet50", "--batch", 256),
+             speed("unet", plain), in_torch("unet"), speed("transformer", plain)]
+    if find_spec("gluoncv"):
+        steps.append(speed("ssd", plain))
+    steps.append(Step("cuDNN's functions", 90, script("cudnn_calls.py", rows, *small)))
     steps += [Step(f"torch.compile {network}", 90, script(
-        "torch_speed.py", network, rows, "--compile", "--rounds", 2))
+        "torch_speed.py", network, rows, "--compile", "--rounds", 1), torch)
         for network in ("resnet50", "bert")]
     return steps
 
@@ -131,6 +148,9 @@ def finish(step, file, environment):
 def run(step, args, environment):
     """Runs a step, and returns whether it succeeds; a step that is left out does."""
     output, begin = args.out / "output.txt", time.monotonic()
+    if begin > args.end:
+        step = step._replace(unless="no time")
+    step = step._replace(seconds=min(step.seconds, args.end + 20 - begin))
     with open(output, "a") as file:
         file.write(f"\n==== {step.name}: {' '.join(map(str, step.command))}\n")
         file.flush()
@@ -153,8 +173,11 @@ def main():
     parser.add_argument("--target", type=Path, default=Path.home() / "mxnet-cu112")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--part", type=int, choices=(1, 2, 3),
-                        help="only this part; 3, more networks and batches, runs only so")
+                        help="only this part; 3, what no GPU has measured, runs only so")
+    parser.add_argument("--before", type=Path, help="a folder with another gluon_amp, for part 3")
+    parser.add_argument("--seconds", type=int, default=3600, help="no step begins later")
     args = parser.parse_args()
+    args.end = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rows.jsonl").touch()
     environment = dict(os.environ)

@@ -1,9 +1,11 @@
-"""Measures steps of a network on GPU 0 in four ways: python speed.py NETWORK ROWS [--batch N]
+"""Measures steps of a network on GPU 0 in several ways: python speed.py NETWORK ROWS [--batch N]
 
-Each way is a process of its own, `--way WAY`, because mx.contrib.amp and TF32 are settings of a
-process. The ways alternate in `--rounds` rounds; a row has the milliseconds of a way's steps.
---small has the sizes of a software GPU. NETWORK is resnet50 (as in torchvision), resnet50_v1 (as in
-MXNet's zoo, with biases), mobilenet, unet, bert or lstm.
+Each way is a process of its own, `--way WAY`, because mx.contrib.amp, TF32 and CUDA graphs are
+settings of a process. The ways alternate in `--rounds` rounds; a row has the milliseconds of a
+way's steps, or with --predict of its predictions. --before FOLDER adds the way "before": another
+gluon_amp, which is built there. --small has the sizes of a software GPU. NETWORK is resnet50 (as in
+torchvision), resnet50_v1 (as in MXNet's zoo, with biases), mobilenet, unet, ssd (needs gluoncv),
+transformer, bert or lstm.
 """
 import argparse
 import os
@@ -17,11 +19,17 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
 
 import gluon_amp as amp  # noqa: E402
 import mxnet as mx  # noqa: E402
+from gluon_amp.cuda.steps import mean_square  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn, rnn  # noqa: E402
 from rows import add  # noqa: E402
 
+BEFORE, GRAPHS = "before", "gluon_amp, CUDA graphs"
+# The ways that are measured by default, and the others; and variables of their environments.
 WAYS = ("float32 without TF32", "float32", "mx.contrib.amp", "gluon_amp")
+OTHERS = (GRAPHS, BEFORE)
+ENVIRONMENT = {"float32 without TF32": {"NVIDIA_TF32_OVERRIDE": "0"},
+               GRAPHS: {"MXNET_ENABLE_CUDA_GRAPHS": "1"}}
 
 
 class Bottleneck(gluon.HybridBlock):
@@ -72,13 +80,13 @@ class LSTM(gluon.HybridBlock):
         return self.out(self.lstm(x))
 
 
-BATCHES = {"resnet50": 128, "resnet50_v1": 128, "mobilenet": 128, "unet": 16, "bert": 32,
-           "lstm": 64}
+BATCHES = {"resnet50": 128, "resnet50_v1": 128, "mobilenet": 128, "unet": 16, "ssd": 32,
+           "transformer": 32, "bert": 32, "lstm": 64}
 
 
 def network(name, small=False, batch=None):
     """A network and its batch."""
-    from networks import Bert, UNet
+    from networks import Bert, Encoder, UNet
     count = batch or (2 if small else BATCHES[name])
     if name == "bert":
         length = 16 if small else 128
@@ -88,6 +96,11 @@ def network(name, small=False, batch=None):
     if name == "lstm":
         length, width = (4, 32) if small else (64, 1024)
         return LSTM(width), nd.random.normal(shape=(count, length, width))
+    if name == "transformer":
+        return Encoder(256, 4), nd.random.normal(shape=(count, 4 if small else 64, 256))
+    if name == "ssd":
+        from networks import ssd
+        return ssd(), nd.random.normal(shape=(count, 3, *[64 if small else 256] * 2))
     zoo, size = gluon.model_zoo.vision.get_model, 32 if small else 224
     # a software GPU takes minutes for 50 layers
     make = {"resnet50": lambda: resnet((1, 1) if small else (3, 4, 6, 3)),
@@ -106,34 +119,37 @@ def measure(name, way, args):
     net, data = network(name, args.small, args.batch)
     net.initialize(mx.init.Xavier(), ctx=gpu)
     data = data.as_in_context(gpu)
-    if way == "gluon_amp":
+    ours = way in ("gluon_amp", *OTHERS)
+    if ours:
         amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
     arguments = net.collect_params(), "sgd", {"learning_rate": 0.001, "momentum": 0.9}
     scale = amp.DynamicLossScale()
-    trainer = amp.Trainer(*arguments, loss_scale=scale) if way == "gluon_amp" \
-        else gluon.Trainer(*arguments)
+    trainer = amp.Trainer(*arguments, loss_scale=scale) if ours else gluon.Trainer(*arguments)
     if way == "mx.contrib.amp":
         contrib.init_trainer(trainer)
 
     def step():
+        if args.predict:
+            net(data)
+            return
         with autograd.record():
-            loss = (net(data).astype("float32") ** 2).mean()
+            loss = mean_square([net(data)])
             if way == "mx.contrib.amp":
                 with contrib.scale_loss(loss, trainer) as scaled:
                     autograd.backward(scaled)
-        if way == "gluon_amp":
+        if ours:
             trainer.backward(loss)
         elif way != "mx.contrib.amp":
             loss.backward()
         trainer.step(1)
 
     steps = 1 if args.once else 2 if args.small else 20
-    for _ in range(1 if args.once else 2 if args.small else 6):
+    for _ in range(1 if args.once else 2 if args.small else 8):
         step()
     scale.settled = True  # as after 100 steps: each backward pass of the first ones is checked
     nd.waitall()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
     issued = time.perf_counter() - begin
@@ -141,7 +157,18 @@ def measure(name, way, args):
     seconds = (time.perf_counter() - begin) / steps
     free, total = mx.context.gpu_memory_info(0)
     return {"batch": len(data), "ms": 1e3 * seconds, "host_ms": 1e3 * issued / steps,
+            "cpu_ms": 1e3 * (time.process_time() - cpu) / steps,
             "samples": len(data) / seconds, "mib": (total - free) / 2**20}
+
+
+def finished(way, before):
+    """Whether a process that measures a way succeeds."""
+    environment = {**os.environ, **ENVIRONMENT.get(way, {})}
+    if way == BEFORE:
+        environment["PYTHONPATH"] = os.pathsep.join([before, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-W", "ignore", *sys.argv, "--way", way],
+                          env=environment, check=False)
+    return done.returncode == 0
 
 
 def main():
@@ -150,23 +177,23 @@ def main():
     parser.add_argument("rows")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--way", choices=WAYS, help="only this way, in this process")
+    parser.add_argument("--way", choices=(*WAYS, *OTHERS), help="only this way, in this process")
+    parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
+    parser.add_argument("--before", help="a folder with another gluon_amp")
+    parser.add_argument("--predict", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--once", action="store_true", help="one step of gluon_amp")
     args = parser.parse_args()
     if args.way or args.once:
-        way = args.way or "gluon_amp"
-        add(args.rows, network=args.network, way=way, **measure(args.network, way, args))
+        way, what = args.way or "gluon_amp", {"part": "prediction"} if args.predict else {}
+        add(args.rows, network=args.network, way=way, **what,
+            **measure(args.network, way, args))
         return
-    failed = []
-    for _ in range(1 if args.small else args.rounds):
-        for way in WAYS:
-            if args.small and way == "mx.contrib.amp":  # the computing GPU lacks its overflow check
-                continue
-            tf32 = {"NVIDIA_TF32_OVERRIDE": "0"} if way == WAYS[0] else {}
-            done = subprocess.run([sys.executable, "-W", "ignore", *sys.argv, "--way", way],
-                                  env={**os.environ, **tf32}, check=False)
-            failed += [way] if done.returncode else []
+    ways = [*args.ways.split(";"), *([BEFORE] if args.before else [])]
+    # the computing GPU lacks the overflow check of mx.contrib.amp, and CUDA graphs
+    ways = [way for way in ways if not (args.small and way in ("mx.contrib.amp", GRAPHS))]
+    failed = [way for _ in range(1 if args.small else args.rounds) for way in ways
+              if not finished(way, args.before)]
     sys.exit(f"{args.network} fails: {', '.join(failed)}" if failed else 0)
 
 
