@@ -163,9 +163,9 @@ def test_none_as_batches_is_refused():
 
 def test_saved_folder_keeps_lost_argument(tmp_path):
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
-    view = amp.xray(net, batches(6), LOSS, steps=1, lost=0.25)
+    view = amp.xray(net, batches(6), LOSS, steps=1, underflow=0.25)
     (tmp_path / "xray.jsonl").write_text("\n".join(map(json.dumps, lines(view))))
-    assert read(str(tmp_path), FLOAT16).lost == 0.25
+    assert read(str(tmp_path), FLOAT16).underflow == 0.25
 
 
 def test_gradients_that_fit_no_loss_scale_are_reported():

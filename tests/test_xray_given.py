@@ -241,11 +241,11 @@ def test_trainer_that_cannot_step_is_refused(make, said):
         amp.xray(net, rows(1), LOSS, make(net))
 
 
-def test_invalid_loss_and_lost_and_snr_are_refused():
+def test_invalid_loss_and_underflow_and_snr_are_refused():
     with pytest.raises(ValueError, match="no gradients come from the loss"):
         amp.xray(two_layers(), rows(1), lambda out, label: label)
     with pytest.raises(ValueError, match=r"below 1\. Received: 1"):
-        amp.xray(two_layers(), rows(1), LOSS, lost=1)
+        amp.xray(two_layers(), rows(1), LOSS, underflow=1)
     with pytest.raises(ValueError, match="snr must be"):
         amp.search(two_layers(), rows(1), LOSS, snr=float("nan"))
 

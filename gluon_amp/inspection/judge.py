@@ -141,15 +141,15 @@ def _in_python(scale: float) -> str:
     return as_power(scale).replace("^", "**")
 
 
-def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Window]:
-    """Returns the loss scales at which no gradient overflows and none loses more than `lost`.
+def window(tensors: Iterable[Tensor], scale: float, underflow: float) -> Optional[Window]:
+    """Returns the loss scales at which no gradient overflows and none loses more than `underflow`.
 
     Low is above high if no scale fits. Returns None if no gradient is less than float32.
 
     Args:
         tensors: the counted tensors.
         scale: the loss scale at which they were counted.
-        lost: the share of a gradient's norm.
+        underflow: the share of a gradient's norm.
     """
     low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
@@ -160,8 +160,9 @@ def window(tensors: Iterable[Tensor], scale: float, lost: float) -> Optional[Win
         most = tensor.highest_factor() * scale
         if most < high:
             high, high_tensor = most, tensor.name
-        if tensor.counts.lost(tensor.format, low / scale) > lost:  # otherwise `low` suffices for it
-            low, low_tensor = tensor.lowest_factor(lost) * scale, tensor.name
+        # otherwise `low` suffices for it
+        if tensor.counts.underflow(tensor.format, low / scale) > underflow:
+            low, low_tensor = tensor.lowest_factor(underflow) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
 
 
@@ -350,7 +351,7 @@ class _Judge:
         said = said_below(tensor.counts, tensor)
         return self._of_data(tensor, "range below", f"are {said}") or [self._finding(
             tensor, "range below", f"{tensor.name} is {said}", self._where_it_begins(
-                tensor, lambda t: t.counts.lost(tensor.format) > _BEGINS_TO_LOSE))]
+                tensor, lambda t: t.counts.underflow(tensor.format) > _BEGINS_TO_LOSE))]
 
     def _cancelled(self, tensor: Tensor, snr: float) -> List[Finding]:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the

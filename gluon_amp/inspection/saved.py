@@ -40,7 +40,7 @@ def read(folder: str, format_: Format) -> View:
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
-                left_out=head["left_out"], lost=head["lost"])
+                left_out=head["left_out"], underflow=head["underflow"])
     for line in lines:
         counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
         if line["kind"] == "update":  # float32
@@ -70,7 +70,7 @@ def read(folder: str, format_: Format) -> View:
 def judge(view: View, format_: Format) -> None:
     """Sets the window, the findings and the outcome from the counts of tensors and weights."""
     finite = [t for t in view.tensors if t.counts.finite]
-    view.window = window(finite, view.scale, view.lost)
+    view.window = window(finite, view.scale, view.underflow)
     best = view.window.high / view.scale if view.window else 1.0
     weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
                for w in view.weights]

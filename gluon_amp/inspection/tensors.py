@@ -145,12 +145,12 @@ class Counts:
         return (low - round(math.log2(format_.smallest_normal)),
                 math.floor(math.log2(format_.largest)) - high)
 
-    def lost(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
+    def underflow(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
         """Returns the share of the tensor's norm that underflow removes in a format, at a scale:
         the error of values that become 0 or subnormal."""
-        return float(self.lost_at(format_, (round(math.log2(scale)),))[0])
+        return float(self.underflow_at(format_, (round(math.log2(scale)),))[0])
 
-    def lost_at(self, format_: Format, powers: Tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def underflow_at(self, format_: Format, powers: Tuple[int, ...]) -> np.ndarray[Any, Any]:
         """Returns the same at several powers of two."""
         error, squares = _small_end(format_, powers)
         total = squares @ self.bins
@@ -299,9 +299,10 @@ class Tensor:
         _, above = self.counts.headroom(self.format) or (0, 0)
         return 2.0 ** (above if self.counts.stay_finite else min(above, -1))
 
-    def lowest_factor(self, lost: float) -> float:
+    def lowest_factor(self, underflow: float) -> float:
         """Returns the smallest power of two times which the tensor loses at most this share."""
-        fits = self.counts.lost_at(self.format, _POWERS) <= lost  # monotonic in the powers
+        # monotonic in the powers
+        fits = self.counts.underflow_at(self.format, _POWERS) <= underflow
         return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 

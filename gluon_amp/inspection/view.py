@@ -35,7 +35,7 @@ class View:
             loss are not finite.
         notes: further results as sentences.
         converts: the start of `keep_line`.
-        lost: the share of a gradient's norm that may underflow at the low end of a window.
+        underflow: the share of a gradient's norm that may underflow at the low end of a window.
         goes_forward: whether no forward tensor overflows.
         training: the training's loss scales, and whether it checks gradients.
         outcome: what the training does, the start of `verdict`.
@@ -56,7 +56,7 @@ class View:
     left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
-    lost: float = 0.01
+    underflow: float = 0.01
     goes_forward: bool = True
     training: Training = field(default_factory=Training)
     outcome: str = ""
@@ -85,7 +85,7 @@ class View:
     def windows(self) -> List[Optional[Window]]:
         """The loss scales that fit each step; None if a forward tensor overflows."""
         return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
-                       self.lost) if Flow(self.tensors, counts).goes_forward else None
+                       self.underflow) if Flow(self.tensors, counts).goes_forward else None
                 for scale, counts in self.steps]
 
     @property

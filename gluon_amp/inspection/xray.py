@@ -32,7 +32,7 @@ _DRAWS = 16  # random draws in which `explain` searches an overflow
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
          trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
-         lost: float = 0.01, batch_size: Optional[int] = None) -> View:
+         underflow: float = 0.01, batch_size: Optional[int] = None) -> View:
     """Reports how a policy's format, such as float16, rounds every tensor of a converted network.
 
     Steps run on copies of the parameters, so that parameters and statistics do not change. With a
@@ -47,7 +47,8 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         trainer: a Trainer that updates the weights on each batch. None: no updates.
         steps: the number of batches.
         reference: whether to run each step in float32 too and measure errors against it.
-        lost: the share of a gradient's norm that may underflow at the lowest loss scale that fits.
+        underflow: the share of a gradient's norm that may underflow at the lowest loss scale that
+            fits.
         batch_size: the batch size of the trainer's steps; None: the length of the first array times
             the number of workers.
 
@@ -61,8 +62,9 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     whole_number(steps, "steps", least=1)
     if batch_size is not None:
         whole_number(batch_size, "batch_size", least=1)
-    if positive_number(lost, "lost") >= 1:
-        raise ValueError(f"lost is a share of a gradient's norm, below 1. Received: {lost}")
+    if positive_number(underflow, "underflow") >= 1:
+        raise ValueError("underflow is a share of a gradient's norm, below 1. "
+                         f"Received: {underflow}")
     if trainer is not None and isinstance(net, mx.mod.BaseModule):
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
@@ -71,7 +73,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
             if trainer is None else TrainerUpdates(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
         in_float32 = session.float32(samples=True) if reference else None
-        run = XrayRun(session, in_float32, lost, training)
+        run = XrayRun(session, in_float32, underflow, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
         view = run.view(low, session.batches, scale, updates)
         view.converts = session.converts
@@ -143,19 +145,19 @@ class XrayRun:
     Attributes:
         session: the network.
         reference: the network in float32; None compares with nothing.
-        lost, training: as in `View`.
+        underflow, training: as in `View`.
         values: the values of the parameters; None: the network's current ones.
     """
     session: Session
     reference: Optional[Graphs]
-    lost: float
+    underflow: float
     training: Training
     values: Optional[Dict[str, Any]] = None
 
     def view(self, low: Graphs, batches: List[Any], scale: float,
              updates: Optional[Updates] = None) -> View:
         """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
-        view = View(self.session.net.name, low.layout.tensors, lost=self.lost,
+        view = View(self.session.net.name, low.layout.tensors, underflow=self.underflow,
                     training=self.training)
         steps = updates or Updates(self.session)
         for batch in batches:
@@ -252,7 +254,7 @@ def _conclude(view: View, low: Graphs) -> None:
     view.findings, notes = judge.findings(low.layout, view.scale, view.training)
     view.notes += notes
     fits = view.goes_forward and not judge.without_scale(view.findings)
-    view.window = judge.window(view.tensors, view.scale, view.lost) if fits else None
+    view.window = judge.window(view.tensors, view.scale, view.underflow) if fits else None
     view.outcome = judge.outcome(view)
 
 
