@@ -221,7 +221,7 @@ def check(seed, folder):
 def everything(net, trainer):
     """The complete state that a step depends on."""
     states = [trainer._updaters[0].states[i] for i in sorted(trainer._updaters[0].states)]
-    settings = {**vars(trainer.optimizer), "param_dict": None, "_following": None}
+    settings = {**vars(trainer.optimizer), "param_dict": None, "_master_sync": None}
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, 4)
     pickler.fast = False

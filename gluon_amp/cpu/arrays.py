@@ -139,7 +139,7 @@ def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
         mx.nd.cast(master, dtype="float16", out=weight)
 
 
-def follow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
+def sync_master(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
     """Updates a master weight after a write to its weight: if the weight is no longer the rounded
     master weight, copies it."""
     if _on_cpu(weight):

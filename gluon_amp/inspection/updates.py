@@ -11,7 +11,7 @@ from .._mxnet import mx, np
 from ..annotations import Array, Network
 from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
-from ..cpu.arrays import dtype_name, follow, is_16bit, squares, to_float32
+from ..cpu.arrays import dtype_name, is_16bit, squares, sync_master, to_float32
 from ..formats import FLOAT32, FORMATS, Format
 from ..training.loss_scale import LossScaleError, lower_scales
 from ..training.optimizer import master_in
@@ -179,7 +179,7 @@ class ModuleUpdates(Updates):
         for name, index, weight in made:
             master = _master_of(updater, index, weight)
             if master is not None:
-                follow(master, weight)
+                sync_master(master, weight)
             self.last[name] = _wide(weight, master).asnumpy().copy()
         optimizer.rescale_grad *= self._clipped(gradients, optimizer.rescale_grad / scale) / scale
         updater(indices, gradients, weights)

@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Sequence, Union
 
 from .._mxnet import mx
 from ..annotations import Parameter
-from ..cpu.arrays import follow, is_16bit, narrow, to_float32
+from ..cpu.arrays import is_16bit, narrow, sync_master, to_float32
 from .optimizer import master_in
 
 Trainer = Any  # trainer.py imports this module
@@ -51,7 +51,7 @@ def read(trainer: Trainer, parameter: Parameter) -> Any:
         copied = to_float32(weight) if is_16bit(weight.dtype) else weight.copy()
     else:
         copied = found.copy()
-        follow(copied, weight)  # as the next step does after a write to the weight
+        sync_master(copied, weight)  # as the next step does after a write to the weight
     classic = copied.as_nd_ndarray()
     return classic.as_np_ndarray() if isinstance(weight, mx.np.ndarray) else classic
 

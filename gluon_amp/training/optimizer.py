@@ -38,11 +38,11 @@ from ..cpu.arrays import (
     TYPES_16BIT,
     array_type,
     dtype_name,
-    follow,
     is_16bit,
     narrow_all,
     narrowing,
     on_gpu_in_float16,
+    sync_master,
     to_float32,
     widen_all,
 )
@@ -168,7 +168,7 @@ def with_masters(made: Optimizer) -> Optimizer:
     if not isinstance(made, _WithMasters) and not _has_own_masters(cls):
         made.__class__ = _class_with_masters(cls)
         made.weight_types = {}
-        made._following, made._prepared = Following(), {}
+        made._master_sync, made._prepared = MasterSync(), {}
         made._group()
     return made
 
@@ -189,9 +189,9 @@ def master_in(made: Optimizer, state: object) -> Optional[Array]:
 
 
 def weights_unwritten(optimizer: Optimizer) -> ContextManager[None]:
-    """Ignores writes to an optimizer's weights during a backward pass; see `Following`."""
-    following = getattr(optimizer, "_following", None)
-    return nullcontext() if following is None else following.weights_unwritten()
+    """Ignores writes to an optimizer's weights during a backward pass; see `MasterSync`."""
+    sync = getattr(optimizer, "_master_sync", None)
+    return nullcontext() if sync is None else sync.weights_unwritten()
 
 
 def check_scalable(made: Optimizer) -> None:
@@ -226,7 +226,7 @@ class _Decimal(float):
         return f"{float(self):.19f}" if self > 1e-9 else super().__str__()
 
 
-class Following:
+class MasterSync:
     """Synchronizes master weights with their weights on a GPU without reading them.
 
     MXNet's engine counts the writes to each array (`library.versions`), without work on the device.
@@ -238,12 +238,8 @@ class Following:
         # arrays and their counts of writes after the last update, by `_key`
         self._counted: Dict[Any, Tuple[Sequence[Any], Any]] = {}
 
-    def made(self, index: Hashable, master: Array, weight: Array) -> None:
-        """Records that a master weight was created from its weight."""
-        self.updated([index], [master], [weight])
-
-    def follow(self, indices: Sequence[Any], masters: Sequence[Any],
-               weights: Sequence[Any]) -> None:
+    def sync(self, indices: Sequence[Any], masters: Sequence[Any],
+             weights: Sequence[Any]) -> None:
         """Updates master weights before an update if others have written the weights."""
         written = self._written(indices, masters, weights)
         if written is None:  # not counted together
@@ -252,11 +248,11 @@ class Following:
             written = [one is None or one[0] for one in one_by_one]
         for master, weight, is_written in zip(masters, weights, written):
             if is_written:
-                follow(master, weight)
+                sync_master(master, weight)
 
-    def updated(self, indices: Sequence[Any], masters: Sequence[Any],
-                weights: Sequence[Any]) -> None:
-        """Records the writes of an update."""
+    def record(self, indices: Sequence[Any], masters: Sequence[Any],
+               weights: Sequence[Any]) -> None:
+        """Records the writes so far: master weights and weights agree now."""
         arrays = [*masters, *weights]
         self._counted[self._key(indices, weights)] = arrays, library.versions(arrays)
 
@@ -320,8 +316,8 @@ class Prepared:
     def begin(self) -> None:
         """Does what does not depend on the check."""
         if self._with_masters[0]:
-            self._made._following.follow(*self._with_masters)
-            self._made._following.updated(*self._with_masters)  # if the step is skipped
+            self._made._master_sync.sync(*self._with_masters)
+            self._made._master_sync.record(*self._with_masters)  # if the step is skipped
 
     def run(self) -> None:
         """Updates the weights."""
@@ -330,7 +326,7 @@ class Prepared:
         made.rescale_grad = _Decimal(made.rescale_grad)
         self._update()
         if self._with_masters[0]:
-            made._following.updated(*self._with_masters)
+            made._master_sync.record(*self._with_masters)
 
     def _update(self) -> None:
         raise NotImplementedError
@@ -474,7 +470,7 @@ class _WithMasters:
 
     # names by index, when the state was created; dtypes in older files
     weight_types: Dict[Any, Any]
-    _following: Following
+    _master_sync: MasterSync
     _prepared: Dict[Any, Prepared]  # by device
 
     def _group(self) -> None:
@@ -499,7 +495,7 @@ class _WithMasters:
         if dtype == "float16" and weight.ctx.device_type == "gpu":
             master = master_in(self, state)
             if master is not None:
-                self._following.made(index, master, weight)
+                self._master_sync.record([index], [master], [weight])
         return state
 
     def _check_without_masters(self, dtype: str) -> None:
@@ -550,17 +546,17 @@ class _WithMasters:
         masters, inner = _split(self, states)
         on_gpu = weights[0].ctx.device_type == "gpu"
         if on_gpu:
-            self._following.follow(indices, masters, weights)
+            self._master_sync.sync(indices, masters, weights)
         else:
             for master, weight in zip(masters, weights):
-                follow(master, weight)
+                sync_master(master, weight)
         if on_gpu_in_float16(grads) and self._has_mixed_operators():
             self._each(super().update_multi_precision, indices, weights, grads, states)
         else:  # MXNet's float32 update
             self._each(self.update, indices, masters, widen_all(grads), inner)
             narrow_all(masters, weights)
         if on_gpu:
-            self._following.updated(indices, masters, weights)
+            self._master_sync.record(indices, masters, weights)
 
     def _each(self, update: Callable[..., Any], *columns: Sequence[Any]) -> None:
         """Updates weights in one call if MXNet's optimizer supports lists, or else one by one."""
@@ -664,13 +660,13 @@ class _WithMasters:
 
     def __getstate__(self) -> Any:
         state = super().__getstate__()
-        state.pop("_following", None)
+        state.pop("_master_sync", None)
         state.pop("_prepared", None)
         return state
 
     def __setstate__(self, state: object) -> None:
         super().__setstate__(state)
-        self._following, self._prepared = Following(), {}
+        self._master_sync, self._prepared = MasterSync(), {}
         self._group()  # an Updater would loop forever with the 0 of an older file
 
 
