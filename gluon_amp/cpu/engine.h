@@ -1,8 +1,8 @@
 // Shared declarations of the engine: operators of MXNet, calls, scratch memory.
 //
 // MXNet's operators dispatch on type (dispatch.cc): the engine runs calls with a float16 or bfloat16 array.
-// Its generic operator (every.cc) widens these inputs to float32, runs MXNet's code, and rounds the results
-// once. Memory-bound operators have hand-written kernels. A "half" is a number of either 16-bit type.
+// Its generic operator (generic.cc) widens these inputs to float32, runs MXNet's code, and rounds the results
+// once. Memory-bound operators have hand-written kernels.
 #pragma once
 #include "native.h"
 
@@ -29,7 +29,7 @@ extern const Kernels *kernels, *float16_kernels, *bfloat16_kernels;
 // ---- an operator of MXNet ------------------------------------------------------
 
 struct Operator {
-  const nnvm::Op* op;
+  const nnvm::Op* nnvm_op;
   mxnet::FCompute compute;
   mxnet::FComputeEx compute_ex;
   mxnet::FStatefulCompute stateful;
@@ -40,16 +40,17 @@ struct Operator {
   nnvm::FInferType types;
   mxnet::FInferShape shapes;
   mxnet::FResourceRequestEx resources;
-  const struct OwnCode* own;  // or null
+  const struct OwnKernel* own;  // or null
   void (*product)(const struct Call& call);  // emulates a GPU's Tensor Cores, or null
   unsigned traits;                // its row in the table of operators
-  std::vector<size_t> averages;   // the inputs that are moving averages, which it updates
+  std::vector<size_t> moving_averages;   // the inputs that are moving averages, which it updates
 
+  const std::string& name() const { return nnvm_op->name; }
   bool is(Trait trait) const { return traits & trait; }
   bool has_generic() const { return compute || compute_ex; }
 
   // Changes the write requests for MXNet's code; a request that it adds for output 1 goes to scratch.
-  void ask(std::vector<OpReqType>& req) const {
+  void adapt_requests(std::vector<OpReqType>& req) const {
     if (is(kForgetsBias) && req.size() > 2 && req[2] != mxnet::kNullOp && req[1] == mxnet::kNullOp)
       req[1] = req[2];
   }
@@ -58,26 +59,26 @@ struct Operator {
 // How one call rounds, by its node's settings.
 struct Rounding {
   bool any = false;  // whether the node rounds at all
-  const Grid *output, *product, *gradient;
-  const std::string *outputs, *reads;
+  const Grid *output, *product, *head_gradient;
+  const std::string *rounded_outputs, *input_grids;
   uint64_t key = 0;  // of stochastic rounding, for this call
 
-  explicit Rounding(const Settings& of);
+  explicit Rounding(const Settings& settings);
   bool is_stochastic() const {
     return output->rounding == kStochastic || product->rounding == kStochastic ||
-           gradient->rounding == kStochastic;
+           head_gradient->rounding == kStochastic;
   }
   // Draws the key from MXNet's random generator, a resource of such nodes.
   void draw(const OpContext& context);
 
   // The grid to which input i is rounded before it is read, or null.
   const Grid* read(size_t i) const {
-    const char said = any ? letter(*reads, i, '0') : '0';
-    return said == 'p' ? keyed(*product, i) : said == 'g' ? keyed(*gradient, i) : nullptr;
+    const char grid = any ? letter_at(*input_grids, i, '0') : '0';
+    return grid == 'p' ? keyed(*product, i) : grid == 'g' ? keyed(*head_gradient, i) : nullptr;
   }
   // The grid to which output i is rounded, or null.
   const Grid* written(size_t i) const {
-    return any && letter(*outputs, i, '1') == '1' ? keyed(*output, 64 + i) : nullptr;
+    return any && letter_at(*rounded_outputs, i, '1') == '1' ? keyed(*output, 64 + i) : nullptr;
   }
 
   // A copy of a grid with a new key at each call.
@@ -104,7 +105,7 @@ struct Blocked {
 };
 
 struct Call {
-  const Operator& of;
+  const Operator& op;
   const NodeAttrs& attrs;
   const Settings& settings;
   const OpContext& context;
@@ -121,7 +122,7 @@ struct Call {
   // The same call on other arrays, in the plain layout.
   Call on(const std::vector<TBlob>& inputs, const std::vector<OpReqType>& requests,
           const std::vector<TBlob>& outputs) const {
-    return {of, attrs, settings, context, inputs, requests, outputs, rounding, state};
+    return {op, attrs, settings, context, inputs, requests, outputs, rounding, state};
   }
 };
 
@@ -136,14 +137,14 @@ std::string scales(int64_t id);
 void set_scales(int64_t id, const char* lines);
 void forget_scales(int64_t id);
 
-constexpr int kNoHalf = -1;  // no 16-bit type
-inline bool is_half(int type) { return type == mshadow::kFloat16 || type == mshadow::kBfloat16; }
-inline bool is_half(const TBlob& array) { return is_half(array.type_flag_); }
-// The 16-bit type among types, bfloat16 if there are both, or kNoHalf.
-inline int half_among(const std::vector<int>& types) {
-  int found = kNoHalf;
+constexpr int kNoType16 = -1;  // no 16-bit type
+inline bool is_16bit(int type) { return type == mshadow::kFloat16 || type == mshadow::kBfloat16; }
+inline bool is_16bit(const TBlob& array) { return is_16bit(array.type_flag_); }
+// The 16-bit type among types, bfloat16 if there are both, or kNoType16.
+inline int type16_among(const std::vector<int>& types) {
+  int found = kNoType16;
   for (int type : types)
-    if (is_half(type)) found = std::max(found, type);
+    if (is_16bit(type)) found = std::max(found, type);
   return found;
 }
 inline const Kernels* kernels_of(int type) {
@@ -151,7 +152,7 @@ inline const Kernels* kernels_of(int type) {
 }
 inline const Kernels* kernels_of(const TBlob& array) { return kernels_of(array.type_flag_); }
 inline bool is_float(const TBlob& array) { return array.type_flag_ == mshadow::kFloat32; }
-inline Half* halves(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
+inline Half* numbers16(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
 inline float* floats(const TBlob& array) { return static_cast<float*>(array.dptr_); }
 inline int64_t size(const TBlob& array) { return static_cast<int64_t>(array.Size()); }
 inline int64_t bytes_of(int type) { return static_cast<int64_t>(mshadow::mshadow_sizeof(type)); }
@@ -170,7 +171,7 @@ inline void put(const void* made, const TBlob& to, Write write) {
   if (write == kStore) kernels->copy(made, to.dptr_, size(to) * bytes_of(to.type_flag_));
   if (write == kAdd) kernels_of(to)->sum(&made, 1, to.dptr_, size(to), kAdd);
 }
-// Copies an array of halves or floats to floats.
+// Copies an array of 16-bit numbers or floats to floats.
 inline void widen(const TBlob& from, float* to) { kernels_of(from)->widen(from.dptr_, to, size(from)); }
 
 // Attributes as MXNet's parsers read them, whatever the user's locale.
@@ -194,17 +195,17 @@ void for_all(int64_t n, int64_t numbers, F f) {
 
 // ---- scratch -----------------------------------------------------------------------
 //
-// Float32 arrays for one call, from a pool to which they return when the lease ends. They own their memory,
+// Float32 arrays for one call, from a pool to which they return when the Scratch is destroyed. They own their memory,
 // which oneDNN requires of outputs.
 
-class Lease {
+class Scratch {
  public:
-  Lease() = default;
-  Lease(const Lease&) = delete;
-  ~Lease();
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch();
   NDArray array(const mxnet::TShape& shape);
   float* memory(int64_t count);
-  Half* halves(int64_t count) { return reinterpret_cast<Half*>(memory((count + 1) / 2)); }
+  Half* numbers16(int64_t count) { return reinterpret_cast<Half*>(memory((count + 1) / 2)); }
   TBlob like(const TBlob& array);  // of its shape and type
 
  private:
@@ -213,11 +214,11 @@ class Lease {
 
 // Held while an operator uses much scratch. MXNet's workers take turns: each uses all threads anyway, and
 // they share scratch.
-std::mutex& turn();
+std::mutex& scratch_lock();
 
 // ---- widening and narrowing ----------------------------------------------------------
 
-// Writes an operator's float32 result, plain or in oneDNN's blocked layout, to an array of halves or floats.
+// Writes an operator's float32 result, plain or in oneDNN's blocked layout, to an array of 16-bit numbers or floats.
 void narrow(const NDArray& made, const TBlob& to, Write write);
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
 // The block of channels of an array of this shape in oneDNN's blocked layout, else 0.
@@ -229,23 +230,23 @@ int block_size();  // the block of channels of oneDNN's convolutions on this pro
 // The generic operator: widens inputs, runs MXNet's code, rounds outputs. `kept`: holds scratch to which the
 // operator's state points afterwards.
 void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
-         const OpStatePtr* state, std::unique_ptr<Lease>* kept);
+         const OpStatePtr* state, std::unique_ptr<Scratch>* kept);
 void run(const Call& call);  // for an operator without state
 
 // Whether MXNet would dispatch dense inputs to its oneDNN code.
-bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs);
+bool prefers_onednn(const Operator& op, const NodeAttrs& attrs, size_t inputs, size_t outputs);
 
 // A hand-written kernel for a call; false if it does not support the case: then the generic operator runs.
-constexpr uint32_t kAnyPlace = ~0u;  // any output may share memory with any input
-struct OwnCode {
+constexpr uint32_t kAnyInput = ~0u;  // any output may share memory with any input
+struct OwnKernel {
   bool (*run)(const Call& call);
-  uint32_t places;  // output 0 may share memory with this many of the first inputs, or kAnyPlace
+  uint32_t in_place;  // output 0 may share memory with this many of the first inputs, or kAnyInput
   // kGrids: emulated formats. kBlocks: blocked images, input 0 and output 0, with kAlike either both or none, else
-  // `run` returns false; kAnyOrder: calls with blocked arrays only. Others: see show_own_code in watch.h
+  // `run` returns false; kAnyOrder: calls with blocked arrays only. Others: see count_own_kernel in watch.h
   int supports = 0;
 };
 constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats, kBlocks = 8, kAlike = 16 | kBlocks, kAnyOrder = 32;
-const OwnCode* own_code(const std::string& name);
+const OwnKernel* own_kernel(const std::string& name);
 
 // A matrix of floats, row-major or, transposed, column-major.
 struct RowsOrColumns {
@@ -257,7 +258,7 @@ struct RowsOrColumns {
 // that they do not support.
 struct Emulation {
   std::map<std::string, void (*)(const Call& call)> products;  // of operators
-  // y = a * b, whose numbers are halves, for an RNN
+  // y = a * b of 16-bit numbers, for an RNN
   void (*multiply)(const Call& call, int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a,
                    const RowsOrColumns& b, float* y);
 };
@@ -267,7 +268,7 @@ void register_tensor_core();  // tensor_core/operator.cc
 // A stateful RNN as our loop over time (rnn.cc).
 class Rnn {
  public:
-  static std::unique_ptr<Rnn> make(const NodeAttrs& attrs, const Settings& settings, int half);  // null: MXNet's runs
+  static std::unique_ptr<Rnn> make(const NodeAttrs& attrs, const Settings& settings, int type16);  // null: MXNet's runs
   virtual ~Rnn() = default;
   virtual bool serves(const Call& call) const = 0;  // whether it supports a forward call
   virtual void forward(const Call& call) = 0;
@@ -278,9 +279,9 @@ class Rnn {
 
 // Makes those of these operators of MXNet that have CPU functions dispatch on type.
 void dispatch_operators(int count, const char** names);
-bool is_dispatched_here(const nnvm::Op* x);
-// Whether the engine runs a node on a CPU; `half`: which 16-bit type some input or output has.
-bool is_taken(const NodeAttrs& attrs, int half);
+bool is_dispatched(const nnvm::Op* x);
+// Whether the engine runs a node on a CPU; `type16`: which 16-bit type some input or output has.
+bool engine_runs(const NodeAttrs& attrs, int type16);
 std::string operator_rows();  // a line for each: its name, and words for what it supports
 void register_training();  // training.cc
 // An operator that MXNet does not have, with one output.

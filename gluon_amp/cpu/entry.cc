@@ -231,7 +231,7 @@ int64_t other_gradients(void** losses, int64_t count, void** own, int64_t owned,
   return found;
 }
 
-// Copies CPU arrays into others of the same type, or halves into floats, after all earlier operations. Returns
+// Copies CPU arrays into others of the same type, or 16-bit numbers into floats, after all earlier operations. Returns
 // false, without copying, for other kinds of arrays.
 int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count) {
   const auto fits = [](const NDArray& x, const NDArray& y) {
@@ -240,7 +240,7 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
           array->ctx().dev_mask() != mxnet::Context::kCPU || array->IsMKLDNNData())
         return false;
     return size(x.data()) == size(y.data()) &&
-           (x.dtype() == y.dtype() || (is_half(x.data()) && is_float(y.data())));
+           (x.dtype() == y.dtype() || (is_16bit(x.data()) && is_float(y.data())));
   };
   for (int64_t i = 0; i < count; ++i)
     if (!fits(*from[i], *to[i])) return 0;
@@ -253,8 +253,8 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
 }
 
 // Counts the values of an array of floats, for Python; `counts` must be zeros.
-void count(const float* numbers, int64_t n, int half, Counts* counts) {
-  (half ? float16_kernels : kernels)->count(numbers, n, nullptr, counts);
+void count(const float* numbers, int64_t n, int as_float16, Counts* counts) {
+  (as_float16 ? float16_kernels : kernels)->count(numbers, n, nullptr, counts);
 }
 
 // Counts the updates of each of `n` float arrays since its `before`, for Python.

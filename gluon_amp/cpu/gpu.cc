@@ -38,10 +38,10 @@ void keep_masks(nnvm::Op& backward) {
   if (!found) return;
   set<mxnet::FStatefulCompute>(
       backward, "FStatefulCompute<gpu>",
-      [theirs = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
+      [original = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
         bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
         const bool passed = passes;
-        theirs(state, call...);
+        original(state, call...);
         passes = passed;
       });
 }
@@ -54,7 +54,7 @@ struct GpuStream {
   void* cublas;
 };
 
-constexpr int kHalfs = 2, kSumsInFloat32 = 68, kTensorCores = 99;  // cuBLAS's numbers, CUDA 11
+constexpr int kFloat16Data = 2, kSumsInFloat32 = 68, kTensorCores = 99;  // cuBLAS's numbers, CUDA 11
 
 // cuBLAS matrices are column-major, so it multiplies the transposed matrices in reverse order.
 void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a, const TBlob& b,
@@ -73,8 +73,8 @@ void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a,
   const float one = 1, beta = req == mxnet::kAddTo ? 1 : 0;
   const int status = cublasGemmStridedBatchedEx(
       on->cublas, tb, ta, columns(c), rows(c),
-      tb ? columns(b) : rows(b), &one, b.dptr_, kHalfs, columns(b), rows(b) * columns(b), a.dptr_, kHalfs,
-      columns(a), rows(a) * columns(a), &beta, c.dptr_, kHalfs, columns(c), rows(c) * columns(c), batch,
+      tb ? columns(b) : rows(b), &one, b.dptr_, kFloat16Data, columns(b), rows(b) * columns(b), a.dptr_, kFloat16Data,
+      columns(a), rows(a) * columns(a), &beta, c.dptr_, kFloat16Data, columns(c), rows(c) * columns(c), batch,
       kSumsInFloat32, kTensorCores);
   if (status) throw dmlc::Error("batch_dot: cuBLAS status " + std::to_string(status));
 }
@@ -86,10 +86,10 @@ void add_in_float32(nnvm::Op& op) {
   if (!cublasGetStream_v2) throw dmlc::Error("cuBLAS lacks cublasGetStream_v2");
   set<mxnet::FCompute>(
       op, "FCompute<gpu>",
-      [theirs = mxnet::FCompute(*found)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
+      [original = mxnet::FCompute(*found)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
                                          const auto& req, const auto& out) {
-        if (!is_half(out[0]) || !settings_of(attrs).engine || !size(in[0]) || !size(in[1]))
-          return theirs(attrs, context, in, req, out);
+        if (!is_16bit(out[0]) || !settings_of(attrs).own_kernel || !size(in[0]) || !size(in[1]))
+          return original(attrs, context, in, req, out);
         if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
       });
 }
@@ -114,10 +114,10 @@ mxnet::FInferShape& mxnets_shapes() {
 }
 
 bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
-  if (!settings_of(attrs).engine) return call_theirs(mxnets_shapes(), attrs, in, out);
+  if (!settings_of(attrs).own_kernel) return call_original(mxnets_shapes(), attrs, in, out);
   mxnet::TShape& weight = (*in)[1];
   if (weight.ndim() == 4) weight = channels_last(weight);
-  const bool done = call_theirs(mxnets_shapes(), attrs, in, out);
+  const bool done = call_original(mxnets_shapes(), attrs, in, out);
   if (weight.ndim() == 4) weight = channels_first(weight);
   return done;
 }
@@ -127,14 +127,14 @@ void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
   const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
   if (!found) return;
   set<mxnet::FCompute>(op, "FCompute<gpu>",
-                       [theirs = mxnet::FCompute(*found), weight, gradient](
+                       [original = mxnet::FCompute(*found), weight, gradient](
                            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-                         if (!settings_of(attrs).engine) return theirs(attrs, context, in, req, out);
+                         if (!settings_of(attrs).own_kernel) return original(attrs, context, in, req, out);
                          std::vector<TBlob> inputs = in, outputs = out;
                          inputs[weight] = channels_last(in[weight]);
                          if (gradient >= 0) outputs[gradient] = channels_last(out[gradient]);
-                         theirs(attrs, context, inputs, req, outputs);
+                         original(attrs, context, inputs, req, outputs);
                        });
 }
 
@@ -142,8 +142,8 @@ void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
 
 OpStatePtr dropout_state() {
   const nnvm::Op* op = nnvm::Op::Get("Dropout");
-  const Attributes attributes(op, {{"p", "0.25"}, {"mode", "always"}, {"axes", "(1, 2)"}});
-  return call_theirs(*get<mxnet::FCreateOpState>(op, "FCreateOpState"), attributes.get(), mxnet::Context::CPU(),
+  const nnvm::ObjectPtr node = make_node(op, {{"p", "0.25"}, {"mode", "always"}, {"axes", "(1, 2)"}});
+  return call_original(*get<mxnet::FCreateOpState>(op, "FCreateOpState"), node->attrs, mxnet::Context::CPU(),
                      mxnet::ShapeVector{mxnet::TShape({2, 3, 5})}, std::vector<int>{mshadow::kFloat32});
 }
 

@@ -76,7 +76,7 @@ using Entries = std::vector<nnvm::NodeEntry>;
 
 // cuDNN's numbers.
 enum { kBadParam = 3, kNotSupported = 9 };           // statuses
-enum { kHalfs = 2 };                                 // type
+enum { kFloat16Data = 2 };                                 // type
 enum { kNchw, kNhwc };                               // formats
 enum { kSpatial = 1, kPersistent };                  // modes of batch norms
 enum { kWithRelu = 1, kWithAdditionAndRelu };        // operations
@@ -128,9 +128,9 @@ struct Images {
   Images(CudnnHandle handle, int channels, int rows, int operation)
       : channels(channels), rows(rows), operation(operation) {
     CALL(CreateTensorDescriptor, &tensor);
-    CALL(SetTensor4dDescriptor, tensor, kNhwc, kHalfs, 1, channels, rows, 1);
+    CALL(SetTensor4dDescriptor, tensor, kNhwc, kFloat16Data, 1, channels, rows, 1);
     CALL(CreateTensorDescriptor, &as_rows);  // as MXNet's BatchNorm describes them
-    CALL(SetTensor4dDescriptor, as_rows, kNchw, kHalfs, rows, channels, 1, 1);
+    CALL(SetTensor4dDescriptor, as_rows, kNchw, kFloat16Data, rows, channels, 1, 1);
     CALL(CreateTensorDescriptor, &parameters);
     CALL(DeriveBNTensorDescriptor, parameters, tensor, kSpatial);
     CALL(CreateActivationDescriptor, &relu);

@@ -43,7 +43,7 @@ namespace gluon_amp {
 // all arguments are references (FCompute, FComputeEx, FGradient, FInplaceOption, FMutateInputs), both are
 // the same. For the others:
 //   by_value    returns a function that MXNet may call,
-//   call_theirs calls a function of MXNet.
+//   call_original calls a function of MXNet.
 // Copying a function of MXNet to another operator is always safe.
 
 template <class R, class... A>
@@ -64,7 +64,7 @@ std::function<R(A...)> by_value(R (*f)(A...)) {
 }
 
 template <class R, class... A, class... Given>
-R call_theirs(const std::function<R(A...)>& f, Given&&... given) {
+R call_original(const std::function<R(A...)>& f, Given&&... given) {
   using Invoker = R (*)(const std::_Any_data&, A...);
   auto invoker = reinterpret_cast<Invoker>(reinterpret_cast<void* const*>(&f)[kInvoker]);
   return invoker(*reinterpret_cast<const std::_Any_data*>(&f), std::forward<Given>(given)...);

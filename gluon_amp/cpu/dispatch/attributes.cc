@@ -17,9 +17,9 @@ std::set<std::string>& constants() {
   return *made;
 }
 
-bool is_constant(const Operator& of, const std::string& key) {
+bool is_constant(const Operator& op, const std::string& key) {
   return constants().count(key) ||
-         ((key == "start" || key == "stop") && constants().count(of.op->name + "." + key));
+         ((key == "start" || key == "stop") && constants().count(op.name() + "." + key));
 }
 
 // A constant rounded to a 16-bit type, in decimal without an exponent, which MXNet parses with an error; empty
@@ -29,10 +29,10 @@ std::string rounded(const std::string& text, int type) {
   char* end;
   const float number = strtof_l(text.c_str(), &end, c);
   if (end == text.c_str() || *end) return "";
-  Half half;
+  Half bits;
   float made;
-  kernels_of(type)->narrow(&number, &half, 1, kStore);
-  kernels_of(type)->widen(&half, &made, 1);
+  kernels_of(type)->narrow(&number, &bits, 1, kStore);
+  kernels_of(type)->widen(&bits, &made, 1);
   if (made == number || made != made) return "";
   char digits[200];
   const locale_t before = uselocale(c);
@@ -43,44 +43,44 @@ std::string rounded(const std::string& text, int type) {
 }
 
 // The default with which nan_to_num replaces an infinity: the type's largest number.
-const char* limit(const Operator& of, const std::string& key, int type) {
-  if (of.op->name != "_npi_nan_to_num") return nullptr;
+const char* limit(const Operator& op, const std::string& key, int type) {
+  if (op.name() != "_npi_nan_to_num") return nullptr;
   const bool bfloat16 = type == mshadow::kBfloat16;
   return key == "posinf" ? (bfloat16 ? "338953138925153547590470800371487866880" : "65504")
          : key == "neginf" ? (bfloat16 ? "-338953138925153547590470800371487866880" : "-65504") : nullptr;
 }
 
 // The replacement of an attribute for a 16-bit type; empty if the attribute does not change.
-std::string substitute(const Operator& of, const std::string& key, const std::string& text, int type) {
-  if (limit(of, key, type) && text == "None") return limit(of, key, type);
-  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !of.is(kCasts)) return "float32";
-  if (!is_constant(of, key)) return "";
+std::string substitute(const Operator& op, const std::string& key, const std::string& text, int type) {
+  if (limit(op, key, type) && text == "None") return limit(op, key, type);
+  if (key == "dtype" && (text == "float16" || text == "bfloat16") && !op.is(kCasts)) return "float32";
+  if (!is_constant(op, key)) return "";
   const std::string made = rounded(text, type);
   const auto at = made.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32
-  return of.op->name == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
+  return op.name() == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
 }
 
 // Computes the attributes for a 16-bit type; returns whether any differs.
-bool change(const Operator& of, const NodeAttrs& attrs, int type, Texts* texts) {
+bool change(const Operator& op, const NodeAttrs& attrs, int type, Texts* texts) {
   bool changed = false;
   for (const auto& item : attrs.dict) {
-    const std::string text = substitute(of, item.first, item.second, type);
+    const std::string text = substitute(op, item.first, item.second, type);
     changed |= !text.empty();
     if (texts) texts->emplace_back(item.first, text.empty() ? item.second : text);
   }
   for (const char* key : {"posinf", "neginf"}) {
-    if (!limit(of, key, type) || find(attrs, key)) continue;
+    if (!limit(op, key, type) || find(attrs, key)) continue;
     changed = true;
-    if (texts) texts->emplace_back(key, limit(of, key, type));
+    if (texts) texts->emplace_back(key, limit(op, key, type));
   }
   return changed;
 }
 
-// A cache of replacements by operator and attributes, kept while referenced or while there are few.
+// A cache of nodes by operator and attributes, kept while referenced or while there are few.
 constexpr size_t kMost = 1000;
 struct Cache {
   std::mutex lock;
-  std::map<std::string, std::shared_ptr<const Attributes>> made;
+  std::map<std::string, nnvm::ObjectPtr> made;
 };
 
 }  // namespace
@@ -101,22 +101,22 @@ nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts) {
   return made;
 }
 
-std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half) {
+nnvm::ObjectPtr copy_node(const Operator& op, const NodeAttrs& attrs, int type16) {
   Texts texts;
-  if (half != kNoHalf) change(of, attrs, half, &texts);
+  if (type16 != kNoType16) change(op, attrs, type16, &texts);
   else texts.assign(attrs.dict.begin(), attrs.dict.end());
-  return std::make_shared<const Attributes>(of.op, texts);
+  return make_node(op.nnvm_op, texts);
 }
 
-std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half) {
-  if (!of.op->attr_parser || !change(of, attrs, half, nullptr)) return nullptr;
+nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int type16) {
+  if (!op.nnvm_op->attr_parser || !change(op, attrs, type16, nullptr)) return nullptr;
   static Cache& cache = *new Cache;
-  std::string key = of.op->name + '\0' + std::to_string(half);
+  std::string key = op.name() + '\0' + std::to_string(type16);
   for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
   const std::lock_guard<std::mutex> guard(cache.lock);
   auto& found = cache.made[key];
   if (!found) {
-    auto made = keep(of, attrs, half);
+    auto made = copy_node(op, attrs, type16);
     if (cache.made.size() > kMost) cache.made.clear();
     return cache.made[key] = std::move(made);
   }

@@ -10,22 +10,12 @@ using Texts = std::vector<std::pair<std::string, std::string>>;
 // A new node without inputs, made by MXNet, which parses its attributes.
 nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts);
 
-// A copy of a node's attributes, parsed by MXNet.
-class Attributes {
- public:
-  Attributes(const nnvm::Op* op, const Texts& texts) : node_(make_node(op, texts)) {}
-  const NodeAttrs& get() const { return node_->attrs; }
+// A node with a copy of the attributes. `type16`: kNoType16, or the 16-bit type of constants, as below.
+nnvm::ObjectPtr copy_node(const Operator& op, const NodeAttrs& attrs, int type16);
 
- private:
-  nnvm::ObjectPtr node_;
-};
-
-// A copy, which lives while it is referenced; `half`: kNoHalf, or the 16-bit type of constants, as below.
-std::shared_ptr<const Attributes> keep(const Operator& of, const NodeAttrs& attrs, int half);
-
-// The attributes of an operator on arrays of a 16-bit type: constants are rounded to that type, as on a GPU,
+// A node with an operator's attributes on arrays of a 16-bit type: constants are rounded to that type, as on a GPU,
 // and `dtype` is float32, because MXNet's float32 code runs. Null if nothing differs.
-std::shared_ptr<const Attributes> in_halves(const Operator& of, const NodeAttrs& attrs, int half);
+nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int type16);
 
 // Sets the names of attributes with constants; "_arange.start" is for that operator only.
 void set_constants(int count, const char** names);

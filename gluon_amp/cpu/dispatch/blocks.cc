@@ -9,7 +9,7 @@ namespace {
 
 // Whether blocks of an array differ from its plain layout.
 bool has_blocks(const TBlob& array) {
-  return is_half(array) && array.ndim() > 2 && array.shape_[1] % kBlock == 0 &&
+  return is_16bit(array) && array.ndim() > 2 && array.shape_[1] % kBlock == 0 &&
          array.shape_.ProdShape(2, array.ndim()) > 1;
 }
 
@@ -17,10 +17,10 @@ int64_t places_of(const TBlob& array) { return array.shape_.ProdShape(2, array.n
 
 // A plain array into one in blocks.
 void put_in_blocks(const TBlob& made, const TBlob& to, Write write) {
-  if (write == kStore) return block(made, halves(to));
-  Lease lease;
-  const TBlob blocks = lease.like(made);
-  block(made, halves(blocks));
+  if (write == kStore) return block(made, numbers16(to));
+  Scratch scratch;
+  const TBlob blocks = scratch.like(made);
+  block(made, numbers16(blocks));
   put(blocks.dptr_, to, write);
 }
 
@@ -29,9 +29,9 @@ void put_in_blocks(const TBlob& made, const TBlob& to, Write write) {
 Blocked::Blocked(const Settings& settings, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs) {
   if (settings.blocked_inputs.empty() && settings.blocked_outputs.empty()) return;
   for (size_t i = 0; i < ins.size(); ++i)
-    in.push_back(letter(settings.blocked_inputs, i, '0') == '1' && has_blocks(ins[i]));
+    in.push_back(letter_at(settings.blocked_inputs, i, '0') == '1' && has_blocks(ins[i]));
   for (size_t i = 0; i < outs.size(); ++i)
-    out.push_back(letter(settings.blocked_outputs, i, '0') == '1' && has_blocks(outs[i]));
+    out.push_back(letter_at(settings.blocked_outputs, i, '0') == '1' && has_blocks(outs[i]));
 }
 
 bool Blocked::any() const {
@@ -44,36 +44,36 @@ bool Blocked::all() const {
 
 void block(const TBlob& plain, Half* blocks) {
   const int64_t places = places_of(plain);
-  bfloat16_kernels->transpose(halves(plain), blocks, size(plain) / (kBlock * places), kBlock, places);
+  bfloat16_kernels->transpose(numbers16(plain), blocks, size(plain) / (kBlock * places), kBlock, places);
 }
 
 void unblock(const TBlob& blocks, Half* plain) {
   const int64_t places = places_of(blocks);
-  bfloat16_kernels->transpose(halves(blocks), plain, size(blocks) / (kBlock * places), places, kBlock);
+  bfloat16_kernels->transpose(numbers16(blocks), plain, size(blocks) / (kBlock * places), places, kBlock);
 }
 
 void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write) {
   if (block_of(made, to.shape_) == kBlock)
-    return kernels_of(to)->narrow(static_cast<const float*>(made.storage_handle().dptr), halves(to), size(to),
+    return kernels_of(to)->narrow(static_cast<const float*>(made.storage_handle().dptr), numbers16(to), size(to),
                                   write);
-  Lease lease;
-  const TBlob plain = lease.like(to);
+  Scratch scratch;
+  const TBlob plain = scratch.like(to);
   narrow(made, plain, kStore);
   put_in_blocks(plain, to, write);
 }
 
 void in_plain(const Call& call, const std::function<void(const Call&)>& run) {
-  Lease lease;
+  Scratch scratch;
   std::vector<TBlob> in(call.in), out(call.out);
   std::vector<OpReqType> req(call.req);
   for (size_t i = 0; i < in.size(); ++i) {
     if (!call.blocked.input(i)) continue;
-    in[i] = lease.like(call.in[i]);
-    unblock(call.in[i], halves(in[i]));
+    in[i] = scratch.like(call.in[i]);
+    unblock(call.in[i], numbers16(in[i]));
   }
   for (size_t i = 0; i < out.size(); ++i) {
     if (!call.blocked.output(i) || call.write(i) == kNothing) continue;
-    out[i] = lease.like(call.out[i]);
+    out[i] = scratch.like(call.out[i]);
     req[i] = mxnet::kWriteTo;
   }
   run(call.on(in, req, out));

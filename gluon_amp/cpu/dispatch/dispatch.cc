@@ -28,19 +28,19 @@ std::map<const nnvm::Op*, const Operator*> dispatched;
 int type_of(const TBlob& array) { return array.type_flag_; }
 int type_of(const NDArray& array) { return array.dtype(); }
 
-// The 16-bit type of any array, or kNoHalf.
+// The 16-bit type of any array, or kNoType16.
 template <class T>
-int half_of(const std::vector<T>& in, const std::vector<T>& out) {
-  int found = kNoHalf;
+int type16_of(const std::vector<T>& in, const std::vector<T>& out) {
+  int found = kNoType16;
   for (auto* arrays : {&in, &out})
     for (const T& array : *arrays)
-      if (is_half(type_of(array))) found = std::max(found, type_of(array));
+      if (is_16bit(type_of(array))) found = std::max(found, type_of(array));
   return found;
 }
 
 // MXNet's code copies float16 values as fast, so the engine runs such operators only with a setting.
-bool taken(const Operator& of, const Settings& settings, int half) {
-  return half == mshadow::kBfloat16 || (half != kNoHalf && !of.is(kMoves)) || has_settings(settings);
+bool engine_runs(const Operator& op, const Settings& settings, int type16) {
+  return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !op.is(kMoves)) || has_settings(settings);
 }
 
 bool all_dense(const std::vector<TBlob>&) { return true; }
@@ -80,11 +80,11 @@ std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vec
 }
 
 // Whether an output shares memory with an input that the hand-written kernel still reads.
-bool overlaps(const Call& call, const OwnCode& own) {
-  if (own.places == kAnyPlace) return false;
+bool overlaps(const Call& call, const OwnKernel& own) {
+  if (own.in_place == kAnyInput) return false;
   for (size_t o = 0; o < call.out.size(); ++o)
     for (size_t i = 0; i < call.in.size(); ++i) {
-      const bool in_place = call.in[i].dptr_ == call.out[o].dptr_ && o == 0 && i < own.places;
+      const bool in_place = call.in[i].dptr_ == call.out[o].dptr_ && o == 0 && i < own.in_place;
       if (call.req[o] != mxnet::kNullOp && overlap(call.in[i], call.out[o]) && !in_place) return true;
     }
   return false;
@@ -92,18 +92,18 @@ bool overlaps(const Call& call, const OwnCode& own) {
 
 // Whether an operator has a hand-written kernel that may run now.
 bool may_run_own(const Call& call) {
-  const Operator& of = call.of;
-  return of.own && !(generic_only && of.has_generic()) && !overlaps(call, *of.own);
+  const Operator& op = call.op;
+  return op.own && !(generic_only && op.has_generic()) && !overlaps(call, *op.own);
 }
 
 // Runs an operator's hand-written kernel if it supports this case, else `generic`.
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
-  const Operator& of = call.of;
-  if (of.product && call.settings.products.emulates()) return of.product(call);
-  const OwnCode* own = of.own;
+  const Operator& op = call.op;
+  if (op.product && call.settings.products.emulates()) return op.product(call);
+  const OwnKernel* own = op.own;
   const bool usable = may_run_own(call) && !(call.rounding.any && !(own->supports & kGrids));
-  if (usable && watch && own->supports & kFloats && show_own_code(call, *own)) return;
+  if (usable && watch && own->supports & kFloats && count_own_kernel(call, *own)) return;
   if (!usable || !own->run(call)) generic();
 }
 
@@ -114,16 +114,16 @@ void run_plain(const Call& call) {
 
 // Runs an operator's hand-written kernel on blocked arrays. False if there is none for this case.
 bool run_in_blocks(const Call& call) {
-  const OwnCode* const own = call.of.own;
+  const OwnKernel* const own = call.op.own;
   return may_run_own(call) && !call.rounding.any && !watching() &&
          (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all())) && own->run(call);
 }
 
-void run_stateless(const Operator& of, const NodeAttrs& attrs, const Settings& settings, int half,
+void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& settings, int type16,
                    const OpContext& context, const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
                    const std::vector<TBlob>& out) {
-  const auto substitute = half != kNoHalf ? in_halves(of, attrs, half) : nullptr;
-  Call call{of, substitute ? substitute->get() : attrs, settings, context, in, req, out, Rounding(settings),
+  const auto substitute = type16 != kNoType16 ? node_for_type16(op, attrs, type16) : nullptr;
+  Call call{op, substitute ? substitute->attrs : attrs, settings, context, in, req, out, Rounding(settings),
             nullptr, Blocked(settings, in, out)};
   call.rounding.draw(context);
   if (call.blocked.any()) {
@@ -133,61 +133,61 @@ void run_stateless(const Operator& of, const NodeAttrs& attrs, const Settings& s
   run_plain(call);
 }
 
-// `theirs`: MXNet's function.
+// `original`: MXNet's function.
 template <class F, class T>
-void compute(const Operator& of, const F& theirs, const NodeAttrs& attrs, const OpContext& context,
+void compute(const Operator& op, const F& original, const NodeAttrs& attrs, const OpContext& context,
              const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  const Averages finite(of, in);
+  const FiniteAverages finite(op, in);
   const Settings& settings = settings_of(attrs);
-  const int half = half_of(in, out);
-  if (!taken(of, settings, half) || !all_dense(in) || !all_dense(out))
-    return theirs(attrs, context, in, req, out);
+  const int type16 = type16_of(in, out);
+  if (!engine_runs(op, settings, type16) || !all_dense(in) || !all_dense(out))
+    return original(attrs, context, in, req, out);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
-  run_stateless(of, attrs, settings, half, context, inputs, req, plain_outputs(out, req));
+  run_stateless(op, attrs, settings, type16, context, inputs, req, plain_outputs(out, req));
 }
 
 // The second output of max pooling has the indices of maxima for the backward pass. MXNet's code writes them
 // in training only; a recorded prediction needs them too.
-bool is_pooling(const Operator& of) {
+bool is_pooling(const Operator& op) {
   static const nnvm::Op* const pooling = nnvm::Op::Get("Pooling");
-  return of.op == pooling;
+  return op.nnvm_op == pooling;
 }
 
-void compute_ex(const Operator& of, const NodeAttrs& attrs, const OpContext& context,
+void compute_ex(const Operator& op, const NodeAttrs& attrs, const OpContext& context,
                 const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
                 const std::vector<NDArray>& out) {
-  if (context.is_train || req.size() < 2 || req[1] == mxnet::kNullOp || !is_pooling(of))
-    return compute(of, of.compute_ex, attrs, context, in, req, out);
+  if (context.is_train || req.size() < 2 || req[1] == mxnet::kNullOp || !is_pooling(op))
+    return compute(op, op.compute_ex, attrs, context, in, req, out);
   OpContext training = context;
   training.is_train = true;
-  compute(of, of.compute_ex, attrs, training, in, req, out);
+  compute(op, op.compute_ex, attrs, training, in, req, out);
 }
 
 // ---- operators with state ----------------------------------------------------------------
 
 // MXNet's state, created for float32 arrays, and the scratch to which it may point until the end of its
 // backward pass. Stateful code does not get its node's attributes, so the state has a copy.
-struct State {
-  const Operator& of;
-  const std::shared_ptr<const Attributes> attributes;
+struct OperatorState {
+  const Operator& op;
+  const nnvm::ObjectPtr node;
   const Settings& settings;
   const size_t outputs_count;
   OpStatePtr inner;
-  std::unique_ptr<Lease> kept;
+  std::unique_ptr<Scratch> kept;
   bool onednn;
   bool trained = false;      // whether the last forward pass was in training, and did not fail
   std::unique_ptr<Rnn> rnn;  // of an RNN that may run as our loop
   bool ran_rnn = false;      // whether it ran the last forward pass
 
-  State(const Operator& x, std::shared_ptr<const Attributes> its, OpStatePtr state, int half, size_t in,
+  OperatorState(const Operator& its_op, nnvm::ObjectPtr its_node, OpStatePtr state, int type16, size_t in,
         size_t out)
-      : of(x), attributes(std::move(its)), settings(settings_of(attrs())), outputs_count(out),
-        inner(std::move(state)), onednn(prefers_onednn(x, attrs(), in, out)) {
-    if (x.op->name == "RNN") rnn = Rnn::make(attrs(), settings, half);
+      : op(its_op), node(std::move(its_node)), settings(settings_of(attrs())), outputs_count(out),
+        inner(std::move(state)), onednn(prefers_onednn(op, attrs(), in, out)) {
+    if (op.name() == "RNN") rnn = Rnn::make(attrs(), settings, type16);
   }
 
-  const NodeAttrs& attrs() const { return attributes->get(); }
+  const NodeAttrs& attrs() const { return node->attrs; }
 
   // The inputs that the forward or the backward pass writes.
   std::vector<uint32_t> mutated_by(const Operator& code) const {
@@ -199,12 +199,12 @@ struct State {
   Rounding rounding(bool forward) const {
     static const std::string all(64, 'g'), first(1, 'g'), none;
     Rounding made(settings);
-    made.reads = forward ? &none : of.op->name == "RNN" ? &all : &first;
-    made.gradient = &settings.back;
+    made.input_grids = forward ? &none : op.name() == "RNN" ? &all : &first;
+    made.head_gradient = &settings.input_gradient_grid;
     if (forward) return made;
-    made.output = &settings.back;
-    made.product = &settings.gradient;
-    made.outputs = &settings.inputs;
+    made.output = &settings.input_gradient_grid;
+    made.product = &settings.head_gradient_grid;
+    made.rounded_outputs = &settings.rounded_inputs;
     return made;
   }
 
@@ -226,7 +226,7 @@ struct State {
     } else {
       // oneDNN's RNN points to scratch only after a forward pass in training
       kept.reset();
-      gluon_amp::run(call, onednn, mutated_by(of), &inner, onednn && !call.context.is_train ? nullptr : &kept);
+      gluon_amp::run(call, onednn, mutated_by(op), &inner, onednn && !call.context.is_train ? nullptr : &kept);
     }
     trained = call.context.is_train;
   }
@@ -234,7 +234,7 @@ struct State {
   void run_backward(const Call& call) {
     if ((onednn || ran_rnn) && !trained) train_again(call);
     if (ran_rnn) return rnn->backward(call);
-    gluon_amp::run(call, onednn, mutated_by(call.of), &inner, nullptr);
+    gluon_amp::run(call, onednn, mutated_by(call.op), &inner, nullptr);
   }
 
   // Repeats the forward pass of an RNN, because predictions save nothing for a backward pass. That reads x,
@@ -247,12 +247,12 @@ struct State {
     if (flag(attrs(), "use_sequence_length", false)) in.push_back(call.in.back());
     if (states) out.push_back(call.in[5]);
     if (states && lstm) out.push_back(call.in[8]);
-    Lease results;
+    Scratch results;
     for (TBlob& made : out) made = results.like(made);
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
-    run_forward({of, attrs(), settings, training, in, req, out, rounding(true), &inner});
+    run_forward({op, attrs(), settings, training, in, req, out, rounding(true), &inner});
   }
 };
 
@@ -260,37 +260,37 @@ using Types = std::vector<int>;
 
 OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
                         const mxnet::ShapeVector& shapes, const Types& types) {
-  const Operator& of = *dispatched.at(attrs.op);
+  const Operator& op = *dispatched.at(attrs.op);
   const auto create = [&](const NodeAttrs& of_node, const Types& its) {
-    return call_theirs(of.create_state, of_node, context, shapes, its);
+    return call_original(op.create_state, of_node, context, shapes, its);
   };
-  const int half = half_among(types);
-  if (context.dev_mask() != mshadow::cpu::kDevMask || (half == kNoHalf && !has_settings(settings_of(attrs))))
+  const int type16 = type16_among(types);
+  if (context.dev_mask() != mshadow::cpu::kDevMask || (type16 == kNoType16 && !has_settings(settings_of(attrs))))
     return create(attrs, types);
   Types wide(types);
-  std::replace_if(wide.begin(), wide.end(), [](int type) { return is_half(type); }, int(mshadow::kFloat32));
-  auto kept = keep(of, attrs, half);
-  const OpStatePtr inner = create(kept->get(), wide);
-  const uint32_t outputs = of.op->get_num_outputs ? of.op->get_num_outputs(attrs)
-                                                  : of.op->num_outputs;
-  return make_state(new State(of, std::move(kept), inner, half, shapes.size(), outputs));
+  std::replace_if(wide.begin(), wide.end(), [](int type) { return is_16bit(type); }, int(mshadow::kFloat32));
+  auto node = copy_node(op, attrs, type16);
+  const OpStatePtr inner = create(node->attrs, wide);
+  const uint32_t outputs = op.nnvm_op->get_num_outputs ? op.nnvm_op->get_num_outputs(attrs)
+                                                  : op.nnvm_op->num_outputs;
+  return make_state(new OperatorState(op, std::move(node), inner, type16, shapes.size(), outputs));
 }
 
 template <class F, class T>
-void stateful(const Operator& of, const F& theirs, const OpStatePtr& state, const OpContext& context,
+void run_stateful(const Operator& op, const F& original, const OpStatePtr& state, const OpContext& context,
               const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  const Averages finite(of, in);
-  State* made = state_of<State>(state);
-  if (!made) return theirs(state, context, in, req, out);
+  const FiniteAverages finite(op, in);
+  OperatorState* made = state_of<OperatorState>(state);
+  if (!made) return original(state, context, in, req, out);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
-  made->run(of, bool(of.create_state), context, inputs, req, plain_outputs(out, req));
+  made->run(op, bool(op.create_state), context, inputs, req, plain_outputs(out, req));
 }
 
 // ---- one operator ------------------------------------------------------------------------
 
 template <class T>
-T found(const nnvm::Op* op, const char* key) {
+T attribute(const nnvm::Op* op, const char* key) {
   const T* value = get<T>(op, key);
   return value ? *value : T();
 }
@@ -304,42 +304,42 @@ bool is_mixed(const std::string& name) {
   return contains(name, "_update") || name.rfind("multi_", 0) == 0 || name == "all_finite";
 }
 
-Operator describe(const nnvm::Op* x) {
-  Operator of;
-  of.op = x;
-  of.compute = found<mxnet::FCompute>(x, "FCompute<cpu>");
-  of.compute_ex = found<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
-  if (of.compute_ex && (x->name == "_backward_Convolution" || x->name == "_backward_Deconvolution"))
-    of.compute_ex = with_right_depth(of.compute_ex, x->name == "_backward_Deconvolution");
-  of.stateful = found<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
-  of.stateful_ex = found<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
-  of.create_state = found<mxnet::FCreateOpState>(x, "FCreateOpState");
-  of.storage = found<mxnet::FInferStorageType>(x, "FInferStorageType");
-  of.mutates = found<nnvm::FMutateInputs>(x, "FMutateInputs");
-  of.types = found<nnvm::FInferType>(x, "FInferType");
-  of.shapes = found<mxnet::FInferShape>(x, "FInferShape");
-  of.resources = found<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
-  of.own = own_code(x->name);
+Operator read_operator(const nnvm::Op* x) {
+  Operator op;
+  op.nnvm_op = x;
+  op.compute = attribute<mxnet::FCompute>(x, "FCompute<cpu>");
+  op.compute_ex = attribute<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
+  if (op.compute_ex && (x->name == "_backward_Convolution" || x->name == "_backward_Deconvolution"))
+    op.compute_ex = with_right_depth(op.compute_ex, x->name == "_backward_Deconvolution");
+  op.stateful = attribute<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
+  op.stateful_ex = attribute<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
+  op.create_state = attribute<mxnet::FCreateOpState>(x, "FCreateOpState");
+  op.storage = attribute<mxnet::FInferStorageType>(x, "FInferStorageType");
+  op.mutates = attribute<nnvm::FMutateInputs>(x, "FMutateInputs");
+  op.types = attribute<nnvm::FInferType>(x, "FInferType");
+  op.shapes = attribute<mxnet::FInferShape>(x, "FInferShape");
+  op.resources = attribute<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
+  op.own = own_kernel(x->name);
   const auto product = emulation.products.find(x->name);
-  of.product = product == emulation.products.end() ? nullptr : product->second;
-  of.traits = traits_of(x->name) | (is_mixed(x->name) && !of.own ? unsigned(kMoves) : 0);
-  of.averages = averages_of(x->name);
-  return of;
+  op.product = product == emulation.products.end() ? nullptr : product->second;
+  op.traits = traits_of(x->name) | (is_mixed(x->name) && !op.own ? unsigned(kMoves) : 0);
+  op.moving_averages = moving_averages_of(x->name);
+  return op;
 }
 
-void replace_functions(const Operator& of, nnvm::Op& op) {
-  const Operator* const x = &of;  // MXNet copies these functions for each call; capturing a pointer is cheap
-  if (of.compute)
-    set<mxnet::FCompute>(op, "FCompute<cpu>", [x](const auto&... call) { compute(*x, x->compute, call...); });
-  if (of.compute_ex)
-    set<mxnet::FComputeEx>(op, "FComputeEx<cpu>", [x](const auto&... call) { compute_ex(*x, call...); });
-  if (of.create_state) set<mxnet::FCreateOpState>(op, "FCreateOpState", by_value(&create_state));
-  if (of.stateful)
-    set<mxnet::FStatefulCompute>(op, "FStatefulCompute<cpu>",
-                                 [x](const auto&... call) { stateful(*x, x->stateful, call...); });
-  if (of.stateful_ex)
-    set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>",
-                                   [x](const auto&... call) { stateful(*x, x->stateful_ex, call...); });
+void replace_functions(const Operator& op, nnvm::Op& target) {
+  const Operator* const x = &op;  // MXNet copies these functions for each call; capturing a pointer is cheap
+  if (op.compute)
+    set<mxnet::FCompute>(target, "FCompute<cpu>", [x](const auto&... call) { compute(*x, x->compute, call...); });
+  if (op.compute_ex)
+    set<mxnet::FComputeEx>(target, "FComputeEx<cpu>", [x](const auto&... call) { compute_ex(*x, call...); });
+  if (op.create_state) set<mxnet::FCreateOpState>(target, "FCreateOpState", by_value(&create_state));
+  if (op.stateful)
+    set<mxnet::FStatefulCompute>(target, "FStatefulCompute<cpu>",
+                                 [x](const auto&... call) { run_stateful(*x, x->stateful, call...); });
+  if (op.stateful_ex)
+    set<mxnet::FStatefulComputeEx>(target, "FStatefulComputeEx<cpu>",
+                                   [x](const auto&... call) { run_stateful(*x, x->stateful_ex, call...); });
 }
 
 // ---- attributes that CPUs and GPUs share -----------------------------------------------------
@@ -347,13 +347,13 @@ void replace_functions(const Operator& of, nnvm::Op& op) {
 // In-place options. The generic operator reads all inputs first, so any output may share memory with any input;
 // a hand-written kernel lists which. MXPlanMemory tries every pair, so only the first arrays get options: an
 // operator with hundreds of arrays would have tens of thousands.
-std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& attrs) {
-  const nnvm::Op* x = of.op;
+std::vector<std::pair<int, int>> in_place_options(const Operator& op, const NodeAttrs& attrs) {
+  const nnvm::Op* x = op.nnvm_op;
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
   const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
   std::vector<std::pair<int, int>> made;
-  const bool any = !of.own || of.own->places == kAnyPlace;
-  for (uint32_t in = 0; !any && in < of.own->places; ++in) made.emplace_back(in, 0);
+  const bool any = !op.own || op.own->in_place == kAnyInput;
+  for (uint32_t in = 0; !any && in < op.own->in_place; ++in) made.emplace_back(in, 0);
   if (!any) return made;
   for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
     for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
@@ -363,23 +363,23 @@ std::vector<std::pair<int, int>> places(const Operator& of, const NodeAttrs& att
 
 // MXNet declares that an output is the same memory as an input, so that nothing runs. A node that rounds must
 // not write to an array that others read. hard_sigmoid's gradient is not its head gradient, as MXNet declares.
-void wrap_identity(const Operator& of, nnvm::Op& op) {
-  const bool never = op.name == "_backward_hard_sigmoid";
+void wrap_identity(const Operator& op, nnvm::Op& target) {
+  const bool never = target.name == "_backward_hard_sigmoid";
   set<nnvm::FInplaceIdentity>(
-      op, "FInplaceIdentity",
-      [never, of_theirs = *get<nnvm::FInplaceIdentity>(of.op, "FInplaceIdentity")](const NodeAttrs& attrs) {
-        std::vector<bool> made = of_theirs(attrs);
+      target, "FInplaceIdentity",
+      [never, original = *get<nnvm::FInplaceIdentity>(op.nnvm_op, "FInplaceIdentity")](const NodeAttrs& attrs) {
+        std::vector<bool> made = original(attrs);
         if (never || settings_of(attrs).rounds()) made.assign(made.size(), false);
         return made;
       });
 }
 
-void wrap_places(const Operator& of, nnvm::Op& op) {
+void wrap_in_place_options(const Operator& op, nnvm::Op& target) {
   set<nnvm::FInplaceOption>(
-      op, "FInplaceOption",
-      [x = &of, of_theirs = found<nnvm::FInplaceOption>(of.op, "FInplaceOption")](const NodeAttrs& attrs) {
-        if (is_planned(attrs)) return places(*x, attrs);
-        return of_theirs ? of_theirs(attrs) : std::vector<std::pair<int, int>>();
+      target, "FInplaceOption",
+      [x = &op, original = attribute<nnvm::FInplaceOption>(op.nnvm_op, "FInplaceOption")](const NodeAttrs& attrs) {
+        if (is_planned(attrs)) return in_place_options(*x, attrs);
+        return original ? original(attrs) : std::vector<std::pair<int, int>>();
       });
 }
 
@@ -387,20 +387,20 @@ void wrap_places(const Operator& of, nnvm::Op& op) {
 using Requests = std::vector<mxnet::ResourceRequest>;
 
 Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
-  auto made = call_theirs(dispatched.at(attrs.op)->resources, attrs, device, mode);
+  auto made = call_original(dispatched.at(attrs.op)->resources, attrs, device, mode);
   if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
   return made;
 }
 
-void wrap_resources(const Operator& of, nnvm::Op& op) {
+void wrap_resources(const Operator& op, nnvm::Op& target) {
   set<mxnet::FResourceRequest>(
-      op, "FResourceRequest",
-      [of_theirs = found<mxnet::FResourceRequest>(of.op, "FResourceRequest")](const NodeAttrs& attrs) {
-        auto made = of_theirs ? of_theirs(attrs) : Requests();
+      target, "FResourceRequest",
+      [original = attribute<mxnet::FResourceRequest>(op.nnvm_op, "FResourceRequest")](const NodeAttrs& attrs) {
+        auto made = original ? original(attrs) : Requests();
         if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
         return made;
       });
-  if (of.resources) set<mxnet::FResourceRequestEx>(op, "FResourceRequestEx", by_value(&resources));
+  if (op.resources) set<mxnet::FResourceRequestEx>(target, "FResourceRequestEx", by_value(&resources));
 }
 
 // MXNet's type inference with `stand_in` instead of `type`, which some code refuses.
@@ -432,53 +432,53 @@ bool infer_with_parameters(Types* in, Types* out) {
 // Operators that refuse float16 have the rules of float32. bfloat16 has the rules of float16, except for operators with
 // a `dtype` attribute.
 bool infer_types(const NodeAttrs& attrs, Types* in, Types* out) {
-  if (settings_of(attrs).parameters) return infer_with_parameters(in, out);
-  const Operator& of = *dispatched.at(attrs.op);
-  const auto as_mxnet = [&] { return call_theirs(of.types, attrs, in, out); };
+  if (settings_of(attrs).float32_parameters) return infer_with_parameters(in, out);
+  const Operator& op = *dispatched.at(attrs.op);
+  const auto as_mxnet = [&] { return call_original(op.types, attrs, in, out); };
   const auto infer = [&] {
-    return of.is(kInfersHalves) ? infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out, as_mxnet) : as_mxnet();
+    return op.is(kRefusesFloat16) ? infer_instead(mshadow::kFloat16, mshadow::kFloat32, in, out, as_mxnet) : as_mxnet();
   };
-  if (std::max(half_among(*in), half_among(*out)) != mshadow::kBfloat16) return infer();
+  if (std::max(type16_among(*in), type16_among(*out)) != mshadow::kBfloat16) return infer();
   const std::string dtype = word(attrs, "dtype", "");
-  if (of.is(kCasts) || dtype == "bfloat16" || dtype == "float16") return infer();
+  if (op.is(kCasts) || dtype == "bfloat16" || dtype == "float16") return infer();
   return infer_instead(mshadow::kBfloat16, mshadow::kFloat16, in, out, infer);
 }
 
 // Shape inference of the identity with a loss scale: its second input has one element, while MXNet requires
 // the shape of the first.
 bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
-  const auto& theirs = dispatched.at(attrs.op)->shapes;
-  if (!settings_of(attrs).loss_scale) return call_theirs(theirs, attrs, in, out);
+  const auto& original = dispatched.at(attrs.op)->shapes;
+  if (!settings_of(attrs).loss_scale) return call_original(original, attrs, in, out);
   mxnet::ShapeVector alike(2, in->front());
-  const bool known = call_theirs(theirs, attrs, &alike, out);
+  const bool known = call_original(original, attrs, &alike, out);
   *in = {alike.front(), mxnet::TShape(1, 1)};
   return known;
 }
 
-void dispatch(nnvm::Op& op) {
-  const auto* of = new Operator(describe(&op));  // never deleted
-  dispatched[&op] = of;
-  undo.push_back([&op] { dispatched.erase(&op); });
-  replace_functions(*of, op);
-  if (of->types) set<nnvm::FInferType>(op, "FInferType", by_value(&infer_types));
-  if (op.name == "_identity_with_attr_like_rhs")
-    set<mxnet::FInferShape>(op, "FInferShape", by_value(&infer_identity));
-  if (get<nnvm::FInplaceIdentity>(&op, "FInplaceIdentity")) wrap_identity(*of, op);
-  else wrap_places(*of, op);
-  wrap_resources(*of, op);
-  if (const auto* g = get<nnvm::FGradient>(&op, "FGradient"))
-    set<nnvm::FGradient>(op, "FGradient", [of_theirs = op.name == "_backward_FullyConnected"
+void dispatch(nnvm::Op& target) {
+  const auto* op = new Operator(read_operator(&target));  // never deleted
+  dispatched[&target] = op;
+  undo.push_back([&target] { dispatched.erase(&target); });
+  replace_functions(*op, target);
+  if (op->types) set<nnvm::FInferType>(target, "FInferType", by_value(&infer_types));
+  if (target.name == "_identity_with_attr_like_rhs")
+    set<mxnet::FInferShape>(target, "FInferShape", by_value(&infer_identity));
+  if (get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")) wrap_identity(*op, target);
+  else wrap_in_place_options(*op, target);
+  wrap_resources(*op, target);
+  if (const auto* g = get<nnvm::FGradient>(&target, "FGradient"))
+    set<nnvm::FGradient>(target, "FGradient", [original = target.name == "_backward_FullyConnected"
                                                ? nnvm::FGradient(gradient_of_dense_gradient)
                                                : nnvm::FGradient(*g)](const auto&... node) {
-      return gradient(of_theirs, node...);
+      return gradient(original, node...);
     });
 }
 
 // ---- which operators -----------------------------------------------------------------------
 
-bool is_dispatched(const nnvm::Op* x) {
+bool should_dispatch(const nnvm::Op* x) {
   const std::string& name = x->name;
-  if (name.rfind(kPrefix, 0) == 0 || traits_of(name) & kMxnets || dispatched.count(x)) return false;
+  if (name.rfind(kPrefix, 0) == 0 || traits_of(name) & kRunsInMXNet || dispatched.count(x)) return false;
   if (contains(name, "quantize")) return false;
   // of the oneDNN subgraphs of executors, only those of attention accept float16
   if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;
@@ -489,24 +489,24 @@ bool is_dispatched(const nnvm::Op* x) {
 
 }  // namespace
 
-bool is_dispatched_here(const nnvm::Op* x) { return dispatched.count(x) > 0; }
+bool is_dispatched(const nnvm::Op* x) { return dispatched.count(x) > 0; }
 
-bool is_taken(const NodeAttrs& attrs, int half) {
+bool engine_runs(const NodeAttrs& attrs, int type16) {
   const auto found = dispatched.find(attrs.op);
-  return found != dispatched.end() && taken(*found->second, settings_of(attrs), half);
+  return found != dispatched.end() && engine_runs(*found->second, settings_of(attrs), type16);
 }
 
 std::string operator_rows() {
   std::ostringstream made;
   for (const auto& pair : dispatched) {
-    const Operator& of = *pair.second;
+    const Operator& op = *pair.second;
     const std::string& name = pair.first->name;
-    const int supports = of.own ? of.own->supports : 0;
+    const int supports = op.own ? op.own->supports : 0;
     made << name;
-    if (of.own) made << " own_code";
-    if (of.product || name == "RNN") made << " accumulate";
+    if (op.own) made << " own_code";
+    if (op.product || name == "RNN") made << " accumulate";
     if (traits_of(name) & kMoves) made << " moves";
-    if (of.is(kHighPrecision)) made << " high_precision";
+    if (op.is(kHighPrecision)) made << " high_precision";
     if (supports & kAnyOrder) made << " any_order";
     if (supports & kBlocks) made << ((supports & kAlike) == kAlike ? " alike" : " blocks");
     made << "\n";
@@ -517,7 +517,7 @@ std::string operator_rows() {
 void dispatch_operators(int count, const char** names) {
   for (int i = 0; i < count; ++i) {
     const nnvm::Op* x = nnvm::Op::Get(names[i]);
-    if (is_dispatched(x)) dispatch(const_cast<nnvm::Op&>(*x));
+    if (should_dispatch(x)) dispatch(const_cast<nnvm::Op&>(*x));
   }
 }
 

@@ -15,71 +15,75 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
   return a.node == b.node && a.index == b.index;
 }
 
-// Gives a gradient's node its settings. It rounds gradients of rounded outputs before it reads them (MXNet may
-// have summed them), reads a product's inputs in the product's format, and rounds gradients of inputs in the low
-// format. A gradient has the layout of its tensor.
+// The settings of a gradient's node. It rounds gradients of rounded outputs before it reads them (MXNet may have
+// summed them), reads a product's inputs in the product's format, and rounds gradients of rounded inputs. A gradient
+// has the layout of its tensor.
 // `high`: whether the node's products run in high precision. `number`: the number of the gradient's nodes before.
-void describe(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
-              const Entries& made, bool high, int number) {
-  const Settings& of = settings_of(forward->attrs);
-  const ProductSettings products = high ? ProductSettings() : of.of_gradients;
+Settings gradient_settings(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
+                           const Entries& made, bool high, int number) {
+  const Settings& from = settings_of(forward->attrs);
+  const ProductSettings products = high ? ProductSettings() : from.gradient_products;
+  const bool is_product = !products.input_grids.empty();
   // An input that the forward product has not scaled has a history of the backward pass only.
-  const char* const history = of.products.scaling == Scaling::kNone ? "gx" : "";
-  Settings its = of;
-  its.is_gradient = true;
-  its.output = of.back;
-  if (high) its.gradient = of.back;
-  its.products = products;
-  its.products.reads.clear();
-  its.outputs.clear();
-  its.blocked_inputs.clear();
-  its.blocked_outputs.clear();
-  its.gradients_of.clear();
-  its.histories.clear();
-  const auto& of_forward = inputs_of(forward.get());
+  const char* const history = from.products.scaling == Scaling::kNone ? "gx" : "";
+  Settings to = from;
+  to.is_gradient = true;
+  to.output_grid = from.input_gradient_grid;
+  if (high) to.head_gradient_grid = from.input_gradient_grid;
+  to.products = products;
+  for (auto* letters : {&to.products.input_grids, &to.rounded_outputs, &to.blocked_inputs, &to.blocked_outputs})
+    letters->clear();
+  to.gradients_of.clear();
+  to.history_names.clear();
+  const auto& forward_inputs = inputs_of(forward.get());
   for (auto& entry : inputs_of(node.get())) {
-    char rounds = '0', blocked = entry.node == forward ? letter(of.blocked_outputs, entry.index, '0') : '0';
-    std::string place = "-";
+    char grid = '0', blocked = entry.node == forward ? letter_at(from.blocked_outputs, entry.index, '0') : '0';
+    std::string name = "-";
     for (size_t i = 0; i < above.size(); ++i) {
       if (!same(entry, above[i])) continue;
-      blocked = letter(of.blocked_outputs, i, '0');
-      if (!products.reads.empty() || letter(of.outputs, i, '1') == '1')
-        rounds = 'g', place = "g" + std::to_string(i) + "." + std::to_string(number);
+      blocked = letter_at(from.blocked_outputs, i, '0');
+      if (is_product || letter_at(from.rounded_outputs, i, '1') == '1')
+        grid = 'g', name = "g" + std::to_string(i) + "." + std::to_string(number);
     }
-    for (size_t i = 0; i < of_forward.size(); ++i) {
-      if (!same(entry, of_forward[i])) continue;
-      blocked = letter(of.blocked_inputs, i, '0');
-      if (!products.reads.empty()) rounds = letter(products.reads, i, '0'), place = history + std::to_string(i);
+    for (size_t i = 0; i < forward_inputs.size(); ++i) {
+      if (!same(entry, forward_inputs[i])) continue;
+      blocked = letter_at(from.blocked_inputs, i, '0');
+      if (is_product) grid = letter_at(products.input_grids, i, '0'), name = history + std::to_string(i);
     }
-    its.products.reads += rounds;
-    its.blocked_inputs += blocked;
-    its.histories.push_back(place);
+    to.products.input_grids += grid;
+    to.blocked_inputs += blocked;
+    to.history_names.push_back(name);
   }
   for (size_t i = 0; i < made.size(); ++i) {
     if (made[i].node != node) continue;
-    const size_t at = made[i].index, count = std::max(its.gradients_of.size(), at + 1);
-    its.outputs.resize(count, '1');
-    its.blocked_outputs.resize(count, '0');
-    its.gradients_of.resize(count, -1);
-    its.outputs[at] = letter(of.inputs, i, '1');
-    its.blocked_outputs[at] = letter(of.blocked_inputs, i, '0');
-    its.gradients_of[at] = static_cast<int>(i);
+    const size_t at = made[i].index, count = std::max(to.gradients_of.size(), at + 1);
+    to.rounded_outputs.resize(count, '1');
+    to.blocked_outputs.resize(count, '0');
+    to.gradients_of.resize(count, -1);
+    to.rounded_outputs[at] = letter_at(from.rounded_inputs, i, '1');
+    to.blocked_outputs[at] = letter_at(from.blocked_inputs, i, '0');
+    to.gradients_of[at] = static_cast<int>(i);
   }
-  if (of.inputs.empty() && of.outputs.empty() && products.reads.empty()) {
-    its.products.reads.clear();
-    its.outputs.clear();
+  if (from.rounded_inputs.empty() && from.rounded_outputs.empty() && !is_product) {
+    to.products.input_grids.clear();
+    to.rounded_outputs.clear();
   }
-  if (of.blocked_inputs.empty()) {
-    its.blocked_inputs.clear();
-    its.blocked_outputs.clear();
+  if (from.blocked_inputs.empty()) {
+    to.blocked_inputs.clear();
+    to.blocked_outputs.clear();
   }
-  its.of_gradients = its.products;
-  std::ostringstream key;  // all that depends on the graph
-  key << high << ' ' << its.products.reads << ' ' << its.outputs << ' ' << its.blocked_inputs << ' '
-      << its.blocked_outputs;
-  for (int i : its.gradients_of) key << ' ' << i;
-  for (const std::string& each : its.histories) key << ' ' << each;
-  set_settings(node, forward->attrs, key.str(), its);
+  to.gradient_products = to.products;
+  return to;
+}
+
+// All of a gradient's settings that the graph determines, besides those of the forward node.
+std::string key_of(const Settings& settings, bool high) {
+  std::ostringstream key;
+  key << high << ' ' << settings.products.input_grids << ' ' << settings.rounded_outputs << ' '
+      << settings.blocked_inputs << ' ' << settings.blocked_outputs;
+  for (int i : settings.gradients_of) key << ' ' << i;
+  for (const std::string& each : settings.history_names) key << ' ' << each;
+  return key.str();
 }
 
 // MXNet's gradient of the identity with a loss scale copies; this one multiplies by the scale.
@@ -134,27 +138,27 @@ Entries gradient_of_dense_gradient(const nnvm::ObjectPtr& n, const Entries& abov
           or_zero(of_data, data), or_zero(of_weight, weight)};
 }
 
-Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
+Entries gradient(const nnvm::FGradient& original, const nnvm::ObjectPtr& n,
                  const Entries& above) {
-  Entries made = of_theirs(n, above);
+  Entries made = original(n, above);
   const Settings& settings = settings_of(n->attrs);
   if (!has_settings(settings)) return made;
   if (settings.products.emulates() && n->attrs.op->name == "_backward_FullyConnected")
     throw dmlc::Error("accumulate= has no code for a gradient of a dense layer's gradient. Valid: "
                       "keep the layer in float32 (keep=)");
   if (settings.loss_scale) scale_copy(n, made);
-  const auto is_high = [&](size_t i) { return letter(settings.high, i, '0') == '1'; };
+  const auto is_high = [&](size_t i) { return letter_at(settings.high_precision_gradients, i, '0') == '1'; };
   // A separate node computes the products in high precision, because MXNet's node also computes others. For
   // shape inference MXNet calls this function without gradients, and expects one node.
-  if (!settings.high.empty() && !above.empty() && above[0].node) {
-    const Entries again = of_theirs(n, above);
+  if (!settings.high_precision_gradients.empty() && !above.empty() && above[0].node) {
+    const Entries again = original(n, above);
     for (size_t i = 0; i < made.size(); ++i)
       if (is_high(i)) made[i] = again[i];
   }
   std::set<nnvm::Node*> seen{n.get()};
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
-  int described = 0;
+  int number = 0;
   for (const bool high : {false, true}) {
     std::vector<nnvm::ObjectPtr> todo;
     for (size_t i = 0; i < made.size(); ++i)
@@ -163,7 +167,10 @@ Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
       nnvm::ObjectPtr node = todo.back();
       todo.pop_back();
       if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
-      if (is_dispatched_here(node->attrs.op)) describe(node, n, above, made, high, described++);
+      if (is_dispatched(node->attrs.op)) {
+        const Settings found = gradient_settings(node, n, above, made, high, number++);
+        set_settings(node, n->attrs, key_of(found, high), found);
+      }
       for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
     }
   }

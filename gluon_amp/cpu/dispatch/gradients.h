@@ -7,7 +7,7 @@ namespace gluon_amp {
 using Entries = std::vector<nnvm::NodeEntry>;
 
 // Returns MXNet's gradient of a node; its nodes inherit the node's settings.
-Entries gradient(const nnvm::FGradient& of_theirs, const nnvm::ObjectPtr& n,
+Entries gradient(const nnvm::FGradient& original, const nnvm::ObjectPtr& n,
                  const Entries& above);
 
 // The gradient of the gradient node of a dense layer. MXNet's lacks the part of the layer's head gradient. The sum of

@@ -8,17 +8,17 @@ namespace gluon_amp {
 
 // The moving averages among an operator's inputs, during its call. An average that the call makes infinite or NaN
 // gets back its former value.
-class Averages {
+class FiniteAverages {
  public:
   template <class T>
-  Averages(const Operator& of, const std::vector<T>& in) {
-    for (size_t i : of.averages) {
+  FiniteAverages(const Operator& op, const std::vector<T>& in) {
+    for (size_t i : op.moving_averages) {
       const TBlob array = blob(in[i]);
       if (is_float(array)) held_.push_back({array, {floats(array), floats(array) + size(array)}});
     }
   }
-  Averages(const Averages&) = delete;
-  ~Averages() {
+  FiniteAverages(const FiniteAverages&) = delete;
+  ~FiniteAverages() {
     for (const Held& held : held_)
       for (size_t i = 0; i < held.before.size(); ++i)
         if (!std::isfinite(floats(held.array)[i])) floats(held.array)[i] = held.before[i];

@@ -16,7 +16,7 @@ using Ints = std::vector<int>;
 
 thread_local std::set<const NodeAttrs*> planned;
 
-PassBody theirs;
+PassBody original;
 
 const Ints* ints(const GraphView& graph, const char* key) {
   const dmlc::any* found = graph.find(key);
@@ -35,14 +35,14 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
     first.push_back(next);
     next += node.source->num_outputs();
   }
-  const auto type = [&](size_t at) { return at < types->size() ? (*types)[at] : kNoHalf; };
+  const auto type = [&](size_t at) { return at < types->size() ? (*types)[at] : kNoType16; };
   for (size_t i = 0; i < nodes->size(); ++i) {
     const auto& node = (*nodes)[i];
     if (node.source->is_variable() || (*devices)[i] != mshadow::cpu::kDevMask) continue;
     std::vector<int> its;
     for (uint32_t out = 0; out < node.source->num_outputs(); ++out) its.push_back(type(first[i] + out));
     for (const auto& in : node.inputs) its.push_back(type(first[in.node_id] + in.index));
-    if (is_taken(node.source->attrs, half_among(its))) made.insert(&node.source->attrs);
+    if (engine_runs(node.source->attrs, type16_among(its))) made.insert(&node.source->attrs);
   }
   return made;
 }
@@ -51,7 +51,7 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
 void* plan(void* result, const std::_Any_data&, void* graph) {
   planned = run_by_the_engine(GraphView(graph));
   struct Reset { ~Reset() { planned.clear(); } } reset;
-  return call_pass(theirs, result, graph);
+  return call_pass(original, result, graph);
 }
 
 }  // namespace
@@ -61,9 +61,9 @@ bool is_planned(const NodeAttrs& attrs) { return planned.count(&attrs) > 0; }
 void plan_by_type() {
   auto* passes = dmlc::Registry<nnvm::PassFunctionReg>::Get();
   nnvm::PassFunctionReg& pass = passes->__REGISTER_OR_GET__("MXPlanMemory");
-  theirs = pass.body;
+  original = pass.body;
   pass.body = as_pass(&plan);
-  undo.push_back([&pass] { pass.body = theirs; });
+  undo.push_back([&pass] { pass.body = original; });
 }
 
 }  // namespace gluon_amp

@@ -85,7 +85,7 @@ int exponent_of(const Grid& grid, const Call& call, const std::string& place, bo
   if (!trains) return exponent;
   memory.exponent = exponent;
   if (here > 0) memory.largest.push_back(here);
-  while (memory.largest.size() > call.settings.history) memory.largest.pop_front();
+  while (memory.largest.size() > call.settings.history_length) memory.largest.pop_front();
   return exponent;
 }
 
@@ -94,7 +94,7 @@ int exponent_of(const Grid& grid, const Call& call, const std::string& place, bo
 Grid scaled(const Grid& grid, const Call& call, size_t i, const float* numbers, int64_t n) {
   if (call.settings.products.scaling == Scaling::kNone) return grid;
   const bool backward = call.settings.is_gradient;
-  const std::string place = backward ? call.settings.histories.at(i) : std::to_string(i);
+  const std::string place = backward ? call.settings.history_names.at(i) : std::to_string(i);
   const bool again = backward && place[0] != 'g';
   return divided(grid, exponent_of(grid, call, place, backward, again, numbers, n));
 }

@@ -49,7 +49,7 @@ struct Pool {
                    mshadow::kFloat32);
   }
 
-  void give(const NDArray& array) {
+  void put_back(const NDArray& array) {
     std::vector<NDArray> gone;
     {
       std::lock_guard<std::mutex> guard(lock);
@@ -94,26 +94,26 @@ Pool& pool() {
 
 }  // namespace
 
-Lease::~Lease() {
-  for (auto& array : held_) pool().give(array);
+Scratch::~Scratch() {
+  for (auto& array : held_) pool().put_back(array);
 }
 
-NDArray Lease::array(const mxnet::TShape& shape) {
+NDArray Scratch::array(const mxnet::TShape& shape) {
   held_.push_back(pool().take(shape.Size()));
   return held_.back().AsArray(shape, mshadow::kFloat32);
 }
 
-float* Lease::memory(int64_t count) {
+float* Scratch::memory(int64_t count) {
   held_.push_back(pool().take(count));
   return floats(held_.back().data());
 }
 
-TBlob Lease::like(const TBlob& array) {
+TBlob Scratch::like(const TBlob& array) {
   const int64_t bytes = size(array) * bytes_of(array.type_flag_);
   return TBlob(memory((bytes + 3) / 4), array.shape_, mshadow::cpu::kDevMask, array.type_flag_, 0);
 }
 
-std::mutex& turn() {
+std::mutex& scratch_lock() {
   static std::mutex* made = new std::mutex;
   return *made;
 }

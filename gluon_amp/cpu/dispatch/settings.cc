@@ -68,25 +68,25 @@ class Reader {
 Settings parsed(const std::string& text) {
   Reader read(text);
   Settings made;
-  made.engine = read.flag("engine");
-  made.inputs = read.text("inputs");
-  made.outputs = read.text("outputs");
-  made.output = grid_of(read.text("output_grid").c_str());
-  made.product = grid_of(read.text("product_grid").c_str());
-  made.gradient = grid_of(read.text("gradient_grid").c_str());
-  made.back = grid_of(read.text("back_grid").c_str());
+  made.own_kernel = read.flag("engine");
+  made.rounded_inputs = read.text("inputs");
+  made.rounded_outputs = read.text("outputs");
+  made.output_grid = grid_of(read.text("output_grid").c_str());
+  made.product_grid = grid_of(read.text("product_grid").c_str());
+  made.head_gradient_grid = grid_of(read.text("gradient_grid").c_str());
+  made.input_gradient_grid = grid_of(read.text("back_grid").c_str());
   made.ordered = read.flag("ordered");
-  made.parameters = read.flag("parameters");
-  made.loop = read.flag("loop");
+  made.float32_parameters = read.flag("parameters");
+  made.rnn_loop = read.flag("loop");
   made.loss_scale = read.flag("loss_scale");
-  ProductSettings& products = made.of_gradients;
-  products.reads = read.text("reads");
+  ProductSettings& products = made.gradient_products;
+  products.input_grids = read.text("reads");
   std::string scaling, counts;
-  read.words("scaling") >> scaling >> made.history >> made.margin;
+  read.words("scaling") >> scaling >> made.history_length >> made.margin;
   if (!scaling.empty()) products.scaling = scaling == "delayed" ? Scaling::kDelayed : Scaling::kCurrent;
   read.words("accumulate") >> products.block >> products.fraction >> products.split;
   std::string forward;  // 1: the forward product runs in high precision
-  read.words("high") >> forward >> made.high;
+  read.words("high") >> forward >> made.high_precision_gradients;
   if (forward != "1") made.products = products;
   read.words("blocked") >> made.blocked_inputs >> made.blocked_outputs;
   counts = read.text("counts");

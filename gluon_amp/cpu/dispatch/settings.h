@@ -20,7 +20,8 @@ enum class Scaling { kNone, kCurrent, kDelayed };
 
 // How a product differs from one that accumulates in float32.
 struct ProductSettings {
-  std::string reads;  // for each input p or g: the grid to which it is rounded before it is read
+  // For each input p or g: it is rounded to `product_grid` or `head_gradient_grid` before it is read; else 0.
+  std::string input_grids;
   Scaling scaling = Scaling::kNone;  // of rounded inputs (scaling.cc)
   // It accumulates as a GPU's Tensor Cores (tensor_core/rule.h), if the block is not 0.
   int block = 0, fraction = 0;
@@ -30,26 +31,26 @@ struct ProductSettings {
 };
 
 struct Settings {
-  bool engine = false;  // a hand-written kernel may run on float32 arrays; on a GPU see gpu.cc
+  bool own_kernel = false;  // a hand-written kernel may run on float32 arrays; on a GPU see gpu.cc
 
   // Emulated formats. Their tensors are float32 arrays, so strings with a character for each input or output
   // select which are rounded.
-  std::string inputs;   // 1: in the low format
-  std::string outputs;  // 1: to round
-  // The grids of outputs, of a product's inputs ("p"), of the head gradient that it reads ("g"), and of the
-  // outputs of the node's gradients.
-  Grid output, product, gradient, back;
+  std::string rounded_inputs, rounded_outputs;  // 1: its numbers are rounded
+  Grid output_grid;
+  Grid product_grid;         // of a product's inputs
+  Grid head_gradient_grid;   // of the gradient that the product's backward pass reads
+  Grid input_gradient_grid;  // of the outputs of the node's gradients
   ProductSettings products;
-  ProductSettings of_gradients;  // those of the gradient's nodes
-  std::string high;     // for each input 1: the product of its gradient runs in high precision
-  size_t history = 0;   // of scaled inputs: how many maxima are kept
-  int margin = 0;       // and the number of powers of two below the largest
-  std::vector<std::string> histories;  // in a gradient's node: the history of each input
+  ProductSettings gradient_products;     // those of the gradient's nodes
+  std::string high_precision_gradients;  // for each input 1: the product of its gradient runs in high precision
+  size_t history_length = 0;  // of scaled inputs: how many maxima are kept
+  int margin = 0;             // and the number of powers of two below the largest
+  std::vector<std::string> history_names;  // in a gradient's node: the history of each input
   // It rounds stochastically, or scales. MXNet runs such nodes in the order of their calls.
   bool ordered = false;
 
-  bool parameters = false;  // a convolution or a dense layer of bfloat16 data, which rounds float32 parameters
-  bool loop = false;        // an RNN whose products have another format than its other tensors (rnn.cc)
+  bool float32_parameters = false;  // a convolution or a dense layer of bfloat16 data, which rounds parameters
+  bool rnn_loop = false;  // an RNN whose products have another format than its other tensors (rnn.cc)
   // _identity_with_attr_like_rhs(x, s) before a loss head returns x. Its gradient is multiplied by the loss
   // scale s, an array of one element.
   bool loss_scale = false;
@@ -59,11 +60,11 @@ struct Settings {
   bool is_gradient = false;
   std::vector<int> gradients_of;  // for each output, the forward node's input of which it is the gradient, or -1
 
-  bool rounds() const { return !(inputs.empty() && outputs.empty() && products.reads.empty()); }
+  bool rounds() const { return !(rounded_inputs.empty() && rounded_outputs.empty() && products.input_grids.empty()); }
 };
 
 // A character of a selection; '1' or '0' where it is too short.
-inline char letter(const std::string& letters, size_t i, char otherwise) {
+inline char letter_at(const std::string& letters, size_t i, char otherwise) {
   return i < letters.size() ? letters[i] : otherwise;
 }
 

@@ -9,7 +9,7 @@ namespace {
 const struct { Trait trait; const char* names; } kRows[] = {
     // They hold graphs, are asynchronous, copy between devices, compare pointers, or have outputs of dynamic
     // shapes.
-    {kMxnets, R"(
+    {kRunsInMXNet, R"(
         _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe
         _backward_foreach _backward_while_loop _backward_cond _backward_CachedOp
         Custom _CustomFunction _NDArray _Native
@@ -31,7 +31,7 @@ const struct { Trait trait; const char* names; } kRows[] = {
         _backward_SequenceMask _backward_SequenceLast _backward_SequenceReverse
         _backward_npi_einsum
     )"},
-    {kInfersHalves, R"(
+    {kRefusesFloat16, R"(
         Crop IdentityAttachKLSparseReg _contrib_MultiBoxPrior _contrib_MultiBoxTarget
         _contrib_MultiBoxDetection _contrib_Proposal _contrib_MultiProposal _linalg_det
         _linalg_slogdet _npi_eig _npi_eigh _npi_eigvals _npi_eigvalsh _npi_solve
@@ -62,7 +62,7 @@ unsigned traits_of(const std::string& name) {
   return found == table->end() ? 0 : found->second;
 }
 
-std::vector<size_t> averages_of(const std::string& name) {
+std::vector<size_t> moving_averages_of(const std::string& name) {
   static const auto* table = new std::map<std::string, std::vector<size_t>>{
       {"BatchNorm", {3, 4}}, {"_backward_BatchNorm", {6, 7}},
       {"_contrib_BatchNormWithReLU", {3, 4}}, {"_backward_contrib_BatchNormWithReLU", {6, 7}},

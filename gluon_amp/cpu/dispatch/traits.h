@@ -8,12 +8,12 @@
 namespace gluon_amp {
 
 enum Trait : unsigned {
-  kMxnets = 1,         // MXNet always runs it
+  kRunsInMXNet = 1,         // MXNet always runs it
   kMoves = 2,          // it creates or copies values; MXNet's code copies float16 values as fast
   kLeavesOutputs = 4,  // it does not write some outputs, which are initialized to zeros
-  kInfersHalves = 8,   // its type inference refuses float16
+  kRefusesFloat16 = 8,   // its type inference refuses float16
   kPushesWeight = 16,  // in predictions it reorders its weight in a later task of MXNet's engine
-  kHasParameters = 32, // a convolution or a dense layer, or its backward pass (Settings::parameters)
+  kHasParameters = 32, // a convolution or a dense layer, or its backward pass (Settings::float32_parameters)
   kForgetsBias = 64,   // oneDNN's code writes the bias gradient (2) only with the weight's (1)
   kCasts = 128,        // its `dtype` is the type of its result
   kHighPrecision = 256 // the product of each input's gradient can have a node of its own
@@ -21,6 +21,6 @@ enum Trait : unsigned {
 
 unsigned traits_of(const std::string& name);
 // The inputs of an operator that are moving averages, which it updates.
-std::vector<size_t> averages_of(const std::string& name);
+std::vector<size_t> moving_averages_of(const std::string& name);
 
 }  // namespace gluon_amp

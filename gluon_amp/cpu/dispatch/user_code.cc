@@ -33,18 +33,18 @@ void hold(const std::shared_ptr<MXCallbackList>& python) {
   operators.emplace(python.get(), python);
 }
 
-mxnet::FCreateOpState create_theirs;
+mxnet::FCreateOpState create_original;
 
 OpStatePtr create(const NodeAttrs& attrs, mxnet::Context context, const mxnet::ShapeVector& shapes,
                   const std::vector<int>& types) {
-  OpStatePtr state = call_theirs(create_theirs, attrs, context, shapes, types);
+  OpStatePtr state = call_original(create_original, attrs, context, shapes, types);
   hold(custom_parameters(attrs).python);
   hold(state.get_state<CustomParameters>().python);
   return state;
 }
 
 // MXNet's CPU function of an operator.
-struct Theirs {
+struct Original {
   mxnet::FStatefulComputeEx run;
   bool autograd;  // of an autograd.Function
 };
@@ -56,23 +56,23 @@ struct Kept {
 
 void complete(mxnet::Engine*, void* address, const dmlc::Error* error) {
   auto* kept = static_cast<Kept*>(address);
-  const auto theirs = kept->complete;
+  const auto original = kept->complete;
   delete kept;
-  theirs(error);
+  original(error);
   --under_way;
 }
 
-void run(const Theirs& theirs, const OpStatePtr& state, const OpContext& context,
+void run(const Original& original, const OpStatePtr& state, const OpContext& context,
          const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
          const std::vector<NDArray>& out) {
-  if (theirs.autograd) hold(state.get_state<CustomFunctionParameters>().python);
+  if (original.autograd) hold(state.get_state<CustomFunctionParameters>().python);
   auto* kept = new Kept{context.async_on_complete, in};
   OpContext ours = context;
   ours.async_on_complete.callback_ = &complete;
   ours.async_on_complete.param_ = kept;
   ++under_way;
   try {
-    theirs.run(state, ours, in, req, out);
+    original.run(state, ours, in, req, out);
   } catch (...) {  // it has not started
     delete kept;
     --under_way;
@@ -82,17 +82,17 @@ void run(const Theirs& theirs, const OpStatePtr& state, const OpContext& context
 
 void guard(const char* name, bool autograd) {
   auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get(name));
-  const auto* theirs = new Theirs{*get<mxnet::FStatefulComputeEx>(&op, "FStatefulComputeEx<cpu>"),
+  const auto* original = new Original{*get<mxnet::FStatefulComputeEx>(&op, "FStatefulComputeEx<cpu>"),
                                   autograd};
   set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>",
-                                 [theirs](const auto&... call) { run(*theirs, call...); });
+                                 [original](const auto&... call) { run(*original, call...); });
 }
 
 }  // namespace
 
 void guard_user_code() {
   auto& custom = const_cast<nnvm::Op&>(*nnvm::Op::Get("Custom"));
-  create_theirs = *get<mxnet::FCreateOpState>(&custom, "FCreateOpState");
+  create_original = *get<mxnet::FCreateOpState>(&custom, "FCreateOpState");
   set<mxnet::FCreateOpState>(custom, "FCreateOpState", by_value(&create));
   guard("Custom", false);
   guard("_backward_Custom", false);

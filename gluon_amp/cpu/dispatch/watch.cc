@@ -18,8 +18,8 @@ thread_local bool floats_too = false;
 using Key = std::tuple<std::string, int64_t, int64_t>;  // name, backward, index
 std::mutex lock;
 std::map<Key, size_t> places;  // indices of rows
-std::vector<WatchedRow> rows, taken;  // both keep their memory
-std::string names, taken_names;       // of the rows' nodes, 0-terminated
+std::vector<WatchedRow> rows, read_rows;  // both keep their memory
+std::string names, read_names;       // of the rows' nodes, 0-terminated
 
 void add(const Counts& from, Counts* to) {
   for (int i = 0; i < 256; ++i) to->bins[i] += from.bins[i];
@@ -59,7 +59,7 @@ Watch::~Watch() {
   const std::string name = settings_line(call_.attrs, kWatchLine);
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
-    if (call_.write(i) == kNothing || !(is_half(out) || is_float(out)) || size(out) == 0) continue;
+    if (call_.write(i) == kNothing || !(is_16bit(out) || is_float(out)) || size(out) == 0) continue;
     if (!counted_[i] && *this) {
       counted_[i] = std::make_unique<Counts>();
       kernels_of(out)->count_rounded(out.dptr_, size(out), counted_[i].get());
@@ -93,7 +93,7 @@ Counts* counts_of(const void* to) {
   return nullptr;
 }
 
-void show(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
+void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
           int type) {
   Counts* const counts = counts_of(to);
   if (!counts) return;
@@ -104,57 +104,57 @@ void show(const float* exact, int64_t n, int64_t padding, const void* to, const 
 
 bool watching() { return current != nullptr; }
 
-int64_t shown_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
+int64_t counted_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
 
-bool takes_floats() { return floats_too; }
+bool kernels_take_floats() { return floats_too; }
 
-bool show_own_code(const Call& call, const OwnCode& own) {
+bool count_own_kernel(const Call& call, const OwnKernel& own) {
   if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
-      std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_half(to); }))
+      std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_16bit(to); }))
     return false;
   if ((own.supports & kNumbers) == kNumbers &&
-      some_numbers_at_a_time(call, shown_at_a_time(),
-                             [&](const Call& piece) { return show_own_code(piece, own); }))
+      some_numbers_at_a_time(call, counted_at_a_time(),
+                             [&](const Call& piece) { return count_own_kernel(piece, own); }))
     return true;
-  Lease lease;
+  Scratch scratch;
   auto wide = [&](const TBlob& array) {
-    return is_half(array) ? lease.array(array.shape_).data() : array;
+    return is_16bit(array) ? scratch.array(array.shape_).data() : array;
   };
   std::vector<TBlob> in, out;
   std::vector<OpReqType> req = call.req;
   for (auto& from : call.in) {
     in.push_back(wide(from));
-    if (is_half(from)) widen(from, floats(in.back()));
+    if (is_16bit(from)) widen(from, floats(in.back()));
   }
   for (size_t i = 0; i < call.out.size(); ++i) {
     out.push_back(wide(call.out[i]));
-    if (is_half(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
+    if (is_16bit(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
   }
   floats_too = true;
   const bool ran = own.run(call.on(in, req, out));
   floats_too = false;
   for (size_t i = 0; ran && i < out.size(); ++i) {
     const TBlob& to = call.out[i];
-    if (is_half(to) && call.write(i) != kNothing) narrow(floats(out[i]), to, call.write(i));
+    if (is_16bit(to) && call.write(i) != kNothing) narrow(floats(out[i]), to, call.write(i));
   }
   return ran;
 }
 
 int64_t watched() {
   std::lock_guard<std::mutex> guard(lock);
-  taken.swap(rows);
-  taken_names.swap(names);
+  read_rows.swap(rows);
+  read_names.swap(names);
   rows.clear();
   names.clear();
   places.clear();
-  return static_cast<int64_t>(taken.size());
+  return static_cast<int64_t>(read_rows.size());
 }
 
-const WatchedRow* watched_rows() { return taken.data(); }
+const WatchedRow* watched_rows() { return read_rows.data(); }
 
 const void* watched_names(int64_t* length) {
-  *length = static_cast<int64_t>(taken_names.size());
-  return taken_names.data();
+  *length = static_cast<int64_t>(read_names.size());
+  return read_names.data();
 }
 
 }  // namespace gluon_amp

@@ -59,15 +59,15 @@ bool onednn_convolution(const Call& call, bool backward) {
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{y.shape_[1]};
   const Convolution layer(call, x, w, y, has_bias ? &bias : nullptr);
-  const std::lock_guard<std::mutex> mine(turn());
+  const std::lock_guard<std::mutex> mine(scratch_lock());
   if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
     return run_layer(call, backward, layer);
   if (call.blocked.any()) return false;
-  Lease lease;
+  Scratch scratch;
   ByRows rows{rows_of(layer), x};
   if (!is_pointwise(layer)) {
-    rows.x.dptr_ = lease.halves(rows.layer.x[0] * rows.layer.x[1]);
-    unfold(layer, halves(x), halves(rows.x));
+    rows.x.dptr_ = scratch.numbers16(rows.layer.x[0] * rows.layer.x[1]);
+    unfold(layer, numbers16(x), numbers16(rows.x));
   }
   return run_layer(call, backward, layer, &rows);
 }

@@ -12,19 +12,19 @@ namespace gluon_amp {
 bool onednn_deconvolution(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &w = call.in[backward ? 2 : 1];
   const TBlob& y = backward ? call.in[0] : call.out[0];
-  if (!multiplies_images(call, x, w, y) || !all_half(call) || !numbers(call.attrs, "target_shape").empty())
+  if (!multiplies_images(call, x, w, y) || !all_16bit(call) || !numbers(call.attrs, "target_shape").empty())
     return false;
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const int64_t channels = y.shape_[1], images = y.shape_[0], places = size(y) / (images * channels);
   Convolution layer(call, y, w, x, nullptr);
-  const std::lock_guard<std::mutex> mine(turn());
-  Lease lease;
+  const std::lock_guard<std::mutex> mine(scratch_lock());
+  Scratch scratch;
   if (!backward) {
     if (call.write(0) == kNothing) return true;
     if (has_bias) layer.result = dnnl_f32;
     const auto product = layer.product(kBackwardData);
     if (!product) return false;
-    const NDArray sums = has_bias ? lease.array(y.shape_) : NDArray();
+    const NDArray sums = has_bias ? scratch.array(y.shape_) : NDArray();
     const TBlob& to = has_bias ? sums.data() : y;
     const bool blocked = call.blocked.output(0);
     product->run({layer.operand(DNNL_ARG_DIFF_DST, x, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
@@ -45,10 +45,10 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   const auto weight = call.write(1) != kNothing ? layer.product(kBackwardWeights) : nullptr;
   if ((call.write(0) != kNothing && !data) || (call.write(1) != kNothing && !weight)) return false;
   if (has_bias && call.write(2) != kNothing) {
-    const NDArray sums = lease.array(call.out[2].shape_);
-    const Half* gradients = halves(y);
+    const NDArray sums = scratch.array(call.out[2].shape_);
+    const Half* gradients = numbers16(y);
     if (call.blocked.input(0)) {
-      Half* const plain = lease.halves(size(y));
+      Half* const plain = scratch.numbers16(size(y));
       unblock(y, plain);
       gradients = plain;
     }

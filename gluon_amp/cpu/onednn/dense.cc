@@ -10,7 +10,7 @@ bool onednn_dense(const Call& call, bool backward) {
   const int64_t high = w.shape_[0], wide = w.shape_[1], rows = size(x) / wide;
   const bool has_bias = (backward ? call.out : call.in).size() > 2;
   const Sizes bias{high};
-  const std::lock_guard<std::mutex> mine(turn());
+  const std::lock_guard<std::mutex> mine(scratch_lock());
   Dense layer(rows, wide, high, has_bias ? &bias : nullptr);
   layer.parameters = type_in_memory(w);
   return run_layer(call, backward, layer);
@@ -27,8 +27,10 @@ bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const 
   const auto array = [](const void* numbers, const Sizes& dims, int type) {
     return TBlob(const_cast<void*>(numbers), mxnet::TShape({dims[0], dims[1]}), mshadow::cpu::kDevMask, type, 0);
   };
-  const auto half = [&](const Half* numbers, const Sizes& dims) { return array(numbers, dims, mshadow::kBfloat16); };
-  const TBlob x = half(pass == kForward ? a : b, layer.x), y = half(a, layer.y), w = half(b, layer.w);
+  const auto bfloat16 = [&](const Half* numbers, const Sizes& dims) {
+    return array(numbers, dims, mshadow::kBfloat16);
+  };
+  const TBlob x = bfloat16(pass == kForward ? a : b, layer.x), y = bfloat16(a, layer.y), w = bfloat16(b, layer.w);
   const int to_is = pass == kForward ? DNNL_ARG_DST : pass == kBackwardData ? DNNL_ARG_DIFF_SRC : DNNL_ARG_DIFF_WEIGHTS;
   const TBlob made = array(to, layer.sizes(to_is), mshadow::kFloat32);
   product->run({pass == kForward ? layer.operand(DNNL_ARG_SRC, x) : layer.operand(DNNL_ARG_DIFF_DST, y),

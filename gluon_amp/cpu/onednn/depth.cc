@@ -33,13 +33,13 @@ Depth depth_of(const NodeAttrs& attrs, const NDArray& images, const NDArray& out
 }
 
 // The images between planes of zeros, all that the outputs read.
-NDArray surrounded(const NDArray& images, const Depth& depth, Lease* lease) {
+NDArray surrounded(const NDArray& images, const Depth& depth, Scratch* scratch) {
   const NDArray plain = images.IsMKLDNNData() ? images.Reorder2Default() : images;
   mxnet::TShape shape = plain.shape();
   const int64_t plane = shape[3] * shape[4], count = shape[0] * shape[1], from = depth.in * plane;
   shape[2] = (depth.out - 1) * depth.stride + depth.kernel;
   const int64_t to = shape[2] * plane, before = depth.pad * plane;
-  const NDArray made = lease->array(shape);
+  const NDArray made = scratch->array(shape);
   const float* const read = floats(plain.data());
   float* const written = floats(made.data());
   for_all(count, count * to, [&](int64_t i) {
@@ -51,14 +51,14 @@ NDArray surrounded(const NDArray& images, const Depth& depth, Lease* lease) {
   return made;
 }
 
-// The node's attributes for images that have their padding in depth.
-Attributes without_padding(const NodeAttrs& attrs) {
+// A node with these attributes, for images that have their padding in depth.
+nnvm::ObjectPtr without_padding(const NodeAttrs& attrs) {
   const std::vector<int64_t> pad = numbers(attrs, "pad");
   Texts texts;
   for (const auto& item : attrs.dict)
     if (item.first != "pad" && item.first != "target_shape") texts.push_back(item);  // oneDNN's code reads `pad`
   texts.emplace_back("pad", "(0, " + std::to_string(pad[1]) + ", " + std::to_string(pad[2]) + ")");
-  return Attributes(attrs.op, texts);
+  return make_node(attrs.op, texts);
 }
 
 // The same requests, with kNullOp in the memory behind them. A convolution without a bias reads the bias's request
@@ -71,27 +71,27 @@ std::vector<OpReqType> before_null(std::vector<OpReqType> req) {
 
 }  // namespace
 
-mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution) {
-  return [theirs = std::move(theirs), padded = deconvolution ? 0 : 1](
+mxnet::FComputeEx with_right_depth(mxnet::FComputeEx original, bool deconvolution) {
+  return [original = std::move(original), padded = deconvolution ? 0 : 1](
              const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
              const std::vector<OpReqType>& requests, const std::vector<NDArray>& out) {
     const std::vector<OpReqType> req = before_null(requests);
     const NDArray &images = in[padded], &outputs = in[1 - padded];  // a deconvolution's images are its result
     const bool wants_weight = std::any_of(req.begin() + 1, req.end(), [](OpReqType r) { return r != mxnet::kNullOp; });
     if (images.shape().ndim() != 5 || images.dtype() != mshadow::kFloat32 || !wants_weight)
-      return theirs(attrs, context, in, req, out);
+      return original(attrs, context, in, req, out);
     const Depth depth = depth_of(attrs, images, outputs);
-    if (!depth.is_wrong()) return theirs(attrs, context, in, req, out);
+    if (!depth.is_wrong()) return original(attrs, context, in, req, out);
 
-    Lease lease;
+    Scratch scratch;
     std::vector<NDArray> read(in);
-    read[padded] = surrounded(images, depth, &lease);
+    read[padded] = surrounded(images, depth, &scratch);
     std::vector<OpReqType> of_weight(req), of_data(req.size(), mxnet::kNullOp);
     of_data[0] = req[0];
     of_weight[0] = mxnet::kNullOp;
     // the weight first, because the gradient of the data may share memory with that of the result
-    theirs(without_padding(attrs).get(), context, read, of_weight, out);
-    if (req[0] != mxnet::kNullOp) theirs(attrs, context, in, before_null(of_data), out);
+    original(without_padding(attrs)->attrs, context, read, of_weight, out);
+    if (req[0] != mxnet::kNullOp) original(attrs, context, in, before_null(of_data), out);
   };
 }
 

@@ -14,6 +14,6 @@ struct Depth {
 
 // MXNet's float32 code for the backward pass of a convolution or a deconvolution, with right weight gradients, and
 // none that was not requested.
-mxnet::FComputeEx with_right_depth(mxnet::FComputeEx theirs, bool deconvolution);
+mxnet::FComputeEx with_right_depth(mxnet::FComputeEx original, bool deconvolution);
 
 }  // namespace gluon_amp

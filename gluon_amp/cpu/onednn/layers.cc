@@ -145,10 +145,10 @@ bool run_forward(const Call& call, const Layer& layer, const TBlob& x) {
 bool run_weight(const Call& call, const Layer& layer, const TBlob& x, bool wants_bias, Product::Inside* read) {
   const auto product = layer.product(kBackwardWeights, wants_bias);
   if (!product) return false;
-  Lease lease;
+  Scratch scratch;
   TBlob dw = call.out[1];
   const bool unread = call.write(1) == kNothing;
-  if (unread) dw.dptr_ = lease.memory(size(dw));
+  if (unread) dw.dptr_ = scratch.memory(size(dw));
   std::vector<Operand> all{
       layer.operand(DNNL_ARG_SRC, x, call.blocked.input(1)),
       layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.blocked.input(0)),
@@ -182,7 +182,7 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
 
 bool multiplies_layer(const Call& call, const TBlob& weight) {
   return multiplies(call.out[0].type_flag_) && call.in[0].type_flag_ == mshadow::kBfloat16 &&
-         (is_float(weight) || all_half(call));
+         (is_float(weight) || all_16bit(call));
 }
 
 bool multiplies_images(const Call& call, const TBlob& x, const TBlob& w, const TBlob& y) {

@@ -32,13 +32,13 @@ struct Multiplication {
   Write write;
 
   std::shared_ptr<Product> product() const;
-  void run(Product& product) const {  // under the lock `turn()`
+  void run(Product& product) const {  // under the lock `scratch_lock()`
     product.run({{DNNL_ARG_SRC, a.array, a.layout()}, {DNNL_ARG_WEIGHTS, b.array, b.layout()},
                  {DNNL_ARG_DST, to, Matrix{to, false}.layout(), write}});
   }
   void run_alone(Product& product) const {
     if (write == kNothing) return;
-    const std::lock_guard<std::mutex> mine(turn());
+    const std::lock_guard<std::mutex> mine(scratch_lock());
     run(product);
   }
 };
@@ -63,7 +63,7 @@ bool are_matrices(const Call& call, int axes) {
   for (const TBlob& from : call.in)
     for (const TBlob& to : call.out)
       if (overlap(from, to)) return false;
-  return all_half(call) && multiplies(call.out[0].type_flag_) && std::all_of(call.in.begin(), call.in.end(), is_one) &&
+  return all_16bit(call) && multiplies(call.out[0].type_flag_) && std::all_of(call.in.begin(), call.in.end(), is_one) &&
          std::all_of(call.out.begin(), call.out.end(), is_one);
 }
 
@@ -115,7 +115,7 @@ bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
 
 void add_products(Rows& rows) {
   instructions();  // requests AMX before any operator of MXNet runs
-  rows.insert({{"dot", {dot, kAnyPlace}}, {"_backward_dot", {dot_gradient, kAnyPlace}}});
+  rows.insert({{"dot", {dot, kAnyInput}}, {"_backward_dot", {dot_gradient, kAnyInput}}});
 }
 
 }  // namespace gluon_amp

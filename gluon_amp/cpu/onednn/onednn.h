@@ -13,12 +13,12 @@ bool onednn_deconvolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
 bool onednn_batch_dot(const Call& call);
 
-// y = a * b, all float32: on any processor. False without oneDNN. Under the lock `turn()`.
+// y = a * b, all float32: on any processor. False without oneDNN. Under the lock `scratch_lock()`.
 bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
                     float* y);
 
 // Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: kForward x and w into y;
-// kBackwardData dy and w into dx; kBackwardWeights dy and x into dw. Under the lock `turn()`.
+// kBackwardData dy and w into dx; kBackwardWeights dy and x into dw. Under the lock `scratch_lock()`.
 bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
                  float* to, Product::Inside* read);
 

@@ -145,7 +145,7 @@ bool Product::Way::is_like(const Way& other) const {
 void* Product::Inside::enter(const Operand& operand, const Way& way) {
   for (const Held& held : held_)
     if (held.array == operand.array.dptr_ && held.way.is_like(way)) return held.memory;
-  void* const made = lease_.memory(room_for(way.inside));
+  void* const made = scratch_.memory(room_for(way.inside));
   way.enter(operand, made);
   held_.push_back({operand.array.dptr_, way, made});
   return made;
@@ -176,7 +176,7 @@ int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_de
 
 void Product::Way::enter(const Operand& operand, void* to) const {
   if (matrices)
-    kernels->transpose(halves(operand.array), static_cast<Half*>(to), matrices, channels, places);
+    kernels->transpose(numbers16(operand.array), static_cast<Half*>(to), matrices, channels, places);
   else
     onednn::execute(&reorder, stream(), {{DNNL_ARG_FROM, memory(operand.plain, operand.array.dptr_)},
                                          {DNNL_ARG_TO, memory(inside, to)}});
@@ -214,7 +214,7 @@ Product::Way& Product::way(const Operand& operand) {
 }
 
 void Product::run(const std::vector<Operand>& operands, Inside* read) {
-  Lease lease;
+  Scratch scratch;
   onednn::Arguments arguments;
   std::map<int, void*> inside;
   const auto lies_on_read = [&](const Operand& made) {  // shares memory with an input that is not reordered
@@ -228,7 +228,7 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     if (operand.write == kNothing && !way.same) {
       at = read->enter(operand, way);
     } else if (operand.write != kNothing && (!way.same || operand.write == kAdd || lies_on_read(operand))) {
-      at = lease.memory(room_for(way.inside));
+      at = scratch.memory(room_for(way.inside));
     }
     inside[operand.argument] = at;
     arguments[operand.argument] = memory(way.inside, at);
@@ -239,7 +239,7 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
     const void* made = inside[operand.argument];
     if (operand.write == kNothing || made == operand.array.dptr_) continue;
     if (!way.same) {
-      void* const plain = operand.write == kAdd ? lease.like(operand.array).dptr_ : operand.array.dptr_;
+      void* const plain = operand.write == kAdd ? scratch.like(operand.array).dptr_ : operand.array.dptr_;
       way.leave(operand, inside[operand.argument], plain);
       made = plain;
     }

@@ -50,7 +50,7 @@ class Product {
       Way way;
       void* memory;
     };
-    Lease lease_;
+    Scratch scratch_;
     std::vector<Held> held_;
   };
 
@@ -59,7 +59,7 @@ class Product {
   using Make = std::function<onednn::Description()>;
   static std::shared_ptr<Product> find(const std::string& key, const Make& make);
 
-  // All arguments of the primitive. Under the lock `turn()`.
+  // All arguments of the primitive. Under the lock `scratch_lock()`.
   void run(const std::vector<Operand>& operands, Inside* read);
   void run(const std::vector<Operand>& operands) {
     Inside read;

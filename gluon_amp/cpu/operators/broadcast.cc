@@ -91,7 +91,7 @@ bool broadcast(const Call& call) {
 class Sums {
  public:
   Sums(const TBlob& g, const TBlob* x, const TBlob& to)
-      : of_(kernels_of(g)), g_(halves(g)), x_(x ? halves(*x) : nullptr), n_(size(to)) {
+      : of_(kernels_of(g)), g_(numbers16(g)), x_(x ? numbers16(*x) : nullptr), n_(size(to)) {
     const std::vector<Run> runs = runs_of(to, g, g);
     row_ = runs.front();
     for (size_t i = 1; i < runs.size(); ++i)
@@ -100,8 +100,8 @@ class Sums {
   }
 
   void write(float sign, const TBlob& to, Write write) const {
-    Lease lease;
-    float* const sums = lease.memory(n_);
+    Scratch scratch;
+    float* const sums = scratch.memory(n_);
     const bool along = row_.steps[0] == 0;  // one sum for a row, or else one for each column
     const int64_t tasks = along ? n_ : n_ / row_.size * strips();
     for_all(tasks, repeats_ * n_ * (along ? row_.size : 1),
@@ -158,7 +158,7 @@ class Sums {
 template <Binary f>
 bool gradient(const Call& call) {  // gradient; of a product x and y, too
   const TBlob& g = call.in[0];
-  if (!all_half(call) || size(g) == 0) return false;
+  if (!all_16bit(call) || size(g) == 0) return false;
   const auto whole = [&](int i) { return size(call.out[i]) == size(g); };
   if ((!whole(0) && !whole(1)) || !pays(runs_of(call.out[whole(0) ? 1 : 0], g, g))) return false;
   const auto sign = [](int i) { return f == kDifference && i == 1 ? -1.0f : 1.0f; };

@@ -1,7 +1,7 @@
 // Convolutions and deconvolutions, blocked by images; deconvolutions with more weight than data, blocked by
 // channels. So float32 scratch stays in the cache.
 //
-// Plain halves are converted to oneDNN's blocked layout and back in one pass.
+// Plain 16-bit numbers are converted to oneDNN's blocked layout and back in one pass.
 #include <algorithm>
 
 #include "dispatch/watch.h"
@@ -21,14 +21,14 @@ int64_t groups_of(const Call& call) {
 
 bool fits(const Call& call, const TBlob& data, bool backward) {
   return data.ndim() >= 3 && data.ndim() <= 5 && data.Size() > 0 && has_channels_first(call) &&
-         (data_half(call, backward) || all_float(call));
+         (data_is_16bit(call, backward) || all_float(call));
 }
 
 bool run_by_images(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
   const TBlob& weight = call.in[backward ? 2 : 1];
-  if (!fits(call, x, backward) || y.Size() == 0 || !call.of.compute_ex) return false;
+  if (!fits(call, x, backward) || y.Size() == 0 || !call.op.compute_ex) return false;
   const int64_t batch = x.shape_[0], per_x = size(x) / batch, per_y = size(y) / batch;
   int64_t images = kPiece / ((backward ? 2 : 1) * per_x + per_y);
   // oneDNN reorders the weights for each piece, so a piece has more data than there are weights
@@ -71,7 +71,7 @@ struct Some {
   NDArray widened(const NDArray& holder, const TBlob& all) const {
     float* const to = floats(holder.data());
     each_row(all, [&](int64_t in_part, int64_t in_all) {
-      kernels_of(all)->widen(halves(all) + in_all, to + in_part, width(all));
+      kernels_of(all)->widen(numbers16(all) + in_all, to + in_part, width(all));
     });
     return holder;
   }
@@ -90,7 +90,7 @@ struct Some {
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;
-  if (!fits(call, x, backward) || !all_half(call) || y.Size() == 0 || !call.of.compute_ex ||
+  if (!fits(call, x, backward) || !all_16bit(call) || y.Size() == 0 || !call.op.compute_ex ||
       groups_of(call) != 1 || x.ndim() != 4)
     return false;
   const int64_t pieces = size(weight) / kWeights, channels = some_of.shape_[1], block = block_size();
@@ -98,16 +98,16 @@ bool run_by_channels(const Call& call, bool backward) {
   const int64_t most = (channels + pieces * block - 1) / (pieces * block) * block;
   if (most >= channels) return false;
 
-  const std::lock_guard<std::mutex> mine(turn());
-  Lease lease;
+  const std::lock_guard<std::mutex> mine(scratch_lock());
+  Scratch scratch;
   OpContext context = call.context;
   context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
-  const NDArray read = widened_images(1, lease.array(mxnet::TShape(1, room(whole.shape_))), whole);
+  const NDArray read = widened_images(1, scratch.array(mxnet::TShape(1, room(whole.shape_))), whole);
   for (int64_t first = 0; first < channels; first += most) {
     const Some of_data{1, first, std::min(most, channels - first)};
     const Some of_weight{backward ? 0 : 1, first, of_data.count};
     const Some of_bias{0, first, of_data.count};
-    Lease own;
+    Scratch own;
     const auto wide = [&](const Some& some, const TBlob& all) {
       return some.widened(own.array(some.shape(all)), all);
     };
@@ -122,8 +122,8 @@ bool run_by_channels(const Call& call, bool backward) {
       const bool wanted = call.write(i) != kNothing && (i == 1 || first == 0);
       req.push_back(wanted ? mxnet::kWriteTo : mxnet::kNullOp);
     }
-    call.of.ask(req);
-    call.of.compute_ex(call.attrs, context, in, req, out);
+    call.op.adapt_requests(req);
+    call.op.compute_ex(call.attrs, context, in, req, out);
     of_data.narrow(out[0], call.out[0], call.write(0));
     if (out.size() > 1) of_weight.narrow(out[1], call.out[1], call.write(1));
     if (out.size() > 2 && first == 0) narrow(out[2], call.out[2], call.write(2));

@@ -10,7 +10,7 @@ namespace {
 
 // Copies the input to each output: the gradient of an addition.
 bool copies(const Call& call) {
-  if (!all_half(call)) return false;
+  if (!all_16bit(call)) return false;
   const void* from = call.in[0].dptr_;
   // an output that shares memory with the input is written last
   for (bool in_place : {false, true})
@@ -33,9 +33,9 @@ bool rounding_cast(const Call& call) {
 bool cast(const Call& call) {
   if (call.rounding.any) return rounding_cast(call);
   const TBlob &from = call.in[0], &to = call.out[0];
-  if (is_half(from) && is_float(to) && call.write(0) == kStore)
+  if (is_16bit(from) && is_float(to) && call.write(0) == kStore)
     widen(from, floats(to));
-  else if (is_float(from) && is_half(to) && call.write(0) != kNothing)
+  else if (is_float(from) && is_16bit(to) && call.write(0) != kNothing)
     narrow(floats(from), to, call.write(0));
   else
     return call.write(0) == kNothing;
@@ -43,35 +43,35 @@ bool cast(const Call& call) {
 }
 
 // The index of the input with indices, whose values MXNet's code reads.
-size_t place_of_indices(const Operator& of) {
-  const std::string& name = of.op->name;
+size_t place_of_indices(const Operator& op) {
+  const std::string& name = op.name();
   return name == "Embedding" ? 0 : name == "take" || name == "gather_nd" ? 1 : size_t(-1);
 }
 
-// Runs MXNet's code on halves, for operators that only copy values. Some of that code is wrong for bfloat16,
+// Runs MXNet's code on 16-bit numbers, for operators that only copy values. Some of that code is wrong for bfloat16,
 // so bfloat16 arrays are passed as float16.
 bool as_it_is(const Call& call) {
   std::vector<OpReqType> req = call.req;
   for (size_t i = 0; i < call.out.size(); ++i) {
     if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
-    if (!is_half(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // not all of it supports kAddTo
+    if (!is_16bit(call.out[i]) || req[i] == mxnet::kAddTo) return false;  // not all of it supports kAddTo
     for (auto& from : call.in)
       if (from.dptr_ == call.out[i].dptr_) return false;
   }
   const auto moved = [](TBlob array) {
-    if (is_half(array)) array.type_flag_ = mshadow::kFloat16;
+    if (is_16bit(array)) array.type_flag_ = mshadow::kFloat16;
     return array;
   };
-  Lease lease;
+  Scratch scratch;
   std::vector<TBlob> in, out;
   for (const TBlob& from : call.in) {
     in.push_back(moved(from));
-    if (in.size() - 1 != place_of_indices(call.of) || from.type_flag_ != mshadow::kBfloat16) continue;
-    in.back() = lease.array(from.shape_).data();
+    if (in.size() - 1 != place_of_indices(call.op) || from.type_flag_ != mshadow::kBfloat16) continue;
+    in.back() = scratch.array(from.shape_).data();
     widen(from, floats(in.back()));
   }
   for (const TBlob& to : call.out) out.push_back(moved(to));
-  call.of.compute(call.attrs, call.context, in, req, out);
+  call.op.compute(call.attrs, call.context, in, req, out);
   return true;
 }
 
@@ -150,11 +150,11 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
 // MXNet's code is up to nine times slower.
 bool transpose(const Call& call) {
   const TBlob& in = call.in[0];
-  if (!all_half(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
+  if (!all_16bit(call) || call.write(0) != kStore || in.dptr_ == call.out[0].dptr_)
     return as_it_is(call);
   std::vector<int64_t> order = numbers(call.attrs, "axes");
   for (int i = order.empty() ? in.ndim() : 0; i-- > 0;) order.push_back(i);
-  copy_transposed(halves(in), halves(call.out[0]), in.shape_, order);
+  copy_transposed(numbers16(in), numbers16(call.out[0]), in.shape_, order);
   return true;
 }
 
@@ -175,7 +175,7 @@ int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
 
 // A slice of an axis, and its gradient, which is padded with zeros.
 bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
-  if (!all_half(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
+  if (!all_16bit(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
   const int64_t rows = rows_of(call, "axis", whole.shape_), step = size(whole) / rows;
   const int64_t width = size(some) / rows, axis = number(call.attrs, "axis", 0);
   const int64_t long_axis = whole.shape_[axis < 0 ? axis + whole.ndim() : axis];
@@ -184,8 +184,8 @@ bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool ba
   const TBlob& to = call.out[0];
   if (backward && call.write(0) == kStore)
     for (int64_t i = 0; i < rows; ++i) {
-      std::fill_n(halves(to) + i * step, first, Half(0));
-      std::fill_n(halves(to) + i * step + first + width, step - first - width, Half(0));
+      std::fill_n(numbers16(to) + i * step, first, Half(0));
+      std::fill_n(numbers16(to) + i * step + first + width, step - first - width, Half(0));
     }
   for_all(rows, rows * width, [&](int64_t i) {
     const int64_t at_some = i * width, at_whole = i * step + first;
@@ -203,11 +203,11 @@ bool slice_axis_gradient(const Call& call) {
 // Concatenates all inputs, or splits the input into the outputs. Results of floats are rounded if the node has a
 // setting for it.
 bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& parts, const char* axis, bool split) {
-  if (!is_half(whole) && !is_float(whole)) return false;
-  Lease lease;
+  if (!is_16bit(whole) && !is_float(whole)) return false;
+  Scratch scratch;
   std::vector<TBlob> made(call.out);
   if (is_float(whole))
-    for (TBlob& to : made) to.dptr_ = lease.memory(size(to));
+    for (TBlob& to : made) to.dptr_ = scratch.memory(size(to));
   const int64_t rows = size(whole) > 0 ? rows_of(call, axis, whole.shape_) : 0;
   for_all(rows, size(whole), [&](int64_t row) {
     int64_t column = row * (size(whole) / rows);
@@ -224,9 +224,9 @@ bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& par
   return true;
 }
 
-bool concat(const Call& call) { return all_half(call) && regroup(call, call.out[0], call.in, "dim", false); }
+bool concat(const Call& call) { return all_16bit(call) && regroup(call, call.out[0], call.in, "dim", false); }
 bool concat_gradient(const Call& call) {  // of the first input
-  return is_half(call.in[0]) && regroup(call, call.in[0], call.out, "dim", true);
+  return is_16bit(call.in[0]) && regroup(call, call.in[0], call.out, "dim", true);
 }
 // MXNet's code for these is stateful, so the generic operator cannot replace it.
 bool split(const Call& call) { return regroup(call, call.in[0], call.out, "axis", true); }
@@ -254,11 +254,11 @@ bool swap_axes(const Call& call) {
       default: return copy(static_cast<uint64_t*>(to));
     }
   };
-  if (is_half(x)) {
-    made_in_halves(call, move);
+  if (is_16bit(x)) {
+    make_16bit(call, move);
   } else if (is_float(x)) {
-    Lease lease;
-    float* const made = lease.memory(size(y));
+    Scratch scratch;
+    float* const made = scratch.memory(size(y));
     move(made);
     round_to(call, 0, made);
   } else if (call.write(0) == kAdd) {  // float64, in an X-ray

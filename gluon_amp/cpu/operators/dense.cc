@@ -21,7 +21,7 @@ bool run_dense(const Call& call, bool backward) {
   const TBlob& x = call.in[backward ? 1 : 0];
   const TBlob& y = backward ? call.in[0] : call.out[0];
   const TBlob& weight = call.in[backward ? 2 : 1];
-  if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(y) == 0) return false;
+  if (!data_is_16bit(call, backward) || !call.op.compute_ex || size(x) == 0 || size(y) == 0) return false;
   const int64_t per_y = weight.shape_[0], per_x = weight.shape_[1], rows = size(x) / per_x;
   // oneDNN may reorder the weight for each piece, so a piece has more data than there are weights
   int64_t some = std::max(kPiece / ((backward ? 2 : 1) * per_x + per_y),
@@ -48,7 +48,7 @@ constexpr int64_t kOutputs = 64;
 bool run_by_outputs(const Call& call, bool backward) {
   const size_t first_param = backward ? 2 : 1;
   const TBlob &x = call.in[first_param - 1], &weight = call.in[first_param];
-  if (!data_half(call, backward) || !call.of.compute_ex || size(x) == 0 || size(weight) == 0) return false;
+  if (!data_is_16bit(call, backward) || !call.op.compute_ex || size(x) == 0 || size(weight) == 0) return false;
   const int64_t high = weight.shape_[0], wide = weight.shape_[1], rows = size(x) / wide;
   // many rows: if the result is large compared to the inputs of all pieces, as for a vocabulary
   const bool few = rows <= kFewRows;
@@ -59,15 +59,15 @@ bool run_by_outputs(const Call& call, bool backward) {
   const int64_t least = std::max((high + pieces - 1) / pieces, backward && few ? 2 * rows : 0);
   const int64_t some = (least + kOutputs - 1) / kOutputs * kOutputs;
   if (some >= high) return false;
-  const std::lock_guard<std::mutex> mine(turn());
-  Lease lease;
+  const std::lock_guard<std::mutex> mine(scratch_lock());
+  Scratch scratch;
   OpContext context = call.context;
   context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
-  const NDArray all_x = widened_rows(lease.array({rows, wide}), part(x, 0, {rows, wide}));
-  NDArray dx = backward ? lease.array({rows, wide}) : all_x;
+  const NDArray all_x = widened_rows(scratch.array({rows, wide}), part(x, 0, {rows, wide}));
+  NDArray dx = backward ? scratch.array({rows, wide}) : all_x;
   for (int64_t first = 0; first < high; first += some) {
     const int64_t n = std::min(some, high - first);
-    Lease own;
+    Scratch own;
     NDArray y = own.array({rows, n});
     // of the weight or of the bias
     const auto piece = [=](const TBlob& all, bool weights) {
@@ -84,24 +84,24 @@ bool run_by_outputs(const Call& call, bool backward) {
     float* const columns = floats(y.data());
     if (!backward) {
       std::vector<NDArray> out{y};
-      call.of.compute_ex(call.attrs, context, in, req, out);
+      call.op.compute_ex(call.attrs, context, in, req, out);
       const NDArray made = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
       const auto* from = static_cast<const float*>(made.data().dptr_);
-      show(from, rows * n, 0, call.out[0].dptr_, nullptr, call.out[0].type_flag_);
+      count_exact(from, rows * n, 0, call.out[0].dptr_, nullptr, call.out[0].type_flag_);
       for (int64_t i = 0; i < rows; ++i)
-        kernels_of(call.out[0])->narrow(from + i * n, halves(call.out[0]) + i * high + first, n, call.write(0));
+        kernels_of(call.out[0])->narrow(from + i * n, numbers16(call.out[0]) + i * high + first, n, call.write(0));
       continue;
     }
     for (int64_t i = 0; i < rows; ++i)
-      kernels_of(call.in[0])->widen(halves(call.in[0]) + i * high + first, columns + i * n, n);
+      kernels_of(call.in[0])->widen(numbers16(call.in[0]) + i * high + first, columns + i * n, n);
     std::vector<NDArray> out{dx};
     req[0] = call.write(0) == kNothing ? mxnet::kNullOp : first ? mxnet::kAddTo : mxnet::kWriteTo;
     for (size_t i = 1; i < call.out.size(); ++i) {
       out.push_back(own.array(piece(call.out[i], i == 1).shape_));
       req.push_back(call.write(i) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
     }
-    call.of.ask(req);
-    call.of.compute_ex(call.attrs, context, in, req, out);
+    call.op.adapt_requests(req);
+    call.op.compute_ex(call.attrs, context, in, req, out);
     dx = out[0];
     for (size_t i = 1; i < call.out.size(); ++i)
       narrow(out[i], piece(call.out[i], i == 1), call.write(i));

@@ -18,7 +18,7 @@ Half one_of(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16 ?
 bool dropout(const Call& call) {
   const float p = number(call.attrs, "p", 0.5f);
   const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
-  if (!drops && !call.rounding.any && is_half(call.in[0]) &&
+  if (!drops && !call.rounding.any && is_16bit(call.in[0]) &&
       call.in[0].type_flag_ == call.out[0].type_flag_) {
     put(call.in[0].dptr_, call.out[0], call.write(0));
   } else {
@@ -26,7 +26,7 @@ bool dropout(const Call& call) {
   }
   if (!drops && call.out.size() > 1 && call.write(1) != kNothing) {
     const TBlob& mask = call.out[1];
-    if (is_half(mask)) std::fill_n(halves(mask), size(mask), one_of(mask));
+    if (is_16bit(mask)) std::fill_n(numbers16(mask), size(mask), one_of(mask));
     else if (is_float(mask)) std::fill_n(floats(mask), size(mask), 1.0f);
   }
   return true;
@@ -34,14 +34,14 @@ bool dropout(const Call& call) {
 
 // Counts the gradient before rounding.
 void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scale) {
-  Lease lease;
+  Scratch scratch;
   const int64_t n = size(d);
-  float *exact = lease.memory(n), *kept = lease.memory(n);
+  float *exact = scratch.memory(n), *kept = scratch.memory(n);
   widen(g, exact);
   widen(mask, kept);
   for (int64_t i = 0; i < n; ++i)
     exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
-  show(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
+  count_exact(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
 }
 
 // A mask of another shape is broadcast by MXNet's multiplication.
@@ -49,7 +49,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
-  if (!call.rounding.any && all_half(call) && g.shape_ == mask.shape_) {
+  if (!call.rounding.any && all_16bit(call) && g.shape_ == mask.shape_) {
     if (watching()) show_gradient(g, mask, d, scale);
     kernels_of(g)->dropout_gradient(g.dptr_, mask.dptr_, d.dptr_, size(d), scale, call.write(0));
     return true;
@@ -66,10 +66,10 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     stride[i] = mask.shape_[i] == 1 ? 0 : step;
     step *= mask.shape_[i];
   }
-  Lease lease;
+  Scratch scratch;
   const int64_t n = size(d);
-  float* out = lease.memory(n);
-  float* m = lease.memory(size(mask));
+  float* out = scratch.memory(n);
+  float* m = scratch.memory(size(mask));
   widen(g, out);
   if (const Grid* grid = call.rounding.read(0)) kernels->round(*grid, out, out, n, kStore);
   widen(mask, m);
@@ -81,7 +81,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     }
     out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
   }
-  give(call, 0, out);
+  round_to_output(call, 0, out);
   return true;
 }
 

@@ -81,7 +81,7 @@ bool product_gradient(const Call& call) {  // gradient, x, y
 }
 
 bool sum(const Call& call) {
-  if (!all_half(call)) return false;
+  if (!all_16bit(call)) return false;
   std::vector<const void*> from;
   for (auto& array : call.in) from.push_back(array.dptr_);
   const TBlob& to = call.out[0];
@@ -107,7 +107,7 @@ void add_elementwise(Rows& rows) {
            "_backward_maximum_scalar", "_minimum_scalar", "_backward_minimum_scalar", "_maximum",
            "_backward_maximum", "_minimum", "_backward_minimum", "_backward_sub", "_backward_div",
            "where", "_backward_where"})
-    rows.insert({name, {some_at_a_time, kAnyPlace}});
+    rows.insert({name, {some_at_a_time, kAnyInput}});
   constexpr int kEach = kNumbers | kAnyOrder;
   rows.insert({
       {"relu", {forward<kReluOf>, 1, kAnyOrder}}, {"_backward_relu", {backward<kReluOf>, 2, kAnyOrder}},
@@ -124,9 +124,9 @@ void add_elementwise(Rows& rows) {
       {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kEach}},
       {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kEach}},
       {"elemwise_add", {binary<kSum>, 2, kEach}}, {"_grad_add", {binary<kSum>, 2, kEach}},
-      {"add_n", {sum, kAnyPlace, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
+      {"add_n", {sum, kAnyInput, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
       {"elemwise_mul", {binary<kProduct>, 2, kEach}},
-      {"_backward_mul", {product_gradient, kAnyPlace, kEach}},
+      {"_backward_mul", {product_gradient, kAnyInput, kEach}},
       {"elemwise_div", {binary<kQuotient>, 2, kEach}}});
 }
 

@@ -28,7 +28,7 @@ std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
 // in the order of the data, and rounds them.
 bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   const TBlob &g = call.in[0], &weight = call.out[of_weight];
-  if (!is_half(g) || !is_half(weight) || call.write(1 - of_weight) != kNothing || size(g) == 0)
+  if (!is_16bit(g) || !is_16bit(weight) || call.write(1 - of_weight) != kNothing || size(g) == 0)
     return false;
   const int64_t width = size(weight) / weight.shape_[0];
   const std::vector<int64_t> row = looked_up(call.in[1], weight.shape_[0]);
@@ -40,11 +40,11 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   for (size_t i = 0; i < order.size(); ++i)
     if (i == 0 || row[order[i]] != row[order[i - 1]]) first.push_back(i);
   first.push_back(order.size());
-  Lease lease;
-  float* const sums = lease.memory((first.size() - 1) * width);
-  float* const added = lease.memory(row.size() * width);
+  Scratch scratch;
+  float* const sums = scratch.memory((first.size() - 1) * width);
+  float* const added = scratch.memory(row.size() * width);
   widen(g, added);
-  if (call.write(of_weight) == kStore) std::fill_n(halves(weight), size(weight), Half(0));
+  if (call.write(of_weight) == kStore) std::fill_n(numbers16(weight), size(weight), Half(0));
   for_all(first.size() - 1, size(g), [&](int64_t i) {
     float* const sum = sums + i * width;
     std::fill_n(sum, width, 0.0f);
@@ -52,7 +52,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
       for (int64_t j = 0; j < width; ++j) sum[j] += added[order[k] * width + j];
   });
   for (size_t i = 0; i < first.size() - 1; ++i)
-    kernels_of(weight)->narrow(sums + i * width, halves(weight) + row[order[first[i]]] * width, width,
+    kernels_of(weight)->narrow(sums + i * width, numbers16(weight) + row[order[first[i]]] * width, width,
                     call.write(of_weight));
   return true;
 }

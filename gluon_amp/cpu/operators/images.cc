@@ -1,4 +1,4 @@
-// Operators on each image or matrix of a batch. Upsampling has a kernel for halves; others run the generic
+// Operators on each image or matrix of a batch. Upsampling has a kernel for 16-bit numbers; others run the generic
 // operator on pieces of the batch, so that its float32 scratch stays in the cache.
 #include "onednn/onednn.h"
 #include "operators/pieces.h"
@@ -23,7 +23,7 @@ struct Squares {
 };
 
 bool squares_of(const Call& call, const TBlob& small, Squares* made) {
-  if (!all_half(call) || call.in.size() != 1 || call.out.size() != 1 || small.ndim() != 4 ||
+  if (!all_16bit(call) || call.in.size() != 1 || call.out.size() != 1 || small.ndim() != 4 ||
       size(small) == 0 || word(call.attrs, "sample_type", "") != "nearest" ||
       call.in[0].dptr_ == call.out[0].dptr_)
     return false;
@@ -36,9 +36,9 @@ bool upsample(const Call& call) {
   Squares s;
   if (!squares_of(call, call.in[0], &s)) return false;
   if (call.write(0) == kNothing) return true;
-  const Half* const x = halves(call.in[0]);
+  const Half* const x = numbers16(call.in[0]);
   const int64_t wide = s.width * s.scale;
-  made_in_halves(call, [&](Half* y) {
+  make_16bit(call, [&](Half* y) {
     for_all(s.rows, s.rows * wide, [&](int64_t i) {
       Half* const to = y + i * s.scale * wide;
       for (int64_t k = 0; k < s.width; ++k) std::fill_n(to + k * s.scale, s.scale, x[i * s.width + k]);
@@ -54,17 +54,17 @@ bool upsample_gradient(const Call& call) {
   const TBlob &g = call.in[0], &dx = call.out[0];
   if (!squares_of(call, dx, &s)) return false;
   const int64_t wide = s.width * s.scale;
-  Lease lease;
-  float* const sums = lease.memory(size(dx));
+  Scratch scratch;
+  float* const sums = scratch.memory(size(dx));
   const int64_t parts = std::min<int64_t>(s.rows, 64);
-  float* const memory = lease.memory(parts * wide);
+  float* const memory = scratch.memory(parts * wide);
   for_all(parts, s.rows * wide, [&](int64_t p) {
     float* const row = memory + p * wide;
     for (int64_t i = s.rows * p / parts; i < s.rows * (p + 1) / parts; ++i) {
       float* const sum = sums + i * s.width;
       std::fill_n(sum, s.width, 0.0f);
       for (int64_t k = 0; k < s.scale; ++k) {
-        kernels_of(g)->widen(halves(g) + (i * s.scale + k) * wide, row, wide);
+        kernels_of(g)->widen(numbers16(g) + (i * s.scale + k) * wide, row, wide);
         for (int64_t j = 0; j < s.width; ++j)
           for (int64_t q = 0; q < s.scale; ++q) sum[j] += row[j * s.scale + q];
       }
@@ -77,11 +77,11 @@ bool upsample_gradient(const Call& call) {
 }  // namespace
 
 void add_images(Rows& rows) {
-  rows.insert({"batch_dot", {batch_dot, kAnyPlace}});
+  rows.insert({"batch_dot", {batch_dot, kAnyInput}});
   for (const char* name : {"LRN", "_backward_LRN", "_contrib_BilinearResize2D",
                            "_backward_contrib_BilinearResize2D",
                            "_contrib_AdaptiveAvgPooling2D", "_backward_contrib_AdaptiveAvgPooling2D"})
-    rows.insert({name, {some_at_a_time, kAnyPlace}});
+    rows.insert({name, {some_at_a_time, kAnyInput}});
   rows.insert({{"UpSampling", {upsample, 0}}, {"_backward_UpSampling", {upsample_gradient, 0}}});
 }
 

@@ -7,7 +7,7 @@ namespace gluon_amp {
 namespace {
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
-  if (!is_half(x) && !(is_float(x) && (call.rounding.any || takes_floats()))) return false;
+  if (!is_16bit(x) && !(is_float(x) && (call.rounding.any || kernels_take_floats()))) return false;
   if (size(x) == 0) return false;
   int axis = static_cast<int>(number(call.attrs, "axis", 1));
   if (axis < 0) axis += x.ndim();
@@ -23,14 +23,14 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
 struct RoundedOutput {
   const Call& call;
   const Grid* grid;
-  Lease lease;
+  Scratch scratch;
   void* memory;
   Write write;
 
   RoundedOutput(const Call& c)
       : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
     if (!grid || write != kAdd) return;
-    memory = lease.memory(size(c.out[0]));
+    memory = scratch.memory(size(c.out[0]));
     write = kStore;
   }
   void round() {
@@ -38,29 +38,29 @@ struct RoundedOutput {
     const TBlob& to = call.out[0];
     const int64_t n = size(to);
     if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n, call.write(0));
-    float* wide = lease.memory(n);
+    float* wide = scratch.memory(n);
     kernels_of(to)->widen(memory, wide, n);
     kernels->round(*grid, wide, wide, n, kStore);
     kernels_of(to)->narrow(wide, to.dptr_, n, call.write(0));
   }
 };
 
-// The counts for a watched output 0 of halves, counted by the kernel; null otherwise, and with a relu, which
-// runs on halves.
+// The counts for a watched output 0 of 16-bit numbers, counted by the kernel; null otherwise, and with a relu, which
+// runs on 16-bit numbers.
 Counts* counts_as_made(const Call& call, bool relu) {
-  return is_half(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
+  return is_16bit(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
 }
 
 // Input 0, rounded if the node has a setting for it.
-const void* rounded_input(const Call& call, Lease* lease) {
+const void* rounded_input(const Call& call, Scratch* scratch) {
   const Grid* grid = call.rounding.read(0);
   const TBlob& from = call.in[0];
   if (!grid) return from.dptr_;
-  float* const wide = lease->memory(size(from));
+  float* const wide = scratch->memory(size(from));
   widen(from, wide);
   kernels->round(*grid, wide, wide, size(from), kStore);
   if (is_float(from)) return wide;
-  Half* const narrowed = lease->halves(size(from));
+  Half* const narrowed = scratch->numbers16(size(from));
   kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
   return narrowed;
 }
@@ -88,10 +88,10 @@ bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
   if (norm.blocked && !(call.blocked.input(0) && call.blocked.input(3) && call.blocked.output(0))) return false;
-  Lease lease;
+  Scratch scratch;
   RoundedOutput dx(call);
   kernels_of(call.in[3])->batch_norm_gradient(norm, {
-      rounded_input(call, &lease), call.in[3].dptr_,
+      rounded_input(call, &scratch), call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       dx.memory, dx.write, floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2), counts_as_made(call, relu)});
@@ -99,10 +99,10 @@ bool batch_norm_gradient(const Call& call) {
   return true;
 }
 
-// Over the last axis, of halves, or of floats if the node has that setting.
+// Over the last axis, of 16-bit numbers, or of floats if the node has that setting.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
   const int axis = static_cast<int>(number(call.attrs, "axis", -1));
-  if (!is_half(x) && !(is_float(x) && (takes_floats() || call.settings.engine))) return false;
+  if (!is_16bit(x) && !(is_float(x) && (kernels_take_floats() || call.settings.own_kernel))) return false;
   if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
@@ -111,27 +111,27 @@ bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
 }
 
 // A parameter or statistic as floats.
-const float* as_floats(const TBlob& x, Lease* lease) {
+const float* as_floats(const TBlob& x, Scratch* scratch) {
   if (is_float(x)) return floats(x);
-  float* const made = lease->memory(size(x));
+  float* const made = scratch->memory(size(x));
   widen(x, made);
   return made;
 }
 
-// Output i as floats, which `round` rounds to halves if the output is 16-bit.
+// Output i as floats, which `round` rounds to 16-bit numbers if the output is 16-bit.
 struct FloatOutput {
   const TBlob& to;
   Write asked, write;
-  Lease lease;
+  Scratch scratch;
   float* memory = nullptr;
 
   FloatOutput(const Call& call, size_t i) : to(call.out[i]), asked(call.write(i)), write(asked) {
     if (asked == kNothing) return;
-    memory = is_half(to) ? lease.memory(size(to)) : floats(to);
-    if (is_half(to)) write = kStore;
+    memory = is_16bit(to) ? scratch.memory(size(to)) : floats(to);
+    if (is_16bit(to)) write = kStore;
   }
   void round() {
-    if (is_half(to) && asked != kNothing) kernels_of(to)->narrow(memory, to.dptr_, size(to), asked);
+    if (is_16bit(to) && asked != kNothing) kernels_of(to)->narrow(memory, to.dptr_, size(to), asked);
   }
 };
 
@@ -140,8 +140,8 @@ bool layer_norm(const Call& call) {
   LayerNorm norm;
   if (!layer_norm_of(call, call.in[0], &norm) || call.write(1) == kAdd || call.write(2) == kAdd)
     return false;
-  Lease lease;
-  const float *gamma = as_floats(call.in[1], &lease), *beta = as_floats(call.in[2], &lease);
+  Scratch scratch;
+  const float *gamma = as_floats(call.in[1], &scratch), *beta = as_floats(call.in[2], &scratch);
   FloatOutput mean(call, 1), deviation(call, 2);
   kernels_of(call.in[0])->layer_norm(norm, call.in[0].dptr_, gamma, beta, call.out[0].dptr_, call.write(0),
                                      mean.memory, deviation.memory);
@@ -155,9 +155,9 @@ bool layer_norm_gradient(const Call& call) {
   LayerNorm norm;
   const TBlob &g = call.in[0], &x = call.in[1], &dx = call.out[0];
   if (!layer_norm_of(call, x, &norm)) return false;
-  Lease lease;
-  const float *gamma = as_floats(call.in[2], &lease), *mean = as_floats(call.in[3], &lease),
-              *deviation = as_floats(call.in[4], &lease);
+  Scratch scratch;
+  const float *gamma = as_floats(call.in[2], &scratch), *mean = as_floats(call.in[3], &scratch),
+              *deviation = as_floats(call.in[4], &scratch);
   FloatOutput dgamma(call, 1), dbeta(call, 2);
   kernels_of(x)->layer_norm_gradient(norm, g.dptr_, x.dptr_, gamma, mean, deviation, dx.dptr_, call.write(0),
                                      dgamma.memory, dgamma.write, dbeta.memory, dbeta.write);
@@ -201,7 +201,7 @@ void add_norms(Rows& rows) {
   rows.insert({
       {"BatchNorm", {batch_norm<false>, 1, kGrids | kAlike}},
       {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kAlike}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kAlike}},  // its relu is of halves
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kAlike}},  // its relu is of 16-bit numbers
       {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kAlike}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
       {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},

@@ -24,7 +24,7 @@ const Rows& all_rows() {
   return *rows;
 }
 
-const OwnCode* own_code(const std::string& name) {
+const OwnKernel* own_kernel(const std::string& name) {
   auto found = all_rows().find(name);
   return found == all_rows().end() ? nullptr : &found->second;
 }

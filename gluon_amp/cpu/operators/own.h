@@ -10,7 +10,7 @@
 
 namespace gluon_amp {
 
-using Rows = std::map<std::string, OwnCode>;
+using Rows = std::map<std::string, OwnKernel>;
 
 void add_broadcast(Rows& rows);
 void add_convolution(Rows& rows);
@@ -27,19 +27,19 @@ void add_products(Rows& rows);
 void add_updates(Rows& rows);
 
 // Whether all arrays are of one 16-bit type.
-inline bool all_half(const Call& call) {
-  const int type = call.out.empty() ? kNoHalf : call.out[0].type_flag_;
+inline bool all_16bit(const Call& call) {
+  const int type = call.out.empty() ? kNoType16 : call.out[0].type_flag_;
   const auto same = [type](const TBlob& array) { return array.type_flag_ == type; };
-  return is_half(type) && std::all_of(call.in.begin(), call.in.end(), same) &&
+  return is_16bit(type) && std::all_of(call.in.begin(), call.in.end(), same) &&
          std::all_of(call.out.begin(), call.out.end(), same);
 }
 
 // For kernels that also run on floats. In an X-ray's float32 step their bits may differ from those of MXNet's code.
 inline bool all_float(const Call& call) {
-  return takes_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
+  return kernels_take_floats() && std::all_of(call.in.begin(), call.in.end(), is_float) &&
          std::all_of(call.out.begin(), call.out.end(), is_float);
 }
-inline bool has_kernels(const Call& call) { return all_half(call) || all_float(call); }
+inline bool has_kernels(const Call& call) { return all_16bit(call) || all_float(call); }
 
 // Writes floats to a float32 output, rounded if the node has a setting for it.
 inline void round_to(const Call& call, size_t i, const float* made) {
@@ -48,13 +48,13 @@ inline void round_to(const Call& call, size_t i, const float* made) {
                  call.write(i));
 }
 
-// Writes or adds to output 0 the halves that make(to) computes.
+// Writes or adds to output 0 the 16-bit numbers that make(to) computes.
 template <class F>
-void made_in_halves(const Call& call, F make) {
+void make_16bit(const Call& call, F make) {
   const TBlob& to = call.out[0];
-  if (call.write(0) == kStore) return make(halves(to));
-  Lease lease;
-  Half* const made = lease.halves(size(to));
+  if (call.write(0) == kStore) return make(numbers16(to));
+  Scratch scratch;
+  Half* const made = scratch.numbers16(size(to));
   make(made);
   put(made, to, call.write(0));
 }

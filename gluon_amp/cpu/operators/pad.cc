@@ -87,13 +87,13 @@ bool forward(const Call& call) {
   if (call.write(0) == kNothing || size(y) == 0) return true;
   const Padding p = padding_of(call, x.shape_);
   const float constant = number(call.attrs, "constant_value", 0);
-  if (is_half(x)) {
+  if (is_16bit(x)) {
     Half rounded;
     kernels_of(x)->narrow(&constant, &rounded, 1, kStore);
-    made_in_halves(call, [&](Half* to) { pad(p, halves(x), to, rounded); });
+    make_16bit(call, [&](Half* to) { pad(p, numbers16(x), to, rounded); });
   } else if (is_float(x)) {
-    Lease lease;
-    float* const made = lease.memory(size(y));
+    Scratch scratch;
+    float* const made = scratch.memory(size(y));
     pad(p, floats(x), made, constant);
     round_to(call, 0, made);
   } else {
@@ -106,20 +106,20 @@ bool backward(const Call& call) {
   const TBlob &g = call.in[0], &dx = call.out[0];
   if (call.write(0) == kNothing || size(dx) == 0) return true;
   const Padding p = padding_of(call, dx.shape_);
-  if (!is_half(g) && !is_float(g)) {
+  if (!is_16bit(g) && !is_float(g)) {
     const auto* const from = static_cast<double*>(g.dptr_);
     add_up(p, call.write(0) == kAdd, static_cast<double*>(dx.dptr_),
            [=](int64_t first, double*) { return from + first; });
     return true;
   }
-  Lease lease;
-  float* const sums = lease.memory(size(dx));
+  Scratch scratch;
+  float* const sums = scratch.memory(size(dx));
   const int64_t wide = p.place_of.size();
   const Grid* const read = call.rounding.read(0);
   add_up(p, false, sums, [&](int64_t first, float* memory) -> const float* {
-    if (is_half(g)) kernels_of(g)->widen(halves(g) + first, memory, wide);
-    if (read) kernels->round(*read, is_half(g) ? memory : floats(g) + first, memory, wide, kStore);
-    return is_half(g) || read ? memory : floats(g) + first;
+    if (is_16bit(g)) kernels_of(g)->widen(numbers16(g) + first, memory, wide);
+    if (read) kernels->round(*read, is_16bit(g) ? memory : floats(g) + first, memory, wide, kStore);
+    return is_16bit(g) || read ? memory : floats(g) + first;
   });
   if (is_float(g)) {
     round_to(call, 0, sums);

@@ -66,8 +66,8 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
                    int64_t x_room, int64_t y_room, const Widen& widen) {
   const int64_t all = x[0], per_x = x.Size() / all, per_y = y.Size() / all;
-  const std::lock_guard<std::mutex> mine(turn());
-  Lease lease;
+  const std::lock_guard<std::mutex> mine(scratch_lock());
+  Scratch scratch;
   OpContext context = call.context;
   context.is_train = true;  // in predictions MXNet would reorder our scratch in a later task
   std::vector<NDArray> params, gradients;
@@ -76,14 +76,14 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
       params.emplace_back(call.in[i], 0);
       continue;
     }
-    params.push_back(lease.array(call.in[i].shape_));
+    params.push_back(scratch.array(call.in[i].shape_));
     gluon_amp::widen(call.in[i], floats(params.back().data()));
   }
   for (size_t i = 1; backward && i < call.out.size(); ++i)
-    gradients.push_back(lease.array(call.out[i].shape_));
+    gradients.push_back(scratch.array(call.out[i].shape_));
   const mxnet::TShape x_holds(1, x_room), y_holds(1, y_room);
-  NDArray x_holder = lease.array(x_holds), y_holder = lease.array(y_holds),
-          dx_holder = backward ? lease.array(x_holds) : x_holder;
+  NDArray x_holder = scratch.array(x_holds), y_holder = scratch.array(y_holds),
+          dx_holder = backward ? scratch.array(x_holds) : x_holder;
   for (int64_t first = 0; first < all; first += some) {
     x[0] = y[0] = std::min(some, all - first);
     auto piece = [&](NDArray& holder, const TBlob& from, int64_t per, const mxnet::TShape& shape) {
@@ -106,8 +106,8 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
                     : first                       ? mxnet::kAddTo
                                                   : mxnet::kWriteTo);
     }
-    call.of.ask(req);
-    call.of.compute_ex(call.attrs, context, in, req, out);
+    call.op.adapt_requests(req);
+    call.op.compute_ex(call.attrs, context, in, req, out);
     narrow(out[0], part(call.out[0], first * (backward ? per_x : per_y), made), call.write(0));
     for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = out[i + 1];
   }

@@ -52,28 +52,28 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
 
 // Whether data, weight and result of a layer's call have one 16-bit type. The bias and the gradients of
 // parameters may be float32.
-inline bool data_half(const Call& call, bool backward) {
+inline bool data_is_16bit(const Call& call, bool backward) {
   const std::vector<TBlob> in(call.in.begin(), call.in.begin() + (backward ? 3 : 2)),
       out(call.out.begin(), call.out.begin() + 1);
-  return all_half(call.on(in, call.req, out));
+  return all_16bit(call.on(in, call.req, out));
 }
 
 // Calls f(call) with a weight, input `at`, of the data's type, a rounded copy if it is float32. If f returns
 // false, the generic operator runs.
 template <class F>
 bool with_rounded_weight(const Call& call, size_t at, F f) {
-  if (!is_half(call.in[0]) || !is_float(call.in[at])) return f(call);
-  Lease lease;
+  if (!is_16bit(call.in[0]) || !is_float(call.in[at])) return f(call);
+  Scratch scratch;
   std::vector<TBlob> in(call.in);
   const TBlob& from = call.in[at];
-  in[at] = TBlob(lease.halves(size(from)), from.shape_, mshadow::cpu::kDevMask, call.in[0].type_flag_, 0);
+  in[at] = TBlob(scratch.numbers16(size(from)), from.shape_, mshadow::cpu::kDevMask, call.in[0].type_flag_, 0);
   kernels_of(in[at])->narrow(floats(from), in[at].dptr_, size(from), kStore);
   const Call rounded = call.on(in, call.req, call.out);
   if (!f(rounded)) run(rounded);
   return true;
 }
 
-// Widens a piece of halves or floats into the memory of `holder`.
+// Widens a piece of 16-bit numbers or floats into the memory of `holder`.
 using Widen = std::function<NDArray(const NDArray& holder, const TBlob& piece)>;
 
 // Runs a layer's float32 code, forward or backward, on `some` of the first axis at a time. Weights are

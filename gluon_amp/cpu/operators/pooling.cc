@@ -1,7 +1,7 @@
 // Pooling on pieces of the batch, so that float32 scratch stays in the cache. Both passes have the same pieces,
 // because the backward pass reads the indices of maxima piece by piece.
 //
-// If oneDNN uses its blocked layout, plain halves are converted to it and back in one pass.
+// If oneDNN uses its blocked layout, plain 16-bit numbers are converted to it and back in one pass.
 #include "dispatch/blocks.h"
 #include "operators/pieces.h"
 
@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kPiece = int64_t(1) << 18;  // the most floats of scratch of a piece: 1 MB
 
 bool fits(const TBlob& x, const TBlob& y) {
-  return is_half(x) && x.ndim() >= 3 && size(x) > 0 && size(y) > 0;
+  return is_16bit(x) && x.ndim() >= 3 && size(x) > 0 && size(y) > 0;
 }
 
 // The number of images of a piece.
@@ -34,28 +34,28 @@ NDArray widened(const NDArray& holder, const TBlob& piece, bool blocked) {
 // averages with unequal padding) checks the type of the outputs.
 bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
   if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !in_blocks_of(x.shape_[1], 1) ||
-      !prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()))
+      !prefers_onednn(call.op, call.attrs, call.in.size(), call.out.size()))
     return false;
   if (call.write(0) == kNothing) return true;
   const int64_t batch = x.shape_[0], some = images_in_a_piece(x, y);
   const size_t place_of_x = call.in.size() / 2;
-  const std::lock_guard<std::mutex> mine(turn());
+  const std::lock_guard<std::mutex> mine(scratch_lock());
   for (int64_t first = 0; first < batch; first += some) {
     const auto piece = [&](const TBlob& all) { return images(all, first, some); };
-    Lease lease;
+    Scratch scratch;
     const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
-    std::vector<NDArray> in{widened(lease.array(read.shape_), read, call.blocked.input(0))};
+    std::vector<NDArray> in{widened(scratch.array(read.shape_), read, call.blocked.input(0))};
     for (size_t i = 1; i < call.in.size(); ++i) {
       TBlob other = piece(call.in[i]);
-      if (is_half(other)) other = {other.dptr_, other.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0};
-      in.push_back(i == place_of_x ? lease.array(other.shape_) : NDArray(other, 0));
+      if (is_16bit(other)) other = {other.dptr_, other.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0};
+      in.push_back(i == place_of_x ? scratch.array(other.shape_) : NDArray(other, 0));
       if (i == place_of_x) in[i].CreateMKLDNNData(in_blocks(other.shape_, block_size()));
     }
-    std::vector<NDArray> out{lease.array(result.shape_)};
+    std::vector<NDArray> out{scratch.array(result.shape_)};
     for (size_t i = 1; i < call.out.size(); ++i) out.emplace_back(piece(call.out[i]), 0);
     std::vector<OpReqType> req = call.req;
     req[0] = mxnet::kWriteTo;
-    call.of.compute_ex(call.attrs, call.context, in, req, out);
+    call.op.compute_ex(call.attrs, call.context, in, req, out);
     if (call.blocked.output(0)) narrow_to_blocks(out[0], result, call.write(0));
     else narrow(out[0], result, call.write(0));
   }
@@ -67,10 +67,10 @@ bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
 }
 
-// Max pooling of halves in predictions; training also needs the indices of maxima.
+// Max pooling of 16-bit numbers in predictions; training also needs the indices of maxima.
 bool predicts_maximum(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
-  return fits(x, y) && is_half(y) && x.ndim() == 4 && !call.context.is_train && has_channels_first(call) &&
+  return fits(x, y) && is_16bit(y) && x.ndim() == 4 && !call.context.is_train && has_channels_first(call) &&
          word(call.attrs, "pool_type", "max") == "max" && !flag(call.attrs, "global_pool", false) &&
          x.shape_[3] >= 8;  // vectors would be half empty
 }
@@ -86,7 +86,7 @@ bool run_maximum(const Call& call) {
   if (kernel[0] < 1 || kernel[1] < 1 || stride[0] < 1 || stride[1] < 1 || stride[1] > 2) return false;
   kernels_of(x)->max_pool({x.shape_[0] * x.shape_[1], x.shape_[2], x.shape_[3], y.shape_[2], y.shape_[3],
                      kernel[0], kernel[1], stride[0], stride[1], pad[0], pad[1]},
-                    halves(x), halves(y), call.write(0));
+                    numbers16(x), numbers16(y), call.write(0));
   return true;
 }
 

@@ -29,27 +29,27 @@ void float_product(const OpContext& context, int64_t rows, int64_t columns, int6
   if (onednn_product(rows, columns, depth, a, b, y)) return;
   static const nnvm::Op* const gemm = nnvm::Op::Get("_linalg_gemm2");
   static const auto& compute = *get<mxnet::FCompute>(gemm, "FCompute<cpu>");
-  static const auto attributes = [](const char* of_a, const char* of_b) {
-    return new Attributes(gemm, {{"transpose_a", of_a}, {"transpose_b", of_b}});
+  static const auto node = [](const char* of_a, const char* of_b) {
+    return make_node(gemm, {{"transpose_a", of_a}, {"transpose_b", of_b}});
   };
-  static const Attributes* const all[] = {attributes("False", "False"), attributes("False", "True"),
-                                          attributes("True", "False"), attributes("True", "True")};
+  static const auto& nodes = *new std::vector<nnvm::ObjectPtr>{node("False", "False"), node("False", "True"),
+                                                               node("True", "False"), node("True", "True")};
   const auto blob = [](const RowsOrColumns& of, int64_t high, int64_t wide) {
     if (of.transposed) std::swap(high, wide);
     return TBlob(const_cast<float*>(of.data), mxnet::TShape({high, wide}), mshadow::cpu::kDevMask);
   };
-  compute(all[2 * a.transposed + b.transposed]->get(), context, {blob(a, rows, depth), blob(b, depth, columns)},
+  compute(nodes[2 * a.transposed + b.transposed]->attrs, context, {blob(a, rows, depth), blob(b, depth, columns)},
           {mxnet::kWriteTo}, {blob({y, false}, rows, columns)});
 }
 
-const float* widened(const float* numbers, int64_t, Lease*) { return numbers; }
-const float* widened(const Half* numbers, int64_t n, Lease* lease) {
-  float* const made = lease->memory(n);
+const float* widened(const float* numbers, int64_t, Scratch*) { return numbers; }
+const float* widened(const Half* numbers, int64_t n, Scratch* scratch) {
+  float* const made = scratch->memory(n);
   bfloat16_kernels->widen(numbers, made, n);
   return made;
 }
 
-// The float32 products of a weight, (outputs, inputs), for one call. Those of halves run in oneDNN, if it can.
+// The float32 products of a weight, (outputs, inputs), for one call. Those of 16-bit numbers run in oneDNN, if it can.
 template <class Number>
 class Weight {
  public:
@@ -58,20 +58,20 @@ class Weight {
 
   void forward(int64_t rows, const Number* x, float* y) {  // y = x * w^T
     if (run_onednn(kForward, rows, x, numbers_, y, &inside_)) return;
-    Lease lease;
-    multiply(rows, outputs_, inputs_, {widened(x, rows * inputs_, &lease), false}, {wide(), true}, y);
+    Scratch scratch;
+    multiply(rows, outputs_, inputs_, {widened(x, rows * inputs_, &scratch), false}, {wide(), true}, y);
   }
   void backward(int64_t rows, const Number* dy, float* dx) {  // dx = dy * w
     if (run_onednn(kBackwardData, rows, dy, numbers_, dx, &inside_)) return;
-    Lease lease;
-    multiply(rows, inputs_, outputs_, {widened(dy, rows * outputs_, &lease), false}, {wide(), false}, dx);
+    Scratch scratch;
+    multiply(rows, inputs_, outputs_, {widened(dy, rows * outputs_, &scratch), false}, {wide(), false}, dx);
   }
   void gradient(int64_t rows, const Number* dy, const Number* x, float* dw) {  // dw = dy^T * x
     Product::Inside read;
     if (run_onednn(kBackwardWeights, rows, dy, x, dw, &read)) return;
-    Lease lease;
-    multiply(outputs_, inputs_, rows, {widened(dy, rows * outputs_, &lease), true},
-             {widened(x, rows * inputs_, &lease), false}, dw);
+    Scratch scratch;
+    multiply(outputs_, inputs_, rows, {widened(dy, rows * outputs_, &scratch), true},
+             {widened(x, rows * inputs_, &scratch), false}, dw);
   }
 
  private:
@@ -85,7 +85,7 @@ class Weight {
     else float_product(call_.context, rows, columns, depth, a, b, y);
   }
   const float* wide() {
-    if (!wide_) wide_ = widened(numbers_, outputs_ * inputs_, &lease_);
+    if (!wide_) wide_ = widened(numbers_, outputs_ * inputs_, &scratch_);
     return wide_;
   }
 
@@ -94,7 +94,7 @@ class Weight {
   const Number* const numbers_;
   const int64_t outputs_, inputs_;
   Product::Inside inside_;
-  Lease lease_;
+  Scratch scratch_;
   const float* wide_ = nullptr;
 };
 
@@ -119,12 +119,12 @@ struct Bfloat16 {
 
   explicit Bfloat16(const Settings&) {}
   bool serves(const Call& call, bool drops) const {
-    return all_half(call) && size(call.in[0]) > 0 && !generic_only && !watching() && !drops;
+    return all_16bit(call) && size(call.in[0]) > 0 && !generic_only && !watching() && !drops;
   }
 
   static const Kernels* kernels() { return bfloat16_kernels; }
-  static Half* memory(Lease* lease, int64_t n) { return lease->halves(n); }
-  static Half* numbers(const TBlob& array, Lease*) { return halves(array); }
+  static Half* memory(Scratch* scratch, int64_t n) { return scratch->numbers16(n); }
+  static Half* numbers(const TBlob& array, Scratch*) { return numbers16(array); }
   void read(const Call&, const Place&, const Half*, Half*, int64_t) const {}  // rounds what a product reads
   static void round_between(const Call&, float*, int64_t) {}  // gradients of outputs
   static void narrow(const Call&, const float* from, Half* to, int64_t n) {  // between layers
@@ -132,8 +132,8 @@ struct Bfloat16 {
   }
 
   // Both biases, (2, gates, units): their sum, except in a GRU's last gate, and that of h.
-  static const float* biases(RnnMode mode, const Half* from, int64_t all, Lease* lease) {
-    float* const made = lease->memory(2 * all);
+  static const float* biases(RnnMode mode, const Half* from, int64_t all, Scratch* scratch) {
+    float* const made = scratch->memory(2 * all);
     bfloat16_kernels->widen(from, made, 2 * all);
     const int64_t summed = mode == kGru ? all / 3 * 2 : all;
     for (int64_t i = 0; i < summed; ++i) made[i] += made[all + i];
@@ -143,7 +143,7 @@ struct Bfloat16 {
   static void step_back(RnnMode mode, const RnnStepBack& s) { bfloat16_kernels->rnn_step_back(mode, s); }
 };
 
-const Grid kHalves = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
+const Grid kFloat16Grid = {10, 0x1p-14f, 65504, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
 struct Grids {
   using Number = float;
@@ -152,8 +152,8 @@ struct Grids {
   const Grid product, gradient;  // of products' inputs: data and weights; gradients of gates
 
   explicit Grids(const Settings& settings)
-      : emulates(settings.products.emulates()), product(emulates ? kHalves : settings.product),
-        gradient(emulates ? kHalves : settings.gradient) {}
+      : emulates(settings.products.emulates()), product(emulates ? kFloat16Grid : settings.product_grid),
+        gradient(emulates ? kFloat16Grid : settings.head_gradient_grid) {}
   bool serves(const Call&, bool drops) const {
     if (drops)
       throw dmlc::Error(std::string(emulates ? "accumulate=" : "a policy of several formats") +
@@ -162,9 +162,9 @@ struct Grids {
   }
 
   static const Kernels* kernels() { return gluon_amp::kernels; }
-  static float* memory(Lease* lease, int64_t n) { return lease->memory(n); }
-  static float* numbers(const TBlob& array, Lease* lease) {
-    float* const made = lease->memory(size(array));
+  static float* memory(Scratch* scratch, int64_t n) { return scratch->memory(n); }
+  static float* numbers(const TBlob& array, Scratch* scratch) {
+    float* const made = scratch->memory(size(array));
     widen(array, made);
     return made;
   }
@@ -175,11 +175,11 @@ struct Grids {
   }
   static void round_between(const Call& call, float* numbers, int64_t n) { narrow(call, numbers, numbers, n); }
   static void narrow(const Call& call, const float* from, float* to, int64_t n) {
-    const Grid& grid = call.rounding.any ? *call.rounding.output : kHalves;
+    const Grid& grid = call.rounding.any ? *call.rounding.output : kFloat16Grid;
     kernels()->round(call.rounding.keyed_anew(grid), from, to, n, kStore);
   }
 
-  static const float* biases(RnnMode, const float* from, int64_t, Lease*) { return from; }
+  static const float* biases(RnnMode, const float* from, int64_t, Scratch*) { return from; }
   static void step(const Call& call, RnnMode mode, const RnnStep& s) {
     auto* const states = static_cast<float*>(s.h);
     with_mode(mode, [&](auto constant) {
@@ -280,28 +280,28 @@ class RnnOf : public Rnn {
   const int64_t units_, layers_, directions_, all_;  // all: the sums of a step, gates for each unit
   const bool drops_;
   const Format format_;
-  std::unique_ptr<Lease> lease_;  // of the data for the backward pass
+  std::unique_ptr<Scratch> scratch_;  // of the data for the backward pass
   std::vector<Kept> kept_;        // for each direction of each layer
   std::vector<const Number*> inputs_;  // of each layer
 
   // Memory for what products read of an array: the array itself, if they read it as it is.
-  static Number* as_read(Number* array, int64_t n, Lease* lease) {
-    return Format::kCopies ? Format::memory(lease, n) : array;
+  static Number* as_read(Number* array, int64_t n, Scratch* scratch) {
+    return Format::kCopies ? Format::memory(scratch, n) : array;
   }
-  static void give_numbers(const Call& call, size_t i, float* made) { give(call, i, made); }
+  static void give_numbers(const Call& call, size_t i, float* made) { round_to_output(call, i, made); }
   static void give_numbers(const Call& call, size_t i, Half* made) { put(made, call.out[i], call.write(i)); }
 };
 
 template <class Format>
 void RnnOf<Format>::forward(const Call& call) {
-  const std::lock_guard<std::mutex> mine(turn());
+  const std::lock_guard<std::mutex> mine(scratch_lock());
   const TBlob& data = call.in[0];
   const bool trains = call.context.is_train;
   const int64_t time = data.shape_[0], rows = data.shape_[1], n = rows * units_, wide = directions_ * units_;
   const int64_t of_states = layers_ * directions_ * n, slots = trains ? time + 1 : 1;
-  Lease brief;
-  lease_.reset(trains ? new Lease : nullptr);
-  Lease* const keeps = trains ? lease_.get() : &brief;
+  Scratch brief;
+  scratch_.reset(trains ? new Scratch : nullptr);
+  Scratch* const keeps = trains ? scratch_.get() : &brief;
   kept_.clear();
   inputs_.clear();
   Number* const params = Format::numbers(call.in[1], &brief);
@@ -317,8 +317,8 @@ void RnnOf<Format>::forward(const Call& call) {
     for (int64_t d = 0; d < directions_; ++d) {
       const int64_t which = layer * directions_ + d;
       const Parameters at = parameters(which, data.shape_[2]);
-      Lease own;
-      Lease* const of_steps = trains ? keeps : &own;
+      Scratch own;
+      Scratch* const of_steps = trains ? keeps : &own;
       Kept k{};
       Number* const wx = as_read(params + at.wx, all_ * width, keeps);
       Number* const wh = as_read(params + at.wh, all_ * units_, keeps);
@@ -358,45 +358,45 @@ void RnnOf<Format>::forward(const Call& call) {
   }
   give_numbers(call, 0, x);
   if (call.out.size() > 1) give_numbers(call, 1, last_states);
-  if (call.out.size() > 2) give(call, 2, last_cells);
+  if (call.out.size() > 2) round_to_output(call, 2, last_cells);
 }
 
 // Reads data, parameters, state, output, its gradient; [state's output, its gradient]; for an LSTM the cell,
 // [its output, its gradient].
 template <class Format>
 void RnnOf<Format>::backward(const Call& call) {
-  const std::lock_guard<std::mutex> mine(turn());
+  const std::lock_guard<std::mutex> mine(scratch_lock());
   const TBlob& data = call.in[0];
   const auto* const params = static_cast<const Number*>(call.in[1].dptr_);
   const bool with_states = call.in.size() > (mode_ == kLstm ? 6 : 5);
   const int64_t time = data.shape_[0], rows = data.shape_[1], n = rows * units_;
   const int64_t steps = time * rows, wide = directions_ * units_, of_states = layers_ * directions_ * n;
-  Lease lease;
+  Scratch scratch;
   const auto state_gradient = [&](size_t input, int64_t count) {
-    float* const made = lease.memory(count);
+    float* const made = scratch.memory(count);
     if (with_states && count > 0) widen(call.in[input], made);
     else std::fill_n(made, count, 0.0f);
     return made;
   };
-  Number* dy = Format::numbers(call.in[4], &lease);
+  Number* dy = Format::numbers(call.in[4], &scratch);
   if constexpr (Format::kCopies) Format::round_between(call, dy, steps * wide);
   const int64_t of_cells = mode_ == kLstm ? of_states : 0;
   float *const dstates = state_gradient(6, of_states), *const dcells = state_gradient(9, of_cells);
   Format::round_between(call, dstates, of_states);
   Format::round_between(call, dcells, of_cells);
   // Outputs may share memory with inputs, so they are written after all reads.
-  float* const dparams = call.write(1) != kNothing ? lease.memory(size(call.in[1])) : nullptr;
+  float* const dparams = call.write(1) != kNothing ? scratch.memory(size(call.in[1])) : nullptr;
   for (int64_t layer = layers_ - 1; layer >= 0; --layer) {
     const Number* const x = Format::kCopies || layer > 0 ? inputs_[layer] : static_cast<const Number*>(data.dptr_);
     const bool wants_x = layer > 0 || call.write(0) != kNothing;
     const int64_t width = layer > 0 ? wide : data.shape_[2];
-    Lease of_layer;
+    Scratch of_layer;
     float* const dx = wants_x ? of_layer.memory(steps * width) : nullptr;
     for (int64_t d = 0; d < directions_; ++d) {
       const int64_t which = layer * directions_ + d;
       const Parameters at = parameters(which, data.shape_[2]);
       const Kept& k = kept_[which];
-      Lease own;
+      Scratch own;
       Number* const sums = Format::memory(&own, steps * all_);
       Number* const sums_h = mode_ == kGru ? Format::memory(&own, steps * all_) : sums;
       float *const back = own.memory(n), *const dh = dstates + which * n, *const dc = dcells + which * n;
@@ -429,23 +429,23 @@ void RnnOf<Format>::backward(const Call& call) {
       if (mode_ != kGru) std::copy_n(dparams + at.bx, all_, dparams + at.bh);
     }
     if (layer == 0) {
-      if (wants_x) give(call, 0, dx);
+      if (wants_x) round_to_output(call, 0, dx);
       break;
     }
-    dy = Format::memory(&lease, steps * width);
+    dy = Format::memory(&scratch, steps * width);
     Format::narrow(call, dx, dy, steps * width);
   }
-  if (dparams) give(call, 1, dparams);
-  give(call, 2, dstates);
-  if (mode_ == kLstm) give(call, 3, dcells);
+  if (dparams) round_to_output(call, 1, dparams);
+  round_to_output(call, 2, dstates);
+  if (mode_ == kLstm) round_to_output(call, 3, dcells);
 }
 
 }  // namespace
 
-std::unique_ptr<Rnn> Rnn::make(const NodeAttrs& attrs, const Settings& settings, int half) {
+std::unique_ptr<Rnn> Rnn::make(const NodeAttrs& attrs, const Settings& settings, int type16) {
   const auto given = [&](const char* key) { return word(attrs, key, "None") != "None"; };
-  if (settings.products.emulates() || settings.loop) return std::make_unique<RnnOf<Grids>>(attrs, settings);
-  if (half != mshadow::kBfloat16 || settings.rounds() || given("projection_size") || given("lstm_state_clip_min") ||
+  if (settings.products.emulates() || settings.rnn_loop) return std::make_unique<RnnOf<Grids>>(attrs, settings);
+  if (type16 != mshadow::kBfloat16 || settings.rounds() || given("projection_size") || given("lstm_state_clip_min") ||
       given("lstm_state_clip_max") || flag(attrs, "use_sequence_length", false))
     return nullptr;
   return std::make_unique<RnnOf<Bfloat16>>(attrs, settings);

@@ -26,14 +26,14 @@ bool one_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
 constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
 
 // kF16 stands for both 16-bit types.
-bool is_of(int type, int wanted) { return wanted == kF16 ? is_half(type) : type == wanted; }
+bool is_of(int type, int wanted) { return wanted == kF16 ? is_16bit(type) : type == wanted; }
 
 template <int first, int others, int output>
 bool types(const NodeAttrs& attrs, Types* in, Types* out) {
   for (size_t i = 0; i < in->size(); ++i)
     if (!is_of((*in)[i], i == 0 ? first : others))
       throw dmlc::Error("an input has another type than the operator takes");
-  if (output == kF16 && is_half((*out)[0])) return true;
+  if (output == kF16 && is_16bit((*out)[0])) return true;
   const bool bfloat16 = output == kF16 && word(attrs, "dtype", "") == "bfloat16";
   (*out)[0] = bfloat16 ? int(mshadow::kBfloat16) : output;
   return true;
@@ -41,7 +41,7 @@ bool types(const NodeAttrs& attrs, Types* in, Types* out) {
 
 bool squares_types(const NodeAttrs&, Types* in, Types* out) {
   for (int type : *in)
-    if (!is_half(type) && type != kF32 && type != kF64)
+    if (!is_16bit(type) && type != kF32 && type != kF64)
       throw dmlc::Error("squares takes arrays of floating numbers");
   (*out)[0] = kF64;
   return true;
@@ -189,9 +189,9 @@ bool mxnets_update(const Call& call) {
            call.out[i].dptr_ == call.in[i * stride].dptr_;
   };
   for (size_t i = 0; i < count; ++i)
-    if (!in_place(i) || call.in.size() != count * stride || !is_half(call.in[i * stride + 1]) ||
+    if (!in_place(i) || call.in.size() != count * stride || !is_16bit(call.in[i * stride + 1]) ||
         call.in[i * stride + 1].type_flag_ != call.out[0].type_flag_) {
-      call.of.compute(call.attrs, call.context, call.in, call.req, call.out);
+      call.op.compute(call.attrs, call.context, call.in, call.req, call.out);
       return true;
     }
   const auto given = [&](const char* one, const char* many) {
@@ -219,7 +219,7 @@ bool update_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
 
 bool update_types(const NodeAttrs& attrs, Types* in, Types* out) {
   const bool masters = has_masters(attrs);
-  const int type = masters && is_half((*in)[0]) ? (*in)[0] : masters ? kF16 : kF32;
+  const int type = masters && is_16bit((*in)[0]) ? (*in)[0] : masters ? kF16 : kF32;
   for (size_t i = 0; i < in->size(); ++i)
     if ((*in)[i] != (i < 2 * out->size() ? type : kF32))
       throw dmlc::Error(masters ? "an update takes weights and gradients of one 16-bit type, float32 "
@@ -256,11 +256,11 @@ void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
 }  // namespace
 
 void add_updates(Rows& rows) {
-  rows.insert({{"mp_sgd_update", {mxnets_update<kDescent, false, false>, kAnyPlace}},
-               {"mp_sgd_mom_update", {mxnets_update<kSgd, true, false>, kAnyPlace}},
-               {"mp_nag_mom_update", {mxnets_update<kNag, true, false>, kAnyPlace}},
-               {"multi_mp_sgd_update", {mxnets_update<kSgd, false, true>, kAnyPlace}},
-               {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyPlace}}});
+  rows.insert({{"mp_sgd_update", {mxnets_update<kDescent, false, false>, kAnyInput}},
+               {"mp_sgd_mom_update", {mxnets_update<kSgd, true, false>, kAnyInput}},
+               {"mp_nag_mom_update", {mxnets_update<kNag, true, false>, kAnyInput}},
+               {"multi_mp_sgd_update", {mxnets_update<kSgd, false, true>, kAnyInput}},
+               {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyInput}}});
 }
 
 nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(const NodeAttrs&, Shapes*, Shapes*),

@@ -17,7 +17,7 @@
 namespace gluon_amp {
 namespace {
 
-constexpr int64_t kGathered = int64_t(1) << 22;  // halves at a time: 8 MB
+constexpr int64_t kGathered = int64_t(1) << 22;  // 16-bit numbers at a time: 8 MB
 
 using Three = std::vector<int64_t>;  // depth, height, width; leading ones if there are fewer
 
@@ -131,10 +131,10 @@ void make(Products& work, const Geometry& g, const Half* weight, const Half* fro
   const int64_t taps = g.taps(), plane = made.plane(), in = seen.channels / g.groups,
                 out = made.channels / g.groups, depth = in * taps;
   const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * plane)), made.batch);
-  Half* gathered = work.halves_for(depth * most * plane);
+  Half* gathered = work.numbers16(depth * most * plane);
   float* product = work.floats_for(out * most * plane);
   // The weight is (channels of small, channels of large, taps), transposed if small is gathered.
-  Half* turned = from_large ? nullptr : work.halves_for(out * depth);
+  Half* turned = from_large ? nullptr : work.numbers16(out * depth);
   for (int64_t group = 0; group < g.groups; ++group) {
     const Half* w = weight + group * g.small_channels() * g.large_channels() * taps;
     if (turned) {
@@ -163,8 +163,8 @@ void make_weight(Products& work, const Geometry& g, const Half* large, const Hal
   const int64_t taps = g.taps(), plane = g.small.plane(), depth = g.small.batch * plane,
                 in = g.large_channels(), out = g.small_channels();
   const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * taps + 1)), in);
-  Half* gathered = work.halves_for(most * taps * depth);
-  Half* lines = work.halves_for(out * depth);  // small, with its channels first
+  Half* gathered = work.numbers16(most * taps * depth);
+  Half* lines = work.numbers16(out * depth);  // small, with its channels first
   for (int64_t group = 0; group < g.groups; ++group) {
     for (int64_t o = 0; o < out; ++o)
       for (int64_t i = 0; i < g.small.batch; ++i)
@@ -204,8 +204,8 @@ template <bool deconvolution> void forward(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
   const Geometry g(call.attrs, deconvolution ? y : x, deconvolution ? x : y);
   float* to = work.result(0);
-  make(work, g, halves(call.in[1]), halves(x), !deconvolution, to);
-  if (call.in.size() > 2) add_bias(work, halves(call.in[2]), Images(y), to);
+  make(work, g, numbers16(call.in[1]), numbers16(x), !deconvolution, to);
+  if (call.in.size() > 2) add_bias(work, numbers16(call.in[2]), Images(y), to);
   work.finish();
 }
 
@@ -215,12 +215,12 @@ template <bool deconvolution> void backward(const Call& call) {
   const TBlob &y = call.in[0], &x = call.in[1];
   const Geometry g(call.attrs, deconvolution ? y : x, deconvolution ? x : y);
   if (work.wants(0))
-    make(work, g, halves(call.in[2]), halves(y), deconvolution, work.result(0));
+    make(work, g, numbers16(call.in[2]), numbers16(y), deconvolution, work.result(0));
   if (work.wants(1))
-    make_weight(work, g, halves(deconvolution ? y : x), halves(deconvolution ? x : y),
+    make_weight(work, g, numbers16(deconvolution ? y : x), numbers16(deconvolution ? x : y),
                 work.result(1));
   if (call.out.size() > 2 && work.wants(2))
-    sum_bias(work, halves(y), Images(y), work.result(2));
+    sum_bias(work, numbers16(y), Images(y), work.result(2));
   work.finish();
 }
 

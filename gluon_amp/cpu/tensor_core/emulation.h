@@ -16,8 +16,8 @@ class Products {
 
   bool wants(size_t i) const { return call_.write(i) != kNothing; }
   float* result(size_t i);  // of output i; zeros at first
-  Half* halves_for(int64_t count) { return lease_.halves(count); }
-  float* floats_for(int64_t count) { return lease_.memory(count); }
+  Half* numbers16(int64_t count) { return scratch_.numbers16(count); }
+  float* floats_for(int64_t count) { return scratch_.memory(count); }
 
   // y = a * b
   void product(int64_t rows, int64_t columns, int64_t depth, HalfMatrix a, HalfMatrix b,
@@ -29,7 +29,7 @@ class Products {
  private:
   const TensorCore gpu_;
   const Call& call_;
-  Lease lease_;
+  Scratch scratch_;
   std::map<size_t, float*> made_;
 };
 

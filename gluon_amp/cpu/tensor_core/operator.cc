@@ -26,8 +26,8 @@ bool shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
 }
 
 bool types(const NodeAttrs&, Types* in, Types* out) {
-  const int half = mshadow::kFloat16, single = mshadow::kFloat32;
-  if (((*in)[0] != half && (*in)[0] != single) || (*in)[1] != (*in)[0] || (*in)[2] != single)
+  const int float16 = mshadow::kFloat16, single = mshadow::kFloat32;
+  if (((*in)[0] != float16 && (*in)[0] != single) || (*in)[1] != (*in)[0] || (*in)[2] != single)
     throw dmlc::Error("tensor_core_dot takes two float16 or float32 arrays and a float32 one");
   (*out)[0] = single;
   return true;
@@ -43,10 +43,10 @@ void dot(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
                        flag(attrs, "half_sums", false)};
   const int64_t stack = in[0].shape_[0], rows = in[0].shape_[1], depth = in[0].shape_[2],
                 columns = in[1].shape_[2];
-  if (is_half(in[0])) {
+  if (is_16bit(in[0])) {
     for (int64_t i = 0; i < stack; ++i)
-      tensor_core_product()(gpu, rows, columns, depth, {halves(in[0]) + i * rows * depth, depth, 1},
-                            {halves(in[1]) + i * depth * columns, columns, 1},
+      tensor_core_product()(gpu, rows, columns, depth, {numbers16(in[0]) + i * rows * depth, depth, 1},
+                            {numbers16(in[1]) + i * depth * columns, columns, 1},
                             floats(in[2]) + i * rows * columns, {floats(out[0]) + i * rows * columns, columns, 1});
     return;
   }
@@ -71,8 +71,8 @@ std::map<const nnvm::Op*, mxnet::FInferShape>& mxnets_shapes() {
 // np.dot and np.matmul: other shapes are refused by shape inference, before anything runs.
 bool shapes_with_code(const NodeAttrs& attrs, Shapes* in, Shapes* out) {
   const nnvm::Op* x = attrs.op;
-  const bool known = call_theirs(mxnets_shapes().at(x), attrs, in, out);
-  if (!known || !settings_of(attrs).of_gradients.emulates() ||
+  const bool known = call_original(mxnets_shapes().at(x), attrs, in, out);
+  if (!known || !settings_of(attrs).gradient_products.emulates() ||
       has_code(x->name, (*in)[0], (*in)[1]))
     return known;
   std::ostringstream said;

@@ -29,14 +29,14 @@ Products::Products(const Call& call) : gpu_(tensor_core_of(call)), call_(call) {
   for (auto* arrays : {&call.in, &call.out})
     for (auto& array : *arrays)
       if (array.type_flag_ != mshadow::kFloat16)
-        throw dmlc::Error(call.of.op->name + ": accumulate= takes float16 arrays, since Tensor "
+        throw dmlc::Error(call.op.name() + ": accumulate= takes float16 arrays, since Tensor "
                           "Cores multiply float16 numbers here");
 }
 
 float* Products::result(size_t i) {
   float*& made = made_[i];
   const int64_t count = size(call_.out[i]);
-  if (!made) made = static_cast<float*>(std::memset(lease_.memory(count), 0, count * sizeof(float)));
+  if (!made) made = static_cast<float*>(std::memset(scratch_.memory(count), 0, count * sizeof(float)));
   return made;
 }
 
@@ -173,7 +173,7 @@ using Of = Contraction (*)(const NodeAttrs&, const TBlob& a, const TBlob& b);
 template <Of of, size_t a = 0, size_t b = 1>
 void multiply(Products& work, const Call& call) {
   const Contraction made = of(call.attrs, call.in[a], call.in[b]);
-  made.run(work, halves(call.in[a]), halves(call.in[b]), work.result(0));
+  made.run(work, numbers16(call.in[a]), numbers16(call.in[b]), work.result(0));
   scale(work.result(0), size(call.out[0]), made.factor);
 }
 
@@ -182,9 +182,9 @@ template <Of of, size_t a = 0, size_t b = 1>
 void multiply_back(Products& work, const Call& call) {
   const TBlob &x = call.in[1 + a], &w = call.in[1 + b];
   const Contraction made = of(call.attrs, x, w);
-  const Half* const g = halves(call.in[0]);
-  if (work.wants(a)) made.gradient_of_a().run(work, g, halves(w), work.result(a));
-  if (work.wants(b)) made.gradient_of_b().run(work, halves(x), g, work.result(b));
+  const Half* const g = numbers16(call.in[0]);
+  if (work.wants(a)) made.gradient_of_a().run(work, g, numbers16(w), work.result(a));
+  if (work.wants(b)) made.gradient_of_b().run(work, numbers16(x), g, work.result(b));
   if (work.wants(a)) scale(work.result(a), size(call.out[a]), made.factor);
   if (work.wants(b) && a != b) scale(work.result(b), size(call.out[b]), made.factor);
 }
@@ -208,7 +208,7 @@ void dense_with_bias(const Call& call) {
   if (call.in.size() > 2) {
     const int64_t units = size(call.in[2]);
     float *bias = work.floats_for(units), *y = work.result(0);
-    float16_kernels->widen(halves(call.in[2]), bias, units);
+    float16_kernels->widen(numbers16(call.in[2]), bias, units);
     for (int64_t i = 0; i < size(call.out[0]); ++i) y[i] += bias[i % units];
   }
   work.finish();
@@ -221,7 +221,7 @@ void dense_with_bias_back(const Call& call) {
     const int64_t units = size(call.out[2]);
     float *bias = work.result(2), *row = work.floats_for(units);
     for (int64_t first = 0; first < size(call.in[0]); first += units) {
-      float16_kernels->widen(halves(call.in[0]) + first, row, units);
+      float16_kernels->widen(numbers16(call.in[0]) + first, row, units);
       for (int64_t j = 0; j < units; ++j) bias[j] += row[j];
     }
   }
@@ -235,7 +235,7 @@ void gemm(const Call& call) {
   const int64_t n = size(call.out[0]);
   const float beta = number(call.attrs, "beta", 1);
   float *y = work.result(0), *c = work.floats_for(n);
-  float16_kernels->widen(halves(call.in[2]), c, n);
+  float16_kernels->widen(numbers16(call.in[2]), c, n);
   for (int64_t i = 0; i < n; ++i) y[i] += beta * c[i];
   work.finish();
 }
@@ -244,18 +244,18 @@ void gemm_back(const Call& call) {
   Products work(call);
   multiply_back<stacks>(work, call);
   if (work.wants(2)) {
-    float16_kernels->widen(halves(call.in[0]), work.result(2), size(call.in[0]));
+    float16_kernels->widen(numbers16(call.in[0]), work.result(2), size(call.in[0]));
     scale(work.result(2), size(call.in[0]), number(call.attrs, "beta", 1));
   }
   work.finish();
 }
 
-// Halves are exact in the factors, which an RNN has rounded.
-void multiply_halves(const Call& call, int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a,
+// Float16 numbers are exact in the factors, which an RNN has rounded.
+void multiply_float16(const Call& call, int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a,
                      const RowsOrColumns& b, float* y) {
   Products work(call);
   const auto narrowed = [&](const RowsOrColumns& from, int64_t high, int64_t wide) {
-    Half* const made = work.halves_for(high * wide);
+    Half* const made = work.numbers16(high * wide);
     float16_kernels->narrow(from.data, made, high * wide, kStore);
     return from.transposed ? HalfMatrix{made, 1, high} : HalfMatrix{made, wide, 1};
   };
@@ -265,7 +265,7 @@ void multiply_halves(const Call& call, int64_t rows, int64_t columns, int64_t de
 }  // namespace
 
 void add_tensor_core_products(Emulation& to) {
-  to.multiply = multiply_halves;
+  to.multiply = multiply_float16;
   to.products.insert({
       {"FullyConnected", dense_with_bias}, {"_backward_FullyConnected", dense_with_bias_back},
       {"dot", forward<dot>}, {"_backward_dot", backward<dot>},

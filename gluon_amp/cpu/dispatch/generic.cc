@@ -46,9 +46,9 @@ std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
   return made;
 }
 
-Rounding::Rounding(const Settings& of)
-    : any(of.rounds()), output(&of.output), product(&of.product), gradient(&of.gradient), outputs(&of.outputs),
-      reads(&of.products.reads) {}
+Rounding::Rounding(const Settings& s)
+    : any(s.rounds()), output(&s.output_grid), product(&s.product_grid), head_gradient(&s.head_gradient_grid),
+      rounded_outputs(&s.rounded_outputs), input_grids(&s.products.input_grids) {}
 
 void Rounding::draw(const OpContext& context) {
   if (!is_stochastic()) return;
@@ -126,7 +126,7 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
   const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
   const auto* from = static_cast<const float*>(made.storage_handle().dptr);
   // A watched node runs some images, or some channels of an image, at a time.
-  const int64_t stored = b.strides[0], most = watching() ? shown_at_a_time() : batch * stored;
+  const int64_t stored = b.strides[0], most = watching() ? counted_at_a_time() : batch * stored;
   const int64_t images = std::max<int64_t>(1, most / stored);
   const int64_t some = std::max<int64_t>(1, most / b.strides[1]) * block;
   for (int64_t n = 0; n < batch; n += images)
@@ -135,7 +135,7 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
       const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
       const float* const exact = from + n * stored + c * plane;
       void* const rounded = at(to, (n * channels + c) * plane);
-      if (is_half(to)) show(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
+      if (is_16bit(to)) count_exact(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
       kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
     }
 }
@@ -154,7 +154,7 @@ bool all_nothing(const Call& call) {
 bool is_direct(const Call& call, size_t i, bool onednn) {
   const TBlob& to = call.out[i];
   const bool rounds = is_float(to) && call.rounding.written(i);
-  return !is_half(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
+  return !is_16bit(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
 }
 
 // Whether MXNet's operator may write to an input before it has read all of it, because an output shares its memory.
@@ -169,119 +169,141 @@ bool overwritten(const Call& call, const TBlob& from, const std::vector<bool>& d
 // new state, its gradient, cell, new cell, its gradient.
 constexpr size_t kWeightsOfRnn = 1;
 constexpr size_t kGradientOfY = 4, kGradientOfState = 6, kGradientOfCell = 9;
-bool is_read(const Operator& of, size_t i) {
-  return of.op->name != "_backward_RNN" || i == kGradientOfY || i == kGradientOfState ||
+bool is_read(const Operator& op, size_t i) {
+  return op.name() != "_backward_RNN" || i == kGradientOfY || i == kGradientOfState ||
          i == kGradientOfCell;
 }
 
 const Grid kBfloat16 = {7, 0x1p-126f, 0x1.fep127f, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
-TBlob copy_of(const TBlob& from, Lease* lease) {
-  const TBlob made = lease->like(from);
+TBlob copy_of(const TBlob& from, Scratch* scratch) {
+  const TBlob made = scratch->like(from);
   put(from.dptr_, made, kStore);
   return made;
 }
 
+std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
+  std::vector<TBlob> made;
+  for (auto& array : arrays) made.push_back(array.data());
+  return made;
+}
+
+// One run of MXNet's operator, in float32.
+struct Float32Run {
+  const Call& call;
+  const bool onednn;
+  const std::vector<uint32_t>& mutated;
+  const OpStatePtr* const state;
+  Scratch* const scratch;
+  Scratch brief = {};  // until the end of the run; MXNet's state never points to it
+  std::vector<bool> direct = {};
+  std::vector<NDArray> in = {}, out = {};
+  std::vector<OpReqType> req = call.req;
+
+  void run() {
+    for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
+    for (size_t i = 0; i < call.in.size(); ++i) in.push_back(input(i));
+    add_outputs();
+    run_mxnet();
+    write_results();
+  }
+
+ private:
+  NDArray input(size_t i) {
+    const Operator& op = call.op;
+    const TBlob& from = call.in[i];
+    const size_t weight = !op.is(kHasParameters) ? call.in.size() : op.name()[0] == '_' ? 2 : 1;
+    const Grid* const grid = i == weight && is_float(from) && is_16bit(call.in[0]) ? &kBfloat16 : call.rounding.read(i);
+    if (!is_16bit(from) && !(grid && is_float(from))) {
+      const bool copied = overwritten(call, from, direct) && !std::count(mutated.begin(), mutated.end(), i);
+      return {copied ? copy_of(from, scratch) : from, 0};
+    }
+    if (state && onednn && is_16bit(from) && !is_read(op, i))
+      return {TBlob(from.dptr_, from.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0), 0};
+    const bool copied = state && onednn && i == kWeightsOfRnn;
+    NDArray made = (copied ? &brief : scratch)->array(from.shape_);
+    float* const widened = floats(made.data());
+    if (is_16bit(from)) widen(from, widened);
+    if (!grid) return made;
+    const float* const exact = is_16bit(from) ? widened : floats(from);
+    kernels->round(scaled(*grid, call, i, exact, size(from)), exact, widened, size(from), kStore);
+    return made;
+  }
+
+  void add_outputs() {
+    // MXNet's code does not write some gradients of empty inputs
+    const bool zeros = call.op.is(kLeavesOutputs) ||
+                       std::any_of(call.in.begin(), call.in.end(), [](const TBlob& from) { return size(from) == 0; });
+    for (size_t i = 0; i < call.out.size(); ++i) {
+      const TBlob& to = call.out[i];
+      if (direct[i]) out.emplace_back(to, 0);
+      else out.push_back(scratch->array(to.shape_));
+      const bool keeps = direct[i] && !(call.write(i) == kStore && is_float(to));
+      if (zeros && !keeps) std::fill_n(floats(out[i].data()), size(to), 0.0f);
+      if (req[i] == mxnet::kWriteInplace || (!direct[i] && req[i] != mxnet::kNullOp)) req[i] = mxnet::kWriteTo;
+    }
+  }
+
+  void run_mxnet() {
+    const Operator& op = call.op;
+    OpContext context = call.context;
+    // In predictions MXNet would reorder the weight in a later task, after this scratch is reused.
+    if (op.is(kPushesWeight)) context.is_train = true;
+    if (onednn) op.adapt_requests(req);
+    if (state && onednn) {
+      // A static CachedOp does not initialize need_grad, by which an RNN decides whether it trains; is_train
+      // replaces it. An RNN detects new weights by their version, so scratch gets a new version for each call.
+      static std::atomic<size_t> calls{0};
+      context.need_grad = false;
+      for (auto& array : in) array.var()->version_ = ++calls;
+      op.stateful_ex(*state, context, in, req, out);
+    } else if (state) {
+      op.stateful(*state, context, blobs(in), req, blobs(out));
+    } else if (onednn) {
+      op.compute_ex(call.attrs, context, in, req, out);
+    } else {
+      op.compute(call.attrs, context, blobs(in), req, blobs(out));
+    }
+  }
+
+  void write_results() {
+    for (size_t i = 0; i < call.out.size(); ++i) {
+      const TBlob& to = call.out[i];
+      const Write write = call.write(i);
+      if (write == kNothing) continue;
+      if ((is_16bit(to) || is_float(to)) && call.rounding.written(i))
+        round_to_output(call, i, floats((out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i]).data()));
+      else if (!direct[i])
+        narrow(out[i], to, write);
+    }
+    for (uint32_t i : mutated)
+      if (is_16bit(call.in[i])) narrow(in[i], call.in[i], kStore);
+  }
+};
+
 }  // namespace
 
-bool prefers_onednn(const Operator& of, const NodeAttrs& attrs, size_t inputs, size_t outputs) {
-  if (!of.compute && !of.stateful) return true;
-  if (!(of.compute_ex || of.stateful_ex) || !of.storage) return false;
+bool prefers_onednn(const Operator& op, const NodeAttrs& attrs, size_t inputs, size_t outputs) {
+  if (!op.compute && !op.stateful) return true;
+  if (!(op.compute_ex || op.stateful_ex) || !op.storage) return false;
   auto mode = mxnet::DispatchMode::kUndefined;
   std::vector<int> in(inputs, mxnet::kDefaultStorage), out(outputs, mxnet::kUndefinedStorage);
-  call_theirs(of.storage, attrs, int(mshadow::cpu::kDevMask), &mode, &in, &out);
+  call_original(op.storage, attrs, int(mshadow::cpu::kDevMask), &mode, &in, &out);
   return mode == mxnet::DispatchMode::kFComputeEx;
 }
 
 void run(const Call& call) {
-  run(call, prefers_onednn(call.of, call.attrs, call.in.size(), call.out.size()),
-      call.of.mutates ? call.of.mutates(call.attrs) : std::vector<uint32_t>(), nullptr, nullptr);
+  run(call, prefers_onednn(call.op, call.attrs, call.in.size(), call.out.size()),
+      call.op.mutates ? call.op.mutates(call.attrs) : std::vector<uint32_t>(), nullptr, nullptr);
 }
 
 void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
-         const OpStatePtr* state, std::unique_ptr<Lease>* kept) {
-  const Operator& of = call.of;
+         const OpStatePtr* state, std::unique_ptr<Scratch>* kept) {
   if (mutated.empty() && !state && all_nothing(call)) return;
-  const std::lock_guard<std::mutex> mine(turn());
-  auto owner = std::make_unique<Lease>();
-  Lease &lease = *owner, brief;
-  std::vector<NDArray> in, out;
-  std::vector<OpReqType> req = call.req;
-  std::vector<bool> direct;
-  for (size_t i = 0; i < call.out.size(); ++i) direct.push_back(is_direct(call, i, onednn));
-  const size_t weight = !of.is(kHasParameters) ? call.in.size() : of.op->name[0] == '_' ? 2 : 1;
-  for (size_t i = 0; i < call.in.size(); ++i) {
-    const TBlob& from = call.in[i];
-    const Grid* grid = call.rounding.read(i);
-    if (i == weight && is_float(from) && is_half(call.in[0])) grid = &kBfloat16;
-    if (!is_half(from) && !(grid && is_float(from))) {
-      const bool copied = overwritten(call, from, direct) &&
-                          !std::count(mutated.begin(), mutated.end(), i);
-      in.emplace_back(copied ? copy_of(from, &lease) : from, 0);
-      continue;
-    }
-    if (state && onednn && is_half(from) && !is_read(of, i)) {
-      in.emplace_back(TBlob(from.dptr_, from.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0), 0);
-      continue;
-    }
-    const bool copied = state && onednn && i == kWeightsOfRnn;
-    in.push_back((copied ? brief : lease).array(from.shape_));
-    float* widened = floats(in[i].data());
-    if (is_half(from)) widen(from, widened);
-    if (!grid) continue;
-    const float* exact = is_half(from) ? widened : floats(from);
-    kernels->round(scaled(*grid, call, i, exact, size(from)), exact, widened,
-                   size(from), kStore);
-  }
-  bool empty = false;  // MXNet's code then does not write some gradients
-  for (auto& from : call.in) empty |= size(from) == 0;
-  for (size_t i = 0; i < call.out.size(); ++i) {
-    const TBlob& to = call.out[i];
-    if (direct[i]) {
-      out.emplace_back(to, 0);
-      if ((of.is(kLeavesOutputs) || empty) && call.write(i) == kStore && is_float(to))
-        std::fill_n(floats(to), size(to), 0.0f);
-    } else {
-      out.push_back(lease.array(to.shape_));
-      if (of.is(kLeavesOutputs) || empty) std::fill_n(floats(out[i].data()), size(to), 0.0f);
-      if (req[i] != mxnet::kNullOp) req[i] = mxnet::kWriteTo;
-    }
-    if (req[i] == mxnet::kWriteInplace) req[i] = mxnet::kWriteTo;
-  }
-  OpContext context = call.context;
-  // In predictions MXNet would reorder the weight in a later task, after this scratch is reused.
-  if (of.is(kPushesWeight)) context.is_train = true;
-  if (state && onednn) {
-    // A static CachedOp does not initialize need_grad, by which an RNN decides whether it trains; is_train
-    // replaces it. An RNN detects new weights by their version, so scratch gets a new version for each call.
-    static std::atomic<size_t> calls{0};
-    context.need_grad = false;
-    for (auto& array : in) array.var()->version_ = ++calls;
-  }
-
-  auto blobs = [](const std::vector<NDArray>& arrays) {
-    std::vector<TBlob> made;
-    for (auto& array : arrays) made.push_back(array.data());
-    return made;
-  };
-  if (onednn) of.ask(req);
-  if (state && onednn) of.stateful_ex(*state, context, in, req, out);
-  else if (state) of.stateful(*state, context, blobs(in), req, blobs(out));
-  else if (onednn) of.compute_ex(call.attrs, context, in, req, out);
-  else of.compute(call.attrs, context, blobs(in), req, blobs(out));
-
-  for (size_t i = 0; i < call.out.size(); ++i) {
-    const TBlob& to = call.out[i];
-    const Write write = call.write(i);
-    if (write == kNothing) continue;
-    if ((is_half(to) || is_float(to)) && call.rounding.written(i))
-      give(call, i, floats((out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i]).data()));
-    else if (!direct[i])
-      narrow(out[i], to, write);
-  }
-  for (uint32_t i : mutated)
-    if (is_half(call.in[i])) narrow(in[i], call.in[i], kStore);
-  if (kept) *kept = std::move(owner);
+  const std::lock_guard<std::mutex> mine(scratch_lock());
+  auto scratch = std::make_unique<Scratch>();
+  Float32Run{call, onednn, mutated, state, scratch.get()}.run();
+  if (kept) *kept = std::move(scratch);
 }
 
 }  // namespace gluon_amp
