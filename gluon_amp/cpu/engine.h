@@ -152,7 +152,7 @@ inline const Kernels* kernels_of(int type) {
 }
 inline const Kernels* kernels_of(const TBlob& array) { return kernels_of(array.type_flag_); }
 inline bool is_float(const TBlob& array) { return array.type_flag_ == mshadow::kFloat32; }
-inline Half* numbers16(const TBlob& array) { return static_cast<Half*>(array.dptr_); }
+inline Number16* numbers16(const TBlob& array) { return static_cast<Number16*>(array.dptr_); }
 inline float* floats(const TBlob& array) { return static_cast<float*>(array.dptr_); }
 inline int64_t size(const TBlob& array) { return static_cast<int64_t>(array.Size()); }
 inline int64_t bytes_of(int type) { return static_cast<int64_t>(mshadow::mshadow_sizeof(type)); }
@@ -205,7 +205,7 @@ class Scratch {
   ~Scratch();
   NDArray array(const mxnet::TShape& shape);
   float* memory(int64_t count);
-  Half* numbers16(int64_t count) { return reinterpret_cast<Half*>(memory((count + 1) / 2)); }
+  Number16* numbers16(int64_t count) { return reinterpret_cast<Number16*>(memory((count + 1) / 2)); }
   TBlob like(const TBlob& array);  // of its shape and type
 
  private:

@@ -251,7 +251,7 @@ void backward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in
                 in[kItsMean].dptr_, in[kItsInverse].dptr_, images.relu, scratch(context, bytes), bytes,
                 in[kWasKept].dptr_, images.kept);
   }
-  void* const gradient = scratch(context, size(in[kX]) * sizeof(Half));  // of the sum
+  void* const gradient = scratch(context, size(in[kX]) * sizeof(Number16));  // of the sum
   CALL(ActivationBackward, norm.handle, images.relu, &kOne, images.as_rows, in[kOfY].dptr_, images.as_rows,
        in[kGradient].dptr_, images.as_rows, in[kOfY].dptr_, &kZero, images.as_rows, gradient);
   if (added && req[kOfZ] != mxnet::kNullOp)

@@ -29,7 +29,7 @@ std::string rounded(const std::string& text, int type) {
   char* end;
   const float number = strtof_l(text.c_str(), &end, c);
   if (end == text.c_str() || *end) return "";
-  Half bits;
+  Number16 bits;
   float made;
   kernels_of(type)->narrow(&number, &bits, 1, kStore);
   kernels_of(type)->widen(&bits, &made, 1);

@@ -42,12 +42,12 @@ bool Blocked::all() const {
   return std::count(in.begin(), in.end(), false) + std::count(out.begin(), out.end(), false) == 0;
 }
 
-void block(const TBlob& plain, Half* blocks) {
+void block(const TBlob& plain, Number16* blocks) {
   const int64_t places = places_of(plain);
   bfloat16_kernels->transpose(numbers16(plain), blocks, size(plain) / (kBlock * places), kBlock, places);
 }
 
-void unblock(const TBlob& blocks, Half* plain) {
+void unblock(const TBlob& blocks, Number16* plain) {
   const int64_t places = places_of(blocks);
   bfloat16_kernels->transpose(numbers16(blocks), plain, size(blocks) / (kBlock * places), places, kBlock);
 }

@@ -7,8 +7,8 @@ namespace gluon_amp {
 constexpr int64_t kBlock = 16;
 
 // Copies of arrays of images: of a plain one in blocks, and of one in blocks plain.
-void block(const TBlob& plain, Half* blocks);
-void unblock(const TBlob& blocks, Half* plain);
+void block(const TBlob& plain, Number16* blocks);
+void unblock(const TBlob& blocks, Number16* plain);
 
 // What an operator has made, plain or in oneDNN's blocks, into an array in blocks, which rounds it.
 void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write);

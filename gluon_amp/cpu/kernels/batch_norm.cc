@@ -202,13 +202,13 @@ template <typename S, bool relu> struct Backward {
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;
-  if constexpr (kHalves)
+  if constexpr (k16Bit)
     if (f.counts) return over_channels(p, Forward<Shown>(p, f));
   over_channels(p, Forward<NotShown>(p, f));
 }
 
 template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  if constexpr (kHalves)
+  if constexpr (k16Bit)
     if (b.counts) return over_channels(p, Backward<Shown, relu>(p, b));
   over_channels(p, Backward<NotShown, relu>(p, b));
 }

@@ -34,7 +34,7 @@ struct Unchanged {
   template <typename L> V operator()(V v, int64_t, L) const { return v; }
 };
 struct ToNumber {
-  static constexpr bool kChanges = kHalves;
+  static constexpr bool kChanges = k16Bit;
   static constexpr float tiny = kTiny;
   template <typename L> V operator()(V v, int64_t, L) const { return rounded(v); }
 };

@@ -1,7 +1,7 @@
 // exp, sigmoid, tanh and the normal distribution on vectors of floats.
 //
 // They use only +, -, * and / in a fixed order, without fused multiply-add, so that all instruction sets have the
-// same bits. The errors are a few ulp of float32, so that the result rounded to a half is nearly always correctly
+// same bits. The errors are a few ulp of float32, so that the result rounded to 16 bits is nearly always correctly
 // rounded. NaN stays NaN.
 #pragma once
 #include "vector.h"
@@ -55,7 +55,7 @@ struct Normal {
 };
 
 // With t = |x|, the tail probability is exp(-t * t / 2) * R(t). R is smooth, and is approximated by a polynomial
-// in (t - 3) / (t + 3), fitted for 0 <= t <= 13.5. If x is a half, t * t is exact.
+// in (t - 3) / (t + 3), fitted for 0 <= t <= 13.5. If x is a 16-bit number, t * t is exact.
 inline Normal normal(V x) {
   static const float kBeyond[] = {5.4134573e-05f,  1.1603009e-04f, -3.398816e-04f, -9.841713e-04f,
                                   2.9046861e-03f,  6.132179e-03f,  -4.621331e-02f, 1.2322502e-01f,

@@ -11,7 +11,7 @@
 
 namespace gluon_amp {
 
-using Half = uint16_t;  // float16 or bfloat16
+using Number16 = uint16_t;  // float16 or bfloat16
 
 // Below this count, threads that sleep between loops cost more than they save. With threads that spin, half as
 // many numbers would be a few percent faster.
@@ -70,7 +70,7 @@ struct BatchNorm {
   float eps, momentum;
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma is 1, and its gradient is 0
   bool relu;
-  bool blocked;                      // halves in blocks of 16 channels: with AVX-512, from 16 places on
+  bool blocked;                      // 16-bit numbers in blocks of 16 channels: with AVX-512, from 16 places on
 };
 
 struct BatchNormForward {
@@ -79,7 +79,7 @@ struct BatchNormForward {
   float *moving_mean, *moving_var;        // updated if `batch_statistics`
   void* y;  Write write;
   float *mean, *inverse_deviation;        // written: the statistics used; or null
-  Counts* counts;                         // of halves: counts of y before rounding; or null
+  Counts* counts;                         // of 16-bit numbers: counts of y before rounding; or null
 };
 
 struct BatchNormBackward {
@@ -88,10 +88,10 @@ struct BatchNormBackward {
   void* dx;       Write write_dx;
   float* dgamma;  Write write_dgamma;
   float* dbeta;   Write write_dbeta;
-  Counts* counts;                         // of halves: counts of dx before rounding; or null
+  Counts* counts;                         // of 16-bit numbers: counts of dx before rounding; or null
 };
 
-// Rows of `width` halves, normalized in float32 and rounded once.
+// Rows of `width` 16-bit numbers, normalized in float32 and rounded once.
 struct LayerNorm {
   int64_t rows, width;
   float eps;
@@ -160,7 +160,7 @@ struct Numbers {
 };
 
 // Counts of updates of weights: the numbers of weights that changed, and of those that would not have changed as
-// halves.
+// 16-bit numbers.
 struct Updates {
   Counts counts;
   int64_t changed, lost;
@@ -179,7 +179,7 @@ struct Kernels {
   float (*largest)(const float* numbers, int64_t n);  // the largest finite magnitude, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
   // `count` matrices of 16-bit numbers, one after the other, each transposed
-  void (*transpose)(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns);
+  void (*transpose)(const Number16* from, Number16* to, int64_t count, int64_t rows, int64_t columns);
   // converts plain numbers (batch, channels, plane) to and from oneDNN's blocked floats with `block` (8 or 16)
   // channels: (batch, ceil(channels / block), plane, block), padded with 0
   void (*widen_blocked)(const void* from, float* to, int64_t batch, int64_t channels,
@@ -239,7 +239,7 @@ struct Kernels {
   // ---- counts (counts.cc): adds the counts of n numbers before rounding to the type, and to a grid if there is one
   void (*count)(const float* exact, int64_t n, const Grid* grid, Counts* counts);
   void (*count_rounded)(const void* numbers, int64_t n, Counts* counts);
-  // for halves: counts the updates of n weights since `before`, which becomes a copy of them
+  // for 16-bit numbers: counts the updates of n weights since `before`, which becomes a copy of them
   void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
 };
 

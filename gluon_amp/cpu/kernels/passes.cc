@@ -162,8 +162,8 @@ void copy(const void* from, void* to, int64_t bytes) {
 
 // ---- transposed matrices -------------------------------------------------------
 
-// Transposes 8 rows of 8 halves with a stride of `from_step` to a stride of `to_step`. SSE2 is part of x86-64.
-inline void transpose_square(const Half* from, int64_t from_step, Half* to, int64_t to_step) {
+// Transposes 8 rows of 8 numbers with a stride of `from_step` to a stride of `to_step`. SSE2 is part of x86-64.
+inline void transpose_square(const Number16* from, int64_t from_step, Number16* to, int64_t to_step) {
   __m128i a[8], b[8];
   for (int i = 0; i < 8; ++i)
     a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * from_step));
@@ -185,9 +185,9 @@ inline void transpose_square(const Half* from, int64_t from_step, Half* to, int6
 }
 
 // Tiles of 8 x 8; the last tile of a row or column overlaps the previous one.
-constexpr int64_t kSquare = 8, kBand = 32;  // kBand halves are a cache line
+constexpr int64_t kSquare = 8, kBand = 32;  // kBand 16-bit numbers are a cache line
 
-void transpose_band(const Half* from, Half* to, int64_t rows, int64_t columns, int64_t begin,
+void transpose_band(const Number16* from, Number16* to, int64_t rows, int64_t columns, int64_t begin,
                     int64_t end) {
   if (rows < kSquare || columns < kSquare) {
     for (int64_t c = begin; c < end; ++c)
@@ -202,7 +202,7 @@ void transpose_band(const Half* from, Half* to, int64_t rows, int64_t columns, i
       }
 }
 
-void transpose_all(const Half* from, Half* to, int64_t count, int64_t rows, int64_t columns) {
+void transpose_all(const Number16* from, Number16* to, int64_t count, int64_t rows, int64_t columns) {
   const int64_t bands = parts_of(columns, kBand), n = rows * columns;
 #pragma omp parallel for schedule(static) if (count * n >= kWorthThreads)
   for (int64_t task = 0; task < count * bands; ++task) {

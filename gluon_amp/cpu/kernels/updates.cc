@@ -171,11 +171,11 @@ struct CenteredRmsProp : RmsProp {
 // Some elements of a weight before and after an update, and of its gradient.
 template <typename L> inline V before(const Update& u, int64_t i, L lanes) {
   const V master = load(u.master + i, lanes);
-  return kHalves && u.follows ? followed(master, load(u.weight, i, lanes)) : master;
+  return k16Bit && u.follows ? followed(master, load(u.weight, i, lanes)) : master;
 }
 template <typename L> inline void after(const Update& u, int64_t i, V v, L lanes) {
   store(u.master + i, v, lanes);
-  if (kHalves) store(numbers(u.weight) + i, v, lanes);
+  if (k16Bit) store(numbers(u.weight) + i, v, lanes);
 }
 
 template <typename Made> void update_one(const Update& u, const UpdateSettings& settings) {

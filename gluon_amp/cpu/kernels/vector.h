@@ -71,7 +71,7 @@ inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mas
 inline V widened(__m256i h) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-inline __m256i halves(V v) {
+inline __m256i narrowed(V v) {
   const __m512i u = _mm512_castps_si512(v), upper = _mm512_srli_epi32(u, 16);
   const __m512i last = _mm512_and_si512(upper, _mm512_set1_epi32(1));  // of ties, the even one
   const __m512i near = _mm512_srli_epi32(
@@ -81,19 +81,19 @@ inline __m256i halves(V v) {
 }
 #else
 inline V widened(__m256i h) { return _mm512_cvtph_ps(h); }
-inline __m256i halves(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m256i narrowed(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 #endif
-inline V load(const Half* p, Whole) {
+inline V load(const Number16* p, Whole) {
   return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
-inline V load(const Half* p, Part part) { return widened(_mm256_maskz_loadu_epi16(part.mask, p)); }
+inline V load(const Number16* p, Part part) { return widened(_mm256_maskz_loadu_epi16(part.mask, p)); }
 inline void store(float* p, V v, Whole) { _mm512_storeu_ps(p, v); }
 inline void store(float* p, V v, Part part) { _mm512_mask_storeu_ps(p, part.mask, v); }
-inline void store(Half* p, V v, Whole) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves(v));
+inline void store(Number16* p, V v, Whole) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(v));
 }
-inline void store(Half* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, halves(v)); }
-inline V half_grid(V v) { return widened(halves(v)); }
+inline void store(Number16* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, narrowed(v)); }
+inline V rounded16(V v) { return widened(narrowed(v)); }
 inline V splat(float s) { return _mm512_set1_ps(s); }
 // v in the selected lanes, else `otherwise`
 inline V only(V v, Part part, V otherwise = splat(0)) {
@@ -147,7 +147,7 @@ inline __m128i first_of_4(int64_t n) { return _mm256_castsi256_si128(first_of_8(
 inline V widened(__m128i h) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
-inline __m128i halves(V v) {
+inline __m128i narrowed(V v) {
   const __m256i u = _mm256_castps_si256(v), upper = _mm256_srli_epi32(u, 16);
   const __m256i last = _mm256_and_si256(upper, _mm256_set1_epi32(1));  // of ties, the even one
   const __m256i near = _mm256_srli_epi32(
@@ -158,20 +158,20 @@ inline __m128i halves(V v) {
 }
 #else
 inline V widened(__m128i h) { return _mm256_cvtph_ps(h); }
-inline __m128i halves(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline __m128i narrowed(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 #endif
 inline V load(const float* p, Whole) { return _mm256_loadu_ps(p); }
-inline V load(const Half* p, Whole) {
+inline V load(const Number16* p, Whole) {
   return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 inline V load(const float* p, Part part) {
   return _mm256_maskload_ps(p, first_of_8(part.count));
 }
-// Loads two halves at a time, as integers; then the last one, if their number is odd.
-inline V load(const Half* p, Part part) {
+// Loads two 16-bit numbers at a time, as integers; then the last one, if their number is odd.
+inline V load(const Number16* p, Part part) {
   __m128i v = _mm_maskload_epi32(reinterpret_cast<const int*>(p), first_of_4(part.count / 2));
   if (part.count & 1) {
-    static const Half lane[15] = {0, 0, 0, 0, 0, 0, 0, 0xffff};  // of the last one
+    static const Number16 lane[15] = {0, 0, 0, 0, 0, 0, 0, 0xffff};  // of the last one
     const __m128i here = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lane + 8 - part.count));
     const __m128i last = _mm_set1_epi16(static_cast<int16_t>(p[part.count - 1]));
     v = _mm_or_si128(v, _mm_and_si128(here, last));
@@ -179,22 +179,22 @@ inline V load(const Half* p, Part part) {
   return widened(v);
 }
 inline void store(float* p, V v, Whole) { _mm256_storeu_ps(p, v); }
-inline void store(Half* p, V v, Whole) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves(v));
+inline void store(Number16* p, V v, Whole) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrowed(v));
 }
 inline void store(float* p, V v, Part part) {
   _mm256_maskstore_ps(p, first_of_8(part.count), v);
 }
-inline void store(Half* p, V v, Part part) {
-  const __m128i h = halves(v);
+inline void store(Number16* p, V v, Part part) {
+  const __m128i h = narrowed(v);
   _mm_maskstore_epi32(reinterpret_cast<int*>(p), first_of_4(part.count / 2), h);
   if (part.count & 1) {
-    Half lanes[W];
+    Number16 lanes[W];
     _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), h);
     p[part.count - 1] = lanes[part.count - 1];
   }
 }
-inline V half_grid(V v) { return widened(halves(v)); }
+inline V rounded16(V v) { return widened(narrowed(v)); }
 inline V splat(float s) { return _mm256_set1_ps(s); }
 inline V only(V v, Part part, V otherwise = splat(0)) {
   return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(first_of_8(part.count)));
@@ -241,15 +241,15 @@ inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u;
 inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
 
 #ifdef BFLOAT16
-inline Half half_of(float f) {
+inline Number16 number16_of(float f) {
   const uint32_t u = bits_of(f), near = (u + 0x7fff + (u >> 16 & 1)) >> 16;  // ties to even
-  return static_cast<Half>((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40 : near);
+  return static_cast<Number16>((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40 : near);
 }
-inline float float_of_half(Half h) { return float_of(static_cast<uint32_t>(h) << 16); }
+inline float float_of_number16(Number16 h) { return float_of(static_cast<uint32_t>(h) << 16); }
 #else
 // Both conversions compute all cases and then select, without branches, so that the compiler can vectorize them.
 // The comparisons are of positive signed integers, as SSE2 requires.
-inline Half half_of(float f) {
+inline Number16 number16_of(float f) {
   const int32_t u = static_cast<int32_t>(bits_of(f) & 0x7fffffffu);
   const int32_t normal = (u + 0xfff + (u >> 13 & 1) - 0x38000000) >> 13;  // ties to even
   const int32_t subnormal =  // adding 0.5 rounds at 2^-24
@@ -258,9 +258,9 @@ inline Half half_of(float f) {
   const int32_t small = u < 0x38800000 ? subnormal : normal;     // below 2^-14
   const int32_t finite = u >= 0x47800000 ? 0x7c00 : small;       // 2^16 and up: infinity
   const int32_t all = u > 0x7f800000 ? nan : finite;
-  return static_cast<Half>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
+  return static_cast<Number16>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
 }
-inline float float_of_half(Half h) {
+inline float float_of_number16(Number16 h) {
   const int32_t u = (h & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   const int32_t normal = u + 0x38000000;  // another exponent
@@ -272,10 +272,10 @@ inline float float_of_half(Half h) {
 }
 #endif
 inline V load(const float* p, Whole) { return *p; }
-inline V load(const Half* p, Whole) { return float_of_half(*p); }
+inline V load(const Number16* p, Whole) { return float_of_number16(*p); }
 inline void store(float* p, V v, Whole) { *p = v; }
-inline void store(Half* p, V v, Whole) { *p = half_of(v); }
-inline V half_grid(V v) { return float_of_half(half_of(v)); }
+inline void store(Number16* p, V v, Whole) { *p = number16_of(v); }
+inline V rounded16(V v) { return float_of_number16(number16_of(v)); }
 inline V splat(float s) { return s; }
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }
@@ -285,9 +285,9 @@ inline V between(V g, V z, V lo, V hi) { return z < lo || z > hi ? 0 : g; }
 inline V above(V g, V z, V lo) { return z <= lo ? 0 : g; }
 inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
 inline V load(const float* p, Part) { return *p; }
-inline V load(const Half* p, Part) { return load(p, Whole()); }
+inline V load(const Number16* p, Part) { return load(p, Whole()); }
 inline void store(float*, V, Part) {}
-inline void store(Half*, V, Part) {}
+inline void store(Number16*, V, Part) {}
 inline V only(V v, Part, V = 0) { return v; }
 inline float highest(V v) { return v; }
 inline int zeros_in(V v) { return v == 0; }
@@ -337,15 +337,15 @@ using Number = float;
 constexpr float kTiny = 0;  // the largest that is rounded to 0
 inline V rounded(V v) { return v; }
 #else
-using Number = Half;
+using Number = Number16;
 #ifdef BFLOAT16
 constexpr float kTiny = 0x1p-134f;
 #else
 constexpr float kTiny = 0x1p-25f;
 #endif
-inline V rounded(V v) { return half_grid(v); }
+inline V rounded(V v) { return rounded16(v); }
 #endif
-constexpr bool kHalves = sizeof(Number) == sizeof(Half);
+constexpr bool k16Bit = sizeof(Number) == sizeof(Number16);
 
 inline const Number* numbers(const void* p) { return static_cast<const Number*>(p); }
 inline Number* numbers(void* p) { return static_cast<Number*>(p); }

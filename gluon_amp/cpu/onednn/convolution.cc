@@ -31,12 +31,12 @@ bool pays_by_rows(const Convolution& layer, int pass) {
 
 // For each image, a matrix with a row for each channel and position of the kernel, and a column for each position
 // of y.
-void unfold(const Convolution& layer, const Half* x, Half* to) {
+void unfold(const Convolution& layer, const Number16* x, Number16* to) {
   const int64_t high = layer.x[2], wide = layer.x[3], y_high = layer.y[2], y_wide = layer.y[3];
   const int64_t planes = layer.x[0] * layer.x[1], kernel = layer.w[2] * layer.w[3];
   for_all(planes, planes * kernel * y_high * y_wide, [&](int64_t plane) {
-    const Half* const from = x + plane * high * wide;
-    Half* made = to + plane * kernel * y_high * y_wide;
+    const Number16* const from = x + plane * high * wide;
+    Number16* made = to + plane * kernel * y_high * y_wide;
     for (int64_t i = 0; i < layer.w[2]; ++i)
       for (int64_t j = 0; j < layer.w[3]; ++j)
         for (int64_t row = 0; row < y_high; ++row, made += y_wide) {
@@ -44,7 +44,7 @@ void unfold(const Convolution& layer, const Half* x, Half* to) {
           for (int64_t column = 0; column < y_wide; ++column) {
             const int64_t at = column * layer.stride[1] + j * layer.dilate[1] - layer.pad[1];
             const bool inside = at_row >= 0 && at_row < high && at >= 0 && at < wide;
-            made[column] = inside ? from[at_row * wide + at] : Half(0);
+            made[column] = inside ? from[at_row * wide + at] : Number16(0);
           }
         }
   });

@@ -46,9 +46,9 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   if ((call.write(0) != kNothing && !data) || (call.write(1) != kNothing && !weight)) return false;
   if (has_bias && call.write(2) != kNothing) {
     const NDArray sums = scratch.array(call.out[2].shape_);
-    const Half* gradients = numbers16(y);
+    const Number16* gradients = numbers16(y);
     if (call.blocked.input(0)) {
-      Half* const plain = scratch.numbers16(size(y));
+      Number16* const plain = scratch.numbers16(size(y));
       unblock(y, plain);
       gradients = plain;
     }

@@ -16,7 +16,7 @@ bool onednn_dense(const Call& call, bool backward) {
   return run_layer(call, backward, layer);
 }
 
-bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Number16* a, const Number16* b,
                  float* to, Product::Inside* read) {
   if (instructions() == Instructions::kNone) return false;
   Dense layer(rows, inputs, outputs, nullptr);
@@ -27,7 +27,7 @@ bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const 
   const auto array = [](const void* numbers, const Sizes& dims, int type) {
     return TBlob(const_cast<void*>(numbers), mxnet::TShape({dims[0], dims[1]}), mshadow::cpu::kDevMask, type, 0);
   };
-  const auto bfloat16 = [&](const Half* numbers, const Sizes& dims) {
+  const auto bfloat16 = [&](const Number16* numbers, const Sizes& dims) {
     return array(numbers, dims, mshadow::kBfloat16);
   };
   const TBlob x = bfloat16(pass == kForward ? a : b, layer.x), y = bfloat16(a, layer.y), w = bfloat16(b, layer.w);

@@ -19,7 +19,7 @@ bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
 
 // Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: kForward x and w into y;
 // kBackwardData dy and w into dx; kBackwardWeights dy and x into dw. Under the lock `scratch_lock()`.
-bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Half* a, const Half* b,
+bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const Number16* a, const Number16* b,
                  float* to, Product::Inside* read);
 
 }  // namespace gluon_amp

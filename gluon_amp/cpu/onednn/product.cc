@@ -176,7 +176,7 @@ int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_de
 
 void Product::Way::enter(const Operand& operand, void* to) const {
   if (matrices)
-    kernels->transpose(numbers16(operand.array), static_cast<Half*>(to), matrices, channels, places);
+    kernels->transpose(numbers16(operand.array), static_cast<Number16*>(to), matrices, channels, places);
   else
     onednn::execute(&reorder, stream(), {{DNNL_ARG_FROM, memory(operand.plain, operand.array.dptr_)},
                                          {DNNL_ARG_TO, memory(inside, to)}});
@@ -184,7 +184,7 @@ void Product::Way::enter(const Operand& operand, void* to) const {
 
 void Product::Way::leave(const Operand& operand, void* from, void* to) const {
   if (matrices)
-    kernels->transpose(static_cast<Half*>(from), static_cast<Half*>(to), matrices, places, channels);
+    kernels->transpose(static_cast<Number16*>(from), static_cast<Number16*>(to), matrices, places, channels);
   else
     onednn::execute(&reorder, stream(), {{DNNL_ARG_FROM, memory(inside, from)},
                                          {DNNL_ARG_TO, memory(operand.plain, to)}});

@@ -146,7 +146,7 @@ class Sums {
   }
 
   const Kernels* const of_;
-  const Half *g_, *x_;
+  const Number16 *g_, *x_;
   const int64_t n_;
   Run row_;
   std::vector<Run> kept_, gone_;

@@ -184,8 +184,8 @@ bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool ba
   const TBlob& to = call.out[0];
   if (backward && call.write(0) == kStore)
     for (int64_t i = 0; i < rows; ++i) {
-      std::fill_n(numbers16(to) + i * step, first, Half(0));
-      std::fill_n(numbers16(to) + i * step + first + width, step - first - width, Half(0));
+      std::fill_n(numbers16(to) + i * step, first, Number16(0));
+      std::fill_n(numbers16(to) + i * step + first + width, step - first - width, Number16(0));
     }
   for_all(rows, rows * width, [&](int64_t i) {
     const int64_t at_some = i * width, at_whole = i * step + first;

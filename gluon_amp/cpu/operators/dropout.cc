@@ -13,7 +13,7 @@ namespace {
 
 float scale_of(const NodeAttrs& attrs) { return 1.0f / (1.0f - number(attrs, "p", 0.5f)); }
 
-Half one_of(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16 ? 0x3c00 : 0x3f80; }
+Number16 one_of(const TBlob& array) { return array.type_flag_ == mshadow::kFloat16 ? 0x3c00 : 0x3f80; }
 
 bool dropout(const Call& call) {
   const float p = number(call.attrs, "p", 0.5f);

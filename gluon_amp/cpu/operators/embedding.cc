@@ -44,7 +44,7 @@ bool add_rows(const Call& call, size_t of_weight) {  // gradient, data
   float* const sums = scratch.memory((first.size() - 1) * width);
   float* const added = scratch.memory(row.size() * width);
   widen(g, added);
-  if (call.write(of_weight) == kStore) std::fill_n(numbers16(weight), size(weight), Half(0));
+  if (call.write(of_weight) == kStore) std::fill_n(numbers16(weight), size(weight), Number16(0));
   for_all(first.size() - 1, size(g), [&](int64_t i) {
     float* const sum = sums + i * width;
     std::fill_n(sum, width, 0.0f);

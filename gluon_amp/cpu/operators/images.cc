@@ -36,11 +36,11 @@ bool upsample(const Call& call) {
   Squares s;
   if (!squares_of(call, call.in[0], &s)) return false;
   if (call.write(0) == kNothing) return true;
-  const Half* const x = numbers16(call.in[0]);
+  const Number16* const x = numbers16(call.in[0]);
   const int64_t wide = s.width * s.scale;
-  make_16bit(call, [&](Half* y) {
+  make_16bit(call, [&](Number16* y) {
     for_all(s.rows, s.rows * wide, [&](int64_t i) {
-      Half* const to = y + i * s.scale * wide;
+      Number16* const to = y + i * s.scale * wide;
       for (int64_t k = 0; k < s.width; ++k) std::fill_n(to + k * s.scale, s.scale, x[i * s.width + k]);
       for (int64_t k = 1; k < s.scale; ++k) std::copy_n(to, wide, to + k * wide);
     });

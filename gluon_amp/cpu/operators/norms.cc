@@ -60,7 +60,7 @@ const void* rounded_input(const Call& call, Scratch* scratch) {
   widen(from, wide);
   kernels->round(*grid, wide, wide, size(from), kStore);
   if (is_float(from)) return wide;
-  Half* const narrowed = scratch->numbers16(size(from));
+  Number16* const narrowed = scratch->numbers16(size(from));
   kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
   return narrowed;
 }

@@ -54,7 +54,7 @@ void make_16bit(const Call& call, F make) {
   const TBlob& to = call.out[0];
   if (call.write(0) == kStore) return make(numbers16(to));
   Scratch scratch;
-  Half* const made = scratch.numbers16(size(to));
+  Number16* const made = scratch.numbers16(size(to));
   make(made);
   put(made, to, call.write(0));
 }

@@ -88,9 +88,9 @@ bool forward(const Call& call) {
   const Padding p = padding_of(call, x.shape_);
   const float constant = number(call.attrs, "constant_value", 0);
   if (is_16bit(x)) {
-    Half rounded;
+    Number16 rounded;
     kernels_of(x)->narrow(&constant, &rounded, 1, kStore);
-    make_16bit(call, [&](Half* to) { pad(p, numbers16(x), to, rounded); });
+    make_16bit(call, [&](Number16* to) { pad(p, numbers16(x), to, rounded); });
   } else if (is_float(x)) {
     Scratch scratch;
     float* const made = scratch.memory(size(y));

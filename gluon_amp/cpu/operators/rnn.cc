@@ -7,8 +7,8 @@
 //   gradients until they are written.
 // - Grids, for cases that MXNet's code does not support: products with another format than other tensors, or that
 //   emulate a GPU's Tensor Cores. What products read is rounded to their format. The output of each step, and gradients
-//   between layers, have the policy's format of activations. Gates, cells and gradients that are carried from step to step
-//   are float32.
+//   between layers, have the policy's format of activations. Gates, cells and gradients that are carried from step to
+//   step are float32.
 //
 // Products sum over a layer's inputs or units; for gradients of data over the gates; for gradients of weights over time,
 // then batch. Those over all steps run before or after the loop over time.
@@ -43,7 +43,7 @@ void float_product(const OpContext& context, int64_t rows, int64_t columns, int6
 }
 
 const float* widened(const float* numbers, int64_t, Scratch*) { return numbers; }
-const float* widened(const Half* numbers, int64_t n, Scratch* scratch) {
+const float* widened(const Number16* numbers, int64_t n, Scratch* scratch) {
   float* const made = scratch->memory(n);
   bfloat16_kernels->widen(numbers, made, n);
   return made;
@@ -76,7 +76,7 @@ class Weight {
 
  private:
   bool run_onednn(int pass, int64_t rows, const Number* a, const Number* b, float* to, Product::Inside* read) {
-    if constexpr (std::is_same<Number, Half>::value)
+    if constexpr (std::is_same<Number, Number16>::value)
       return onednn_rows(pass, rows, outputs_, inputs_, a, b, to, read);
     return false;
   }
@@ -113,7 +113,7 @@ struct Place {
 // ---- formats ---------------------------------------------------------------------------------------
 
 struct Bfloat16 {
-  using Number = Half;  // that products read
+  using Number = Number16;  // that products read
   static constexpr bool kCopies = false;  // whether these are rounded copies
   static constexpr bool emulates = false;
 
@@ -123,16 +123,16 @@ struct Bfloat16 {
   }
 
   static const Kernels* kernels() { return bfloat16_kernels; }
-  static Half* memory(Scratch* scratch, int64_t n) { return scratch->numbers16(n); }
-  static Half* numbers(const TBlob& array, Scratch*) { return numbers16(array); }
-  void read(const Call&, const Place&, const Half*, Half*, int64_t) const {}  // rounds what a product reads
+  static Number16* memory(Scratch* scratch, int64_t n) { return scratch->numbers16(n); }
+  static Number16* numbers(const TBlob& array, Scratch*) { return numbers16(array); }
+  void read(const Call&, const Place&, const Number16*, Number16*, int64_t) const {}  // rounds what a product reads
   static void round_between(const Call&, float*, int64_t) {}  // gradients of outputs
-  static void narrow(const Call&, const float* from, Half* to, int64_t n) {  // between layers
+  static void narrow(const Call&, const float* from, Number16* to, int64_t n) {  // between layers
     bfloat16_kernels->narrow(from, to, n, kStore);
   }
 
   // Both biases, (2, gates, units): their sum, except in a GRU's last gate, and that of h.
-  static const float* biases(RnnMode mode, const Half* from, int64_t all, Scratch* scratch) {
+  static const float* biases(RnnMode mode, const Number16* from, int64_t all, Scratch* scratch) {
     float* const made = scratch->memory(2 * all);
     bfloat16_kernels->widen(from, made, 2 * all);
     const int64_t summed = mode == kGru ? all / 3 * 2 : all;
@@ -289,7 +289,7 @@ class RnnOf : public Rnn {
     return Format::kCopies ? Format::memory(scratch, n) : array;
   }
   static void give_numbers(const Call& call, size_t i, float* made) { round_to_output(call, i, made); }
-  static void give_numbers(const Call& call, size_t i, Half* made) { put(made, call.out[i], call.write(i)); }
+  static void give_numbers(const Call& call, size_t i, Number16* made) { put(made, call.out[i], call.write(i)); }
 };
 
 template <class Format>

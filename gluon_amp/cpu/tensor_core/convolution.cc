@@ -95,8 +95,8 @@ struct Windows {
 
   // Rows: channels from `channel` on, times the window's elements. Columns: `images` images from `image` on,
   // times positions.
-  void gather(const Half* from, int64_t channel, int64_t channels, int64_t image, int64_t images,
-              Half* to) const {
+  void gather(const Number16* from, int64_t channel, int64_t channels, int64_t image, int64_t images,
+              Number16* to) const {
     const int64_t nd = places.places[0], nh = places.places[1], nw = places.places[2];
     const int64_t sh = seen.places[1], sw = seen.places[2], taps = g.taps();
 #pragma omp parallel for schedule(static)
@@ -105,18 +105,18 @@ struct Windows {
                     td = tap / g.window[2] / g.window[1];
       const int64_t *at_d = &table[0][td * nd], *at_h = &table[1][th * nh],
                     *at_w = &table[2][tw * nw];
-      Half* out = to + row * images * nd * nh * nw;
+      Number16* out = to + row * images * nd * nh * nw;
       for (int64_t i = 0; i < images; ++i) {
-        const Half* plane =
+        const Number16* plane =
             from + ((image + i) * seen.channels + channel + row / taps) * seen.plane();
         for (int64_t d = 0; d < nd; ++d)
           for (int64_t h = 0; h < nh; ++h, out += nw) {
             if (at_d[d] < 0 || at_h[h] < 0) {
-              std::memset(out, 0, nw * sizeof(Half));
+              std::memset(out, 0, nw * sizeof(Number16));
               continue;
             }
-            const Half* line = plane + (at_d[d] * sh + at_h[h]) * sw;
-            for (int64_t w = 0; w < nw; ++w) out[w] = at_w[w] < 0 ? Half(0) : line[at_w[w]];
+            const Number16* line = plane + (at_d[d] * sh + at_h[h]) * sw;
+            for (int64_t w = 0; w < nw; ++w) out[w] = at_w[w] < 0 ? Number16(0) : line[at_w[w]];
           }
       }
     }
@@ -124,23 +124,23 @@ struct Windows {
 };
 
 // Computes one of the arrays from windows of the other, some images at a time.
-void make(Products& work, const Geometry& g, const Half* weight, const Half* from, bool from_large,
+void make(Products& work, const Geometry& g, const Number16* weight, const Number16* from, bool from_large,
           float* to) {
   const Windows windows(g, from_large);
   const Images &seen = windows.seen, &made = windows.places;
   const int64_t taps = g.taps(), plane = made.plane(), in = seen.channels / g.groups,
                 out = made.channels / g.groups, depth = in * taps;
   const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * plane)), made.batch);
-  Half* gathered = work.numbers16(depth * most * plane);
+  Number16* gathered = work.numbers16(depth * most * plane);
   float* product = work.floats_for(out * most * plane);
   // The weight is (channels of small, channels of large, taps), transposed if small is gathered.
-  Half* turned = from_large ? nullptr : work.numbers16(out * depth);
+  Number16* turned = from_large ? nullptr : work.numbers16(out * depth);
   for (int64_t group = 0; group < g.groups; ++group) {
-    const Half* w = weight + group * g.small_channels() * g.large_channels() * taps;
+    const Number16* w = weight + group * g.small_channels() * g.large_channels() * taps;
     if (turned) {
       for (int64_t o = 0; o < out; ++o)
         for (int64_t i = 0; i < in; ++i)
-          std::memcpy(turned + (o * in + i) * taps, w + (i * out + o) * taps, taps * sizeof(Half));
+          std::memcpy(turned + (o * in + i) * taps, w + (i * out + o) * taps, taps * sizeof(Number16));
       w = turned;
     }
     for (int64_t image = 0; image < made.batch; image += most) {
@@ -157,20 +157,20 @@ void make(Products& work, const Geometry& g, const Half* weight, const Half* fro
 }
 
 // Computes the weight's gradient, some channels of the large array at a time.
-void make_weight(Products& work, const Geometry& g, const Half* large, const Half* small,
+void make_weight(Products& work, const Geometry& g, const Number16* large, const Number16* small,
                  float* to) {
   const Windows windows(g, true);
   const int64_t taps = g.taps(), plane = g.small.plane(), depth = g.small.batch * plane,
                 in = g.large_channels(), out = g.small_channels();
   const int64_t most = std::min(std::max<int64_t>(1, kGathered / (depth * taps + 1)), in);
-  Half* gathered = work.numbers16(most * taps * depth);
-  Half* lines = work.numbers16(out * depth);  // small, with its channels first
+  Number16* gathered = work.numbers16(most * taps * depth);
+  Number16* lines = work.numbers16(out * depth);  // small, with its channels first
   for (int64_t group = 0; group < g.groups; ++group) {
     for (int64_t o = 0; o < out; ++o)
       for (int64_t i = 0; i < g.small.batch; ++i)
         std::memcpy(lines + (o * g.small.batch + i) * plane,
                     small + (i * g.small.channels + group * out + o) * plane,
-                    plane * sizeof(Half));
+                    plane * sizeof(Number16));
     for (int64_t channel = 0; channel < in; channel += most) {
       const int64_t channels = std::min(most, in - channel);
       windows.gather(large, group * in + channel, channels, 0, g.small.batch, gathered);
@@ -180,7 +180,7 @@ void make_weight(Products& work, const Geometry& g, const Half* large, const Hal
   }
 }
 
-void add_bias(Products& work, const Half* bias, const Images& y, float* to) {
+void add_bias(Products& work, const Number16* bias, const Images& y, float* to) {
   float* wide = work.floats_for(y.channels);
   float16_kernels->widen(bias, wide, y.channels);
   for (int64_t i = 0; i < y.batch * y.channels; ++i)
@@ -188,7 +188,7 @@ void add_bias(Products& work, const Half* bias, const Images& y, float* to) {
 }
 
 // A float32 sum over batch and positions, which is not a product.
-void sum_bias(Products& work, const Half* gradient, const Images& y, float* to) {
+void sum_bias(Products& work, const Number16* gradient, const Images& y, float* to) {
   float* plane = work.floats_for(y.plane());
   for (int64_t i = 0; i < y.batch * y.channels; ++i) {
     float16_kernels->widen(gradient + i * y.plane(), plane, y.plane());

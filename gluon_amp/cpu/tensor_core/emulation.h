@@ -16,11 +16,11 @@ class Products {
 
   bool wants(size_t i) const { return call_.write(i) != kNothing; }
   float* result(size_t i);  // of output i; zeros at first
-  Half* numbers16(int64_t count) { return scratch_.numbers16(count); }
+  Number16* numbers16(int64_t count) { return scratch_.numbers16(count); }
   float* floats_for(int64_t count) { return scratch_.memory(count); }
 
   // y = a * b
-  void product(int64_t rows, int64_t columns, int64_t depth, HalfMatrix a, HalfMatrix b,
+  void product(int64_t rows, int64_t columns, int64_t depth, Matrix16 a, Matrix16 b,
                FloatMatrix y) const {
     tensor_core_product()(gpu_, rows, columns, depth, a, b, nullptr, y);
   }

@@ -56,23 +56,23 @@ constexpr uint8_t kZero = 30;
 constexpr int kToFloat = -29;           // from such a sum to the exponent in a float's bits
 constexpr int kNone = 123 + kToFloat;   // the largest with a zero
 
-inline uint8_t exponent_of(Half h) {
+inline uint8_t exponent_of(Number16 h) {
   const uint8_t field = h >> 10 & 31;
   const uint8_t least = field ? field : 1;
   return (h & 0x7fff) ? least + 63 : kZero;
 }
 
-inline bool endless(Half h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
+inline bool endless(Number16 h) { return (h & 0x7c00) == 0x7c00; }  // an infinity or a NaN
 
 // Packs columns [first, first + kPanel) and `depth` rows of b; zeros beyond the last column.
-NOTHING_THROWN bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int64_t depth,
+NOTHING_THROWN bool pack_panel(Matrix16 b, int64_t first, int64_t columns, int64_t depth,
                                float* values, uint8_t* exponents) {
   const int64_t here = least(kPanel, columns - first);
   bool special = false;
   for (int64_t k = 0; k < depth; ++k, values += kPanel, exponents += kPanel) {
-    Half row[kPanel] = {};
-    const Half* from = b.data + k * b.row + first * b.column;
-    if (b.column == 1) std::memcpy(row, from, here * sizeof(Half));
+    Number16 row[kPanel] = {};
+    const Number16* from = b.data + k * b.row + first * b.column;
+    if (b.column == 1) std::memcpy(row, from, here * sizeof(Number16));
     else for (int64_t j = 0; j < here; ++j) row[j] = from[j * b.column];
     uint8_t any = 0;
     for (int j = 0; j < kPanel; ++j) {
@@ -86,12 +86,12 @@ NOTHING_THROWN bool pack_panel(HalfMatrix b, int64_t first, int64_t columns, int
 }
 
 // Packs kRows rows of a from `first` on; each exponent is repeated four times for a lane.
-NOTHING_THROWN bool pack_rows(HalfMatrix a, int64_t first, int64_t rows, int64_t depth,
+NOTHING_THROWN bool pack_rows(Matrix16 a, int64_t first, int64_t rows, int64_t depth,
                               float* values, uint8_t* exponents) {
   bool special = false;
   for (int r = 0; r < kRows; ++r)
     for (int64_t k = 0; k < depth; ++k) {
-      const Half h = first + r < rows ? a.data[(first + r) * a.row + k * a.column] : Half(0);
+      const Number16 h = first + r < rows ? a.data[(first + r) * a.row + k * a.column] : Number16(0);
       const int64_t i = k * kRows + r;
 #if defined(__F16C__)
       values[i] = _cvtsh_ss(h);
@@ -263,7 +263,7 @@ class Block {
   }
 
   // Continues with the products [first, last) of all chains.
-  void go_on(HalfMatrix a, HalfMatrix b, int64_t first, int64_t last) {
+  void go_on(Matrix16 a, Matrix16 b, int64_t first, int64_t last) {
     for (int64_t k = first; k < last; k += step)
       go_on({a.data + k * a.column, a.row, a.column}, {b.data + k * b.row, b.row, b.column},
             least(step, last - k));
@@ -272,7 +272,7 @@ class Block {
   const float* results() const { return state.data; }
 
  private:
-  void go_on(HalfMatrix a, HalfMatrix b, int64_t depth) {
+  void go_on(Matrix16 a, Matrix16 b, int64_t depth) {
 #pragma omp parallel if (threads)
     {
 #pragma omp for schedule(static) nowait
@@ -307,8 +307,8 @@ class Block {
   Scratch<float> state;
 };
 
-void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMatrix a,
-               HalfMatrix b, const float* c, FloatMatrix y) {
+void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, Matrix16 a,
+               Matrix16 b, const float* c, FloatMatrix y) {
   const int64_t split = most(gpu.split > 0 ? least(gpu.split, depth) : depth, 1);
   Block block(gpu, tiles, split);
   Scratch<float> total(tiles.floats());
@@ -331,7 +331,7 @@ void one_block(const TensorCore& gpu, const Tiles& tiles, int64_t depth, HalfMat
 
 // Lanes are columns, of a or of b, whichever needs less padding to whole panels.
 void tensor_core_product(const TensorCore& gpu, int64_t rows, int64_t columns, int64_t depth,
-                         HalfMatrix a, HalfMatrix b, const float* c, FloatMatrix y) {
+                         Matrix16 a, Matrix16 b, const float* c, FloatMatrix y) {
   if (Tiles(columns, rows).floats() < Tiles(rows, columns).floats()) {
     std::swap(rows, columns);
     std::swap(a, b);

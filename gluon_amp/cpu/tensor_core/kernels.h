@@ -5,11 +5,11 @@
 
 namespace gluon_amp {
 
-// A strided matrix of halves: element (i, j) is data[i * row + j * column].
-struct HalfMatrix {
-  const Half* data;
+// A strided matrix of 16-bit numbers: element (i, j) is data[i * row + j * column].
+struct Matrix16 {
+  const Number16* data;
   int64_t row, column;
-  HalfMatrix transposed() const { return {data, column, row}; }
+  Matrix16 transposed() const { return {data, column, row}; }
 };
 struct FloatMatrix {
   float* data;
@@ -17,8 +17,8 @@ struct FloatMatrix {
 };
 
 // y = c + a * b: (rows, depth) times (depth, columns). c has y's layout; null: zeros; it may be y.
-using TensorCoreProduct = void(const TensorCore&, int64_t rows, int64_t columns, int64_t depth, HalfMatrix a,
-                               HalfMatrix b, const float* c, FloatMatrix y);
+using TensorCoreProduct = void(const TensorCore&, int64_t rows, int64_t columns, int64_t depth, Matrix16 a,
+                               Matrix16 b, const float* c, FloatMatrix y);
 namespace portable_float16 { TensorCoreProduct tensor_core_product; }
 namespace avx2_float16 { TensorCoreProduct tensor_core_product; }
 namespace avx512_float16 { TensorCoreProduct tensor_core_product; }

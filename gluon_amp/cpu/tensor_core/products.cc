@@ -63,7 +63,7 @@ struct Contraction {
   Contraction gradient_of_a() const { return {stack, rows, columns, depth, y, b.transposed(), a, factor}; }
   Contraction gradient_of_b() const { return {stack, depth, rows, columns, a.transposed(), y, b, factor}; }
 
-  void run(const Products& work, const Half* x, const Half* w, float* to) const {
+  void run(const Products& work, const Number16* x, const Number16* w, float* to) const {
     for_all(stack, kWorthThreads, [&](int64_t k) {
       work.product(rows, columns, depth, {x + a.first + k * a.step, a.row, a.column},
                    {w + b.first + k * b.step, b.row, b.column}, {to + y.first + k * y.step, y.row, y.column});
@@ -182,7 +182,7 @@ template <Of of, size_t a = 0, size_t b = 1>
 void multiply_back(Products& work, const Call& call) {
   const TBlob &x = call.in[1 + a], &w = call.in[1 + b];
   const Contraction made = of(call.attrs, x, w);
-  const Half* const g = numbers16(call.in[0]);
+  const Number16* const g = numbers16(call.in[0]);
   if (work.wants(a)) made.gradient_of_a().run(work, g, numbers16(w), work.result(a));
   if (work.wants(b)) made.gradient_of_b().run(work, numbers16(x), g, work.result(b));
   if (work.wants(a)) scale(work.result(a), size(call.out[a]), made.factor);
@@ -255,9 +255,9 @@ void multiply_float16(const Call& call, int64_t rows, int64_t columns, int64_t d
                      const RowsOrColumns& b, float* y) {
   Products work(call);
   const auto narrowed = [&](const RowsOrColumns& from, int64_t high, int64_t wide) {
-    Half* const made = work.numbers16(high * wide);
+    Number16* const made = work.numbers16(high * wide);
     float16_kernels->narrow(from.data, made, high * wide, kStore);
-    return from.transposed ? HalfMatrix{made, 1, high} : HalfMatrix{made, wide, 1};
+    return from.transposed ? Matrix16{made, 1, high} : Matrix16{made, wide, 1};
   };
   work.product(rows, columns, depth, narrowed(a, rows, depth), narrowed(b, depth, columns), {y, columns, 1});
 }
