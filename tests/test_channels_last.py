@@ -161,11 +161,13 @@ def test_parameters_keep_their_shapes():
 
 
 def test_weights_of_one_pixel_or_one_input_are_not_transposed():
-    x = conv(conv(sym.var("x"), "one", 1), "each", num_group=8)
+    weight = sym.Cast(sym.var("each_weight"), dtype="float16")
+    x = conv(conv(sym.var("x"), "one", 1), "each", num_group=8, weight=weight)
     symbol = conv(conv(x, "pairs", num_filter=4, num_group=4), "all")
     shapes = symbol.infer_shape(x=(2, 3, 8, 6))
     known = dict(zip(symbol.list_arguments(), shapes[0]))
-    graph = channels_last(Graph.read(symbol), dict.fromkeys(known, "float16"), known)
+    types = {**dict.fromkeys(known, "float16"), "each_weight": "float32"}
+    graph = channels_last(Graph.read(symbol), types, known)
     assert transposes(graph) == (2, 2)  # `pairs` has two inputs for each output
     assert graph.symbol().infer_shape(x=(2, 3, 8, 6)) == shapes
 

@@ -91,7 +91,7 @@ class Trace:
     in_format: Any
     out_format: Any
     # by (whether on a GPU, the inputs' types, whether a hook reads its tensors, whether it runs in
-    # float32), with the reason why it cannot train, or ""
+    # float32, whether it trains on a GPU), with the reason why it cannot train, or ""
     ops: Dict[Any, Tuple[Op, str]] = field(default_factory=dict)
     kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
     devices: int = 1  # devices that synchronize in training

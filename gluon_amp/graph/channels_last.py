@@ -11,7 +11,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Union
 from .._mxnet import has_cudnn_9
 from ..annotations import Shape
 from ..cpu import library
-from .graph import Entry, Graph, Node, integers
+from .graph import CASTS, Entry, Graph, Node, integers
 
 _LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # the axes of transposes to channels-last, and back
 
@@ -124,7 +124,8 @@ class _ChannelsLast:
         of one input."""
         if node.op != "Convolution" or not library.started():
             return False
-        shape = self.shapes.get(self.inputs[node][1].node.name)
+        weight = self.inputs[node][1].node
+        shape = self.shapes.get((weight.inputs[0].node if weight.op in CASTS else weight).name)
         return integers(node, "kernel") == [1, 1] or shape is not None and shape[1] == 1
 
     def _last(self, entry: Entry) -> Entry:
