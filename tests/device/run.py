@@ -100,6 +100,7 @@ def third_part(args):
     graphs, plain, small = "gluon_amp;gluon_amp, CUDA graphs", "float32;gluon_amp", args.small_flag
 
     def speed(network, ways, *more, rounds=1):
+        more = () if args.small and more[:1] == ("--batch",) else more
         return Step(f"speed {' '.join(map(str, (network, *more)))}", 150, script(
             "speed.py", network, rows, "--ways", ways, "--rounds", rounds, *before, *more, *small))
 
