@@ -56,7 +56,7 @@ def _fits(counts: Counts, format_: Format, name: str) -> bool:
         raise ValueError(f"calibration: {name} is not finite in float32. Valid: batches and "
                          "parameters of finite numbers")
     room = counts.headroom(format_)
-    return room is None or room[1] >= _ROOM and counts.lost(format_) <= _LOST
+    return room is None or room[1] >= _ROOM and counts.underflow(format_) <= _LOST
 
 
 def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
