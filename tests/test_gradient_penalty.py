@@ -188,7 +188,9 @@ def test_critics_and_arguments_that_are_refused():
         amp.gradient_penalty(lambda x: x, x)
     with pytest.raises(TypeError, match=r"a row for each sample. Received: \(3, 6\)"):
         amp.gradient_penalty(net, x, x[:3])
-    with pytest.raises(ValueError, match="target must be a positive"):
+    with pytest.raises(TypeError, match=r"arrays of MXNet. Received: numpy\.ndarray"):
+        amp.gradient_penalty(net, SAMPLES)
+    with pytest.raises(ValueError, match="target other than 0 must be a positive"):
         amp.gradient_penalty(net, x, target=-1)
     pairs = Calling(lambda F, x: (x, x))
     with pytest.raises(ValueError, match="one array with a row for each of the 16 samples"):

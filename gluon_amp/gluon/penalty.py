@@ -23,7 +23,8 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
 
     The norm is that of the gradient with respect to the sample. The gradient of the penalty is
     computed by a central difference along the critic's gradient, so the critic needs no
-    second-order gradients. A converted critic runs in float32.
+    second-order gradients. A converted critic runs in float32. Use smooth activations, such as tanh:
+    kinks of a ReLU make the gradient noisy.
 
     Args:
         critic: a network, converted or not, without batch norm and dropout. Its output has a row
@@ -39,7 +40,7 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
     """
     _check(critic, x, args)
     if target != 0:
-        positive_number(target, "target")
+        positive_number(target, "target other than 0")
     if is_16bit(x.dtype):
         x = x.astype("float32")
     trains = autograd.is_training()
@@ -71,9 +72,12 @@ def _check(critic: Block, x: Array, args: Sequence[Array]) -> None:
     if not isinstance(critic, mx.gluon.Block):
         raise TypeError(f"gradient_penalty takes a gluon Block. Received: {type(critic).__name__}")
     for array in (x, *args):
-        if not isinstance(array, mx.nd.NDArray) or array.shape[:1] != x.shape[:1]:
+        if not isinstance(array, mx.nd.NDArray):
+            raise TypeError("gradient_penalty takes arrays of MXNet. Received: "
+                            f"{type(array).__module__}.{type(array).__name__}")
+        if array.shape[:1] != x.shape[:1]:
             raise TypeError("gradient_penalty takes arrays with a row for each sample. Received: "
-                            f"{getattr(array, 'shape', type(array).__name__)}")
+                            f"{array.shape}")
     blocks = list(blocks_in(critic))
     low = [p.name for block in blocks if not isinstance(block, ConvertedBlock)
            for p in block.params.values() if is_16bit(p.dtype)]
