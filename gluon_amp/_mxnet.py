@@ -8,6 +8,7 @@ itself does not change.
 Modules of this package import `mx` and `np` from here.
 """
 import functools
+import multiprocessing
 import os
 import re
 import sys
@@ -83,6 +84,7 @@ def _import_mxnet() -> Any:
         _sum_in_float64(mxnet.metric.EvalMetric)
     _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)
     _leave_batch_unknown(mxnet.gluon.rnn.rnn_layer._RNNLayer, mxnet)
+    mxnet.gluon.data.dataloader.multiprocessing = _ForkedWorkers()
     _add_advice(mxnet.base, sys.modules["mxnet._ffi._ctypes.function"])
     return mxnet
 
@@ -107,6 +109,17 @@ def _refuse_symbols(function: Any, symbol: Any) -> None:
             raise TypeError(f"an autograd.Function takes arrays and cannot be part of a graph. "
                             f"{type(self).__name__} received: a Symbol")
         return original(self, *inputs)
+
+
+class _ForkedWorkers:
+    """The module `multiprocessing` for MXNet's DataLoader: forks workers where the start method is
+    forkserver, the default since Python 3.14. MXNet and scripts written for it expect that: a
+    worker of forkserver imports the script again, and MXNet without this module."""
+
+    def __getattr__(self, name: str) -> Any:
+        forks = multiprocessing.get_start_method() == "forkserver"
+        context: Any = multiprocessing.get_context("fork") if forks else multiprocessing
+        return getattr(context, name) if hasattr(context, name) else getattr(multiprocessing, name)
 
 
 # Messages of MXNet about operands that differ in type or shape, and the advice for each.

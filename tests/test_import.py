@@ -436,3 +436,21 @@ def test_missing_kernels_are_reported_with_build_command(content, said,
     assert f"{without_kernels}{os.sep}gluon_amp" in message
     assert "in a checkout of gluon_amp, with a C++ compiler" in message
     assert "pip install --force-reinstall --no-deps . (make -B setup" in message
+
+
+def test_workers_of_a_data_loader_are_forked_where_forkserver_is_the_default():
+    said = output("""
+import multiprocessing
+multiprocessing.set_start_method("forkserver")  # the default since Python 3.14
+import gluon_amp
+from mxnet import gluon
+class Squares(gluon.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return float(i * i)
+print([batch.asnumpy().tolist()
+       for batch in gluon.data.DataLoader(Squares(), 2, num_workers=1, timeout=60)])
+print(multiprocessing.get_start_method())
+""")
+    assert said == "[[0.0, 1.0], [4.0, 9.0]]\nforkserver"
