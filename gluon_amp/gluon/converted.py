@@ -66,9 +66,10 @@ log = logging.getLogger("gluon_amp")
 # MXNet's names of shared and of pinned CPU memory
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
-# Operators of a training step in one task of MXNet's engine on a GPU, unless hybridize() or MXNet's
-# variables say otherwise. After each task the GPU waits for the host. MXNet's 15 are for sums of
-# gradients over devices during the backward pass, which larger tasks delay.
+# The largest number of operators in one task of MXNet's engine, in a training step on a GPU. Flags
+# of hybridize() and MXNet's variables take precedence. After each task the GPU waits for the host.
+# MXNet's 15 are for sums of gradients over devices during the backward pass, which larger tasks
+# delay.
 _IN_BULK, _BULK = 100, "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 
 _DATA = mx.gluon.Parameter.data

@@ -23,8 +23,8 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
 
     The norm is that of the gradient with respect to the sample. The gradient of the penalty is
     computed by a central difference along the critic's gradient, so the critic needs no
-    second-order gradients. A converted critic runs in float32. Use smooth activations, such as tanh:
-    kinks of a ReLU make the gradient noisy.
+    second-order gradients. A converted critic runs in float32. Use smooth activations, such
+    as tanh: kinks of a ReLU make the gradient noisy.
 
     Args:
         critic: a network, converted or not, without batch norm and dropout. Its output has a row

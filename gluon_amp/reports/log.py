@@ -146,8 +146,9 @@ class Log:
         `loss_scale` and `skipped`.
 
         Args:
-            values: results, such as `validation_accuracy`, `validation_loss`, `accuracy` (of the
-                training) or a measure of your own, such as `validation_perplexity`.
+            values: results, such as `validation_accuracy` (the line has `err_top1`, 1 minus
+                it), `validation_loss`, `accuracy` (of the training) or a measure of your own, such
+                as `validation_perplexity`.
         """
         if self._losses:
             self._read_losses()

@@ -90,7 +90,7 @@ class AveragedWeights:
         return self._before is not None
 
     def __enter__(self) -> AveragedWeights:
-        self.trainer._check_own_weights("another")
+        self.trainer._check_own_weights("a second `with` block")
         parameters = [p for p in self.trainer._params if p._data is not None]
         arrays = {id(array): array for p in parameters
                   for array in [*p.list_data(), *masters.live(self.trainer, p)]}
