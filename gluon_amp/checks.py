@@ -76,7 +76,10 @@ def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
     bare = {one.lstrip("-"): one for one in names}  # the dashes would make all flags similar
-    close = [bare[one] for one in difflib.get_close_matches(name.lstrip("-"), list(bare), n=3)]
+    given = name.lstrip("-")
+    found = [one for one in bare if given and one.startswith(given)] \
+        or difflib.get_close_matches(given, list(bare), n=3)
+    close = [bare[one] for one in found[:3]]
     return f". Did you mean {' or '.join(close)}?" if close else ""
 
 

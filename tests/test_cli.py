@@ -123,7 +123,7 @@ def test_help_of_subcommand_has_valid_examples(name, capsys):
     (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
     (["demo", "--epochs", "-1"], "a whole number from 1 on. Received: '-1'"),
     (["demo", "--epochs", "many"], "a whole number from 1 on. Received: 'many'"),
-    (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs or ")])
+    (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs? ")])
 def test_bad_usage_is_reported_in_one_line(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
