@@ -7,10 +7,6 @@
 //
 // Strings have the old ABI: compile with -D_GLIBCXX_USE_CXX11_ABI=0.
 #pragma once
-#if defined(__GNUC__) && !defined(__clang__)  // of MXNet's TShape, moved before it has a size
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#endif
 #include <any>
 #include <functional>
 #include <list>
