@@ -773,3 +773,24 @@ def test_infinite_value_before_loss_keeps_its_gradient(scale):
     mod.init_optimizer()
     mod.forward_backward(mx.io.DataBatch([nd.array([[np.inf, -np.inf, 1]])], [nd.zeros((1, 3))]))
     assert np.allclose(mod.get_input_grads()[0].asnumpy(), np.array([[1, -1, 1]]) / 3)
+
+
+def test_parameters_have_averages_of_last_batch(tmp_path):
+    """MXNet's executors do not order a read of moving averages after the batch norm."""
+    x = S.var("data")
+    for i in range(4):  # long enough to be read meanwhile
+        x = S.FullyConnected(x, num_hidden=1024, no_bias=True, name=f"slow{i}")
+    symbol = S.LinearRegressionOutput(S.BatchNorm(x, name="norm"), name="out")
+    mod = amp.Module(symbol, label_names=["out_label"])
+    mod.bind([("data", (512, 1024))], [("out_label", (512, 1024))])
+    mod.init_params(mx.init.One())
+    mod.init_optimizer(optimizer_params={"learning_rate": 0.0})
+    data = mx.io.DataBatch([nd.full((512, 1024), 2.0 ** -40)], [nd.zeros((512, 1024))])
+    found = []
+    for read in (lambda: mod.get_params()[1], lambda: mod.save_params(str(tmp_path / "a.params"))
+                 or nd.load(str(tmp_path / "a.params"))):
+        mod.forward_backward(data)
+        mod.update()
+        found += [array.asnumpy() for name, array in read().items() if name.endswith("mean")]
+    np.testing.assert_allclose(found[0], 0.1, rtol=1e-5)
+    np.testing.assert_allclose(found[1], 0.19, rtol=1e-5)

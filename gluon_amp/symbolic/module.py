@@ -94,6 +94,12 @@ class _ExecutorPass(BackwardPass):
 Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
+def _wait_for_averages() -> None:
+    """Waits for batch norms, whose updates of moving averages MXNet's executors do not order with
+    what reads the averages."""
+    mx.nd.waitall()
+
+
 class _Module:
     """The mixin of `Module` and `BucketingModule`."""
 
@@ -212,9 +218,12 @@ class _Module:
         if self._step.checks_gradients and module._context[0].device_type == "gpu":
             self._step.averages = self._step.averages or MovingAverages(self._averages_to_check)
             self._step.averages.begin()
-        again = self._step.searching or self._checks_loss_heads()
-        self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
-                                 for a in e.aux_arrays] if again else None
+        self._averages_before = None
+        if self._step.searching or self._checks_loss_heads():
+            _wait_for_averages()
+            self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
+                                     for a in e.aux_arrays]
+            _wait_for_averages()
         super().forward(data_batch, is_train)
 
     @in_one_thread
@@ -409,6 +418,7 @@ class _Module:
 
     def _average_statistics(self) -> None:
         self._check_can_exchange("average_statistics()")
+        _wait_for_averages()
         module = self._module()
         self._workers.average(module._exec_group.aux_arrays)
         self._params_dirty = module._params_dirty = True
@@ -416,11 +426,15 @@ class _Module:
     def _check_can_exchange(self, call: str) -> None:
         consistency.check_can_exchange(self._workers, call, "MXNET_UPDATE_ON_KVSTORE=0")
 
+    def get_params(self) -> Tuple[Dict[str, Array], Dict[str, Array]]:
+        """The same as MXNet's, after all updates of moving averages."""
+        _wait_for_averages()
+        return super().get_params()
+
     # ---- files
 
     def save_params(self, fname: str) -> None:
         """Writes the parameters, atomically, and the record of the symbol's policy."""
-        mx.nd.waitall()  # MXNet's batch norm updates its averages without a dependency
         save(fname, super().save_params, record_in(self._module()._symbol))
 
     def load_params(self, fname: str) -> None:
