@@ -331,6 +331,12 @@ OLDER = {
     "MakeLoss": (sym.MakeLoss(X, grad_scale=3.0), images, None),
     "CTCLoss": (sym.CTCLoss(X, Y), lambda rng: {"x": halves(rng, 5, 2, 4),
                                                 "y": np.float16([[1, 2], [2, 3]])}, 2e-3),
+    "MultiBoxTarget": (sym.contrib.MultiBoxTarget(X, Y, sym.var("z")), lambda rng: {
+        "x": np.float16([[[0.125, 0.125, 0.5, 0.5], [0.5, 0.25, 1, 0.75]]]),
+        "y": np.float16([[[0, 0.125, 0.125, 0.5, 0.75]], [[1, 0.5, 0.5, 1, 1]]]),
+        "z": halves(rng, 2, 3, 2)}, None),
+    "index_copy": (sym.contrib.index_copy(X, Y, sym.var("z")), lambda rng: {
+        "x": halves(rng, 5, 3), "y": np.float16([4, 1]), "z": halves(rng, 2, 3)}, None),
     "SVMOutput": (sym.SVMOutput(X, Y), labelled, None),
     "SoftmaxOutput": (sym.SoftmaxOutput(X, Y), labelled, 2e-3),
     "LinearRegressionOutput": (sym.LinearRegressionOutput(X, Y), targets, None),
@@ -368,6 +374,20 @@ def test_legacy_operator_matches_float32(name, rng):
         assert_near(ours.collected(), gradients, tolerance)
         added = Op(symbol, arrays, request="add", flags=flags).gradients(heads)
         assert_gradients(added, {n: g.astype(np.float32) for n, g in found.items()}, 1e-3, base=1)
+
+
+@pytest.mark.parametrize(("op", "shape", "expected"), [
+    (sym.image.flip_left_right(X), (4, 5, 3), lambda x: x[:, ::-1]),
+    (sym.image.flip_top_bottom(X), (5, 4, 3), lambda x: x[::-1]),
+    (sym.image.adjust_lighting(X, alpha=(1, 2, 3)), (5, 4, 1), lambda x: x),
+    (sym.image.random_lighting(X), (5, 4, 1), lambda x: x)])
+def test_elements_that_mxnets_image_operators_leave(op, shape, expected, rng):
+    """The middle of an odd width or height, and images with one channel."""
+    other = {"x": np.full(shape, 7, np.float16)}
+    Op(sym.image.flip_left_right(X), other).numbers()  # remains in scratch memory
+    Op(sym.image.flip_top_bottom(X), other).numbers()
+    x = halves(rng, *shape)
+    assert np.array_equal(Op(op, {"x": x}).numbers()[0], expected(x))
 
 
 def assert_near(found, expected, tolerance):

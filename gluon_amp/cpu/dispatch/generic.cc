@@ -240,6 +240,7 @@ struct Float32Run {
       else out.push_back(scratch->array(to.shape_));
       const bool keeps = direct[i] && !(call.write(i) == kStore && is_float(to));
       if (zeros && !keeps) std::fill_n(floats(out[i].data()), size(to), 0.0f);
+      if (call.op.is(kLeavesInput) && !keeps) std::copy_n(floats(in[0].data()), size(to), floats(out[i].data()));
       if (req[i] == mxnet::kWriteInplace || (!direct[i] && req[i] != mxnet::kNullOp)) req[i] = mxnet::kWriteTo;
     }
   }

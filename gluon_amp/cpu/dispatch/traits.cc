@@ -29,7 +29,12 @@ const struct { Trait trait; const char* names; } kRows[] = {
         _backward_SoftmaxOutput _backward_SVMOutput _backward_linear_reg_out
         _backward_logistic_reg_out _backward_mae_reg_out _backward_ctc_loss
         _backward_SequenceMask _backward_SequenceLast _backward_SequenceReverse
-        _backward_npi_einsum
+        _backward_npi_einsum _backward__contrib_MultiBoxTarget _contrib_backward_index_copy
+    )"},
+    // The middle of an odd width or height, and images with one channel.
+    {kLeavesInput, R"(
+        _image_flip_left_right _image_flip_top_bottom _image_random_flip_left_right
+        _image_random_flip_top_bottom _image_adjust_lighting _image_random_lighting
     )"},
     {kRefusesFloat16, R"(
         Crop IdentityAttachKLSparseReg _contrib_MultiBoxPrior _contrib_MultiBoxTarget
