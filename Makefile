@@ -1,5 +1,6 @@
 # make demo    train float32, float16 and bfloat16 side by side
 # make test    run all tests
+# make test-all   the same with all cases, of which make test runs one for each path of the code
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
@@ -57,7 +58,7 @@ export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz fuzz-states test-gpu test-device test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
+.PHONY: demo test test-all test-np wheel test-wheel test-pythons test-zoo test-published test-foreign test-tensor-cores test-mxnet test-mxnet-numpy test-mxnet-float16 fuzz fuzz-states test-gpu test-device test-cuda-libraries test-transfer results-gpu test-isa test-weight-gradients test-ranks setup lint docs results horovod sanitize bench bench-all bench-gpu-path check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -67,6 +68,9 @@ demo: .venv/demo
 # process
 test: .venv/test
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: export GLUON_AMP_TESTS = all
+test-all: test
 
 test-np: .venv/test
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --numpy \
@@ -167,7 +171,7 @@ results-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore results/gpu/run.py
 
 test-ranks: .venv/test
-	GLUON_AMP_RANKS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py
+	GLUON_AMP_TESTS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py
 
 horovod: .venv/horovod
 

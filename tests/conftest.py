@@ -19,7 +19,9 @@ collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu", "gpu_compu
 
 # Files of few long tests, besides the stories.
 LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",
-        "test_rank_mistakes", "test_networks", "test_zoo", "test_xray")
+        "test_rank_mistakes", "test_networks", "test_zoo", "test_xray", "test_instruction_sets",
+        "test_dispatch_networks", "test_dispatch_off", "test_engine_safe", "test_script",
+        "test_import")
 
 
 def pytest_addoption(parser):

@@ -1,12 +1,8 @@
 """Float16 for tests: runs one CPU graph, and expected results in numpy."""
-import os
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import mxnet as mx
 import numpy as np
-import pytest
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
 from gluon_amp.graph.build import build, cached_op
@@ -145,17 +141,3 @@ def assert_half(actual, expected, steps=0):
     worst = distance.max(initial=0)
     assert worst <= steps, (f"{worst} steps apart", actual.ravel()[distance.argmax()],
                             np.ravel(expected)[distance.argmax()])
-
-
-def run_with(isa, *arguments):
-    """Runs tests in a new process with the kernels of this instruction set."""
-    if os.environ.get("GLUON_AMP_ISA"):
-        pytest.skip("this is the inner run")
-    if isa == library.load():
-        return  # this run tests it
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-                           *arguments], capture_output=True, text=True,
-                          env={**os.environ, "GLUON_AMP_ISA": isa})
-    if "must be one of" in done.stdout:
-        pytest.skip(f"this processor has no {isa}")
-    assert done.returncode == 0, done.stdout

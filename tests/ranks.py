@@ -20,10 +20,9 @@ import traceback
 from pathlib import Path
 
 import pytest
+from cases import ALL
 
 PATIENCE = 120
-# `make test-ranks` sets more.
-ALL = os.environ.get("GLUON_AMP_RANKS") == "all"
 RANKS, STEPS, STARTS = ([2, 4], 500, 20) if ALL else ([2], 150, 2)
 
 needs_horovod = pytest.mark.skipif(importlib.util.find_spec("horovod") is None,

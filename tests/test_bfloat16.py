@@ -2,9 +2,8 @@
 import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
-from gluon_amp.cpu import library
 from gluon_amp.cpu.bfloat16 import is_bfloat16
-from halves import as_bfloat16, bfloat16_bits, run_with
+from halves import as_bfloat16, bfloat16_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -208,8 +207,3 @@ def test_all_finite_accepts_bfloat16(value, finite):
         result = nd.array([before])
         nd.all_finite(x, init_output=False, out=result)
         assert result == (before and finite)
-
-
-@pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set(isa):
-    run_with(isa, __file__)

@@ -1,6 +1,5 @@
 """The command `gluon-amp`."""
 import json
-import os
 import re
 import signal
 import subprocess
@@ -32,7 +31,7 @@ sys.meta_path.insert(0, Absent())
 def start(*arguments, before="", **options):
     """Starts the command in a new process."""
     code = f"{before}\nfrom gluon_amp_command import main\nmain()"
-    env = {**os.environ, **options.pop("variables", {})}
+    env = processes.environment(**options.pop("variables", {}))
     return subprocess.Popen([sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
 
@@ -374,6 +373,7 @@ def test_closed_stdout_is_no_error(arguments):
 def test_ctrl_c_exits_with_130():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     process = start("demo", "--epochs", "1000", preexec_fn=heeds_ctrl_c,
+                    variables=processes.WITH_ALL,
                     before="import logging\nlogging.basicConfig(level=logging.INFO)")
     shown = ""
     while "loss scale" not in shown:  # printed in the first step

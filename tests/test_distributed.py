@@ -4,12 +4,13 @@ import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
+from cases import ALL
 from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.supervise import patience
 from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
-from ranks import ALL, EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
+from ranks import EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
 
 
 def agree(results):

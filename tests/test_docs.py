@@ -36,13 +36,51 @@ COMMANDS = {"sh", "console"}
 # Not run: output of commands, and Sphinx's own blocks.
 LANGUAGES = {"python", "python process", "output", "diff", "diff mxnet", "text", "text mxnet",
              *COMMANDS}
-# MXNet without gluon_amp, imported with the names removed from numpy.
-MXNET_ALONE = f"""import runpy
+# MXNet without gluon_amp, imported with the names removed from numpy. Each line of stdin is the
+# path of code, which a fork runs.
+MXNET_ALONE = f"""import os, runpy, sys
 runpy.run_path({str(ROOT / "gluon_amp" / "_numpy.py")!r})["install"]()
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+for path in map(str.strip, sys.stdin):
+    fork = os.fork()
+    if fork == 0:
+        os.dup2(os.open(path + ".out", os.O_CREAT | os.O_WRONLY | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        exec(open(path).read(), dict(mx=mx, autograd=autograd, gluon=gluon, nn=nn))
+        break
+    os.waitpid(fork, 0)
+    print(flush=True)
 """
+
+
+class MXNetAlone:
+    """Runs code in forks of one process that has imported MXNet."""
+
+    def __init__(self):
+        self.folder, self.process = tempfile.TemporaryDirectory(), None
+
+    def output(self, code):
+        """Stdout and stderr of the code."""
+        if self.process is None:
+            self.process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-c", MXNET_ALONE], stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE, text=True,
+                env=processes.environment(PYTHONPATH=processes.WITHOUT))
+        path = Path(self.folder.name, "code")
+        path.write_text(code)
+        self.process.stdin.write(f"{path}\n")
+        self.process.stdin.flush()
+        self.process.stdout.readline()
+        return path.with_name("code.out").read_text()
+
+    def close(self):
+        if self.process:
+            self.process.communicate()
+        self.folder.cleanup()
+
+
 with_code = pytest.mark.parametrize(
     "page", [page for page in PAGES if "```" in page.read_text() and page.name != "index.md"],
     ids=lambda page: page.name)
@@ -74,6 +112,7 @@ class Runner:
         self.printed = io.StringIO()
         self.ran = ""
         self.expected = None
+        self.alone = MXNetAlone()
         self.parsers = [CodeBlockParser("python", self.python),
                         CodeBlockParser("python process", self.process),
                         CodeBlockParser("output", self.output), CodeBlockParser("diff", self.diff),
@@ -81,7 +120,8 @@ class Runner:
                         CodeBlockParser("text mxnet", self.message)]
 
     def run(self, page):
-        with mx.name.NameManager():  # names such as dense0_ start from 0
+        # names such as dense0_ start from 0
+        with mx.name.NameManager(), contextlib.closing(self.alone):
             for example in Document.parse(str(page), *self.parsers):
                 example.evaluate()
 
@@ -96,7 +136,8 @@ class Runner:
         code = (f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()):\n"
                 f"    exec({self.ran!r})\nexec({example.parsed!r})")
         with tempfile.TemporaryDirectory() as folder:
-            self.printed.write(processes.printed(code, folder=folder))
+            self.printed.write(processes.printed(code, folder=folder,
+                                                 **processes.WITH_ALL))
 
     @staticmethod
     def both(example):
@@ -117,13 +158,15 @@ class Runner:
         old, new = self.both(example)
         expected, self.expected = self.expected, None
         assert expected, "no text mxnet before it"
-        alone = "" if "import mxnet" in old else MXNET_ALONE
-        done = processes.run("-c", alone + old, folder=".", PYTHONPATH="")
-        if not alone and "bool" in vars(np):
-            expected = "Error"  # numpy 2 has another np.bool, and lacks some names
-        if expected.strip() not in done.stdout + done.stderr:
-            raise AssertionError(f"{example.path}:{example.line}: MXNet alone prints\n"
-                                 f"{done.stdout}{done.stderr}")
+        if "import mxnet" in old:
+            done = processes.run("-c", old, folder=".", PYTHONPATH="")
+            printed = done.stdout + done.stderr
+            if "bool" in vars(np):
+                expected = "Error"  # numpy 2 has another np.bool, and lacks some names
+        else:
+            printed = self.alone.output(old)
+        if expected.strip() not in printed:
+            raise AssertionError(f"{example.path}:{example.line}: MXNet alone prints\n{printed}")
         self.python(example, new)
 
     def output(self, example):

@@ -1,12 +1,11 @@
 """`gluon-amp doctor`: its report about the machine."""
 import json
-import os
 import shutil
 import subprocess
-import sys
 
 import gluon_amp as amp
 import mxnet as mx
+import processes
 import pytest
 from gluon_amp.cpu import library
 from gluon_amp.cuda.devices import GPU
@@ -169,8 +168,7 @@ def test_cpu_is_used_if_step_on_gpu_fails(monkeypatch):
 
 
 def test_slow_kernels_of_openblas_are_reported():
-    done = subprocess.run([sys.executable, "-m", "gluon_amp", "doctor"], check=True, text=True,
-                          env={**os.environ, "OPENBLAS_CORETYPE": "Prescott"}, capture_output=True)
+    done = processes.run("-m", "gluon_amp", "doctor", OPENBLAS_CORETYPE="Prescott")
     row = " ".join(done.stdout[done.stdout.index("OPENBLAS_CORETYPE"):].split())
     assert "kernels for Prescott" in row
     assert ("which are slow here: set" in row) == (library.load() in ("avx2", "avx512"))

@@ -1,6 +1,5 @@
 """The engine with other settings, processors and builds of MXNet."""
 import ctypes
-import os
 import shutil
 import struct
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import gluon_amp as amp
 import mxnet as mx
+import processes
 import pytest
 from gluon_amp.cpu import library
 from mxnet_alone import MXNET_ALONE
@@ -136,10 +136,9 @@ print((x * 7e4).asnumpy())
 def python(code, folder=PACKAGE.parent, **variables):
     """The output of the code, run in a new process."""
     hidden = ("GLUON_AMP_ISA", "MXNET_ENGINE_TYPE", "DNNL_MAX_CPU_ISA", "PYTHONWARNINGS")
-    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env = {name: value for name, value in processes.environment().items() if name not in hidden}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=folder, text=True,
-                          env={**env, "PYTHONPATH": str(folder), **variables},
-                          capture_output=True, timeout=240)
+                          env={**env, **variables}, capture_output=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,12 +1,10 @@
 """The C++ kernels against numpy, for each instruction set of this processor."""
-from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS, Format
-from halves import run_with
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -140,10 +138,3 @@ def test_activations_of_halves(name, attributes, function, rng):
     x = (rng.standard_normal(1003) * 5).astype(np.float16)
     assert np.array_equal(call(name, x, **attributes), function(x))
     assert np.isnan(call(name, np.float16([np.nan]), **attributes)).all()
-
-
-@pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set(isa):
-    """Runs this file and the tests of batch norm."""
-    run_with(isa, __file__, f"{Path(__file__).parent}/test_engine_norms.py", "-k",
-             "not norms or batch_norm_matches_numpy")

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import processes
 import pytest
 from gluon_amp.parallel import launch as launch_module
 from gluon_amp.parallel import rendezvous
@@ -51,8 +52,8 @@ def launcher(tmp_path):
                    *program_arguments]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
                                         start_new_session=True, preexec_fn=heeds_ctrl_c,
-                                        env={**os.environ, "OMP_NUM_THREADS": "1",
-                                             "LAUNCHED_BY": str(tmp_path)}))
+                                        env=processes.environment(
+                                            OMP_NUM_THREADS="1", LAUNCHED_BY=str(tmp_path))))
         return started[-1]
 
     yield run

@@ -7,6 +7,7 @@ import networks
 import numpy as np
 import pytest
 from arrays import flat, numbers
+from cases import cases
 from gluon_amp.policy import Policy
 from halves import NOT_ROUNDED
 from images import zoo_network
@@ -15,6 +16,10 @@ from mxnet.gluon import nn
 from traces import at_most_traces
 
 ALL = {**networks.ZOO, **networks.OTHERS}
+# Their layers are those of alexnet and the resnets of 50 layers.
+ALIKE = {"resnet18_v1", "resnet18_v2", "vgg11", "vgg11_bn"}
+each_network = pytest.mark.parametrize(
+    "name", cases([name for name in ALL if name not in ALIKE], sorted(ALIKE)))
 
 
 def train(net, inputs, steps=2, lr=1e-3):
@@ -76,7 +81,7 @@ NOISY = {"inceptionv3": 0.12, "resnet50_v1": 0.12, "resnet50_v2": 0.06, "mobilen
          "mobilenetv2_0.25": 0.06, "mobilenetv3_small": 0.06, "resnet50_v1b": 0.12}
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_network
 def test_trains_as_in_float32(name, rng):
     make, inputs = ALL[name]
     assert_alike(*both(make, inputs(rng)), NOISY.get(name, 0.02))
@@ -87,7 +92,7 @@ def test_trains_as_in_float32(name, rng):
 FAR = {"inceptionv3": 3e-3}
 
 
-@pytest.mark.parametrize("name", ALL)
+@each_network
 def test_unrounded_graph_matches_float32(name, rng):
     make, inputs = ALL[name]
     inputs = inputs(rng)

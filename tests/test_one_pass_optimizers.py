@@ -8,7 +8,7 @@ import pytest
 from arrays import numbers
 from gluon_amp.cpu import library
 from gluon_amp.training.optimizer import FUSED_RULES
-from halves import halves, run_with
+from halves import halves
 
 SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last one uses threads
 OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("nag", {}),
@@ -210,8 +210,3 @@ def test_mismatched_arrays_are_refused():
 def test_every_update_rule_is_tested():
     tested = {amp.training.optimizer.optimizer_class(name) for name, _ in OPTIMIZERS}
     assert tested == set(FUSED_RULES)
-
-
-@pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set(isa):
-    run_with(isa, __file__, "-k", "clipped or settings_of")

@@ -39,8 +39,8 @@ if __name__ == "__main__":
 """
 
 
-def run(*arguments):
-    return processes.run("-m", "gluon_amp", *arguments)
+def run(*arguments, **variables):
+    return processes.run("-m", "gluon_amp", *arguments, **variables)
 
 
 @pytest.fixture
@@ -80,7 +80,8 @@ def test_exit_code_and_errors_of_script_are_kept(script):
 def test_other_modules_get_unmodified_numpy(script):
     assert run(script("import numpy as np, scipy.stats, sys\n"
                       "print('float' in vars(np), 'float' in vars(sys.modules['numpy']),"
-                      " scipy.stats.norm.cdf(np.float(0)))")).stdout == "True False 0.5\n"
+                      " scipy.stats.norm.cdf(np.float(0)))"), **processes.WITH_ALL).stdout \
+        == "True False 0.5\n"
 
 
 def test_missing_script_is_one_line():

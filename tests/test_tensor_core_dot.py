@@ -8,11 +8,10 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.cpu import library
 from gluon_amp.cpu.tensor_core.gpus import GPUS, INPUTS, Sum, TensorCore
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.graph import Entry, Graph, Node
-from halves import adding_as, as_function, run_with
+from halves import adding_as, as_function
 from networks import Calling
 from tensor_core_sums import product
 
@@ -111,11 +110,6 @@ def test_engine_accumulator_holds_the_sum_of_an_instruction(gpu):
     block, fraction = GPUS[gpu][:2]
     assert 4 * (block // 2) + 2 <= 2 ** (31 - fraction)
     assert block % 2 == 0
-
-
-@pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set_matches_the_rule(isa):
-    run_with(isa, __file__, "-k", "every_bit and (V100 or H100)")
 
 
 # ---- error bounds

@@ -1,7 +1,4 @@
 """Weight gradients of convolutions, whose depth oneDNN gets wrong in some shapes."""
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import gluon_amp as amp
@@ -10,6 +7,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from processes import printed
 from weight_gradients import TOLERANCE, Case, poison
 
 # depth of the data, kernel, stride and padding in depth, for which oneDNN leaves a plane of the
@@ -81,8 +79,4 @@ def test_gradients_if_the_allocator_fills_memory():
     code = ("import numpy as np, weight_gradients as w; print(w.Case('Convolution', (3, 4, 5), "
             "(3, 3, 2), (2, 1, 2), (1, 1, 1), (1, 1, 0)).error(np.random.default_rng(0)))")
     filled = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0", "MALLOC_PERTURB_": "85"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=Path(__file__).parent,
-                          env={**os.environ, **filled}, text=True, capture_output=True,
-                          timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < TOLERANCE["float32"]
+    assert float(printed(code, folder=Path(__file__).parent, **filled)) < TOLERANCE["float32"]

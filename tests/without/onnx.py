@@ -1,0 +1,1 @@
+raise ImportError("MXNet imports it if it is installed: see tests/processes.py")
