@@ -43,6 +43,7 @@ class Finding:
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
         remedy: what helps instead, if no `keep` does.
+        change: what to write at the source instead of `keep`; the X-ray has tried it.
         backward: whether the tensor is a gradient.
         certain: whether one batch suffices as evidence, unlike a mean over batches.
         severity: "error" if values are not finite, or if no loss scale fits a gradient; "warning"
@@ -57,6 +58,7 @@ class Finding:
     certain: bool = False
     severity: str = "warning"
     remedy: str = ""
+    change: str = ""
 
     @property
     def said(self) -> str:
@@ -120,11 +122,22 @@ class Window(NamedTuple):
                 f"training ends at {training.ends}"]
 
     @property
+    def scale(self) -> float:
+        """A loss scale that fits, within those of loss_scale="dynamic" if possible."""
+        low, high = max(self.low, Training().smallest), min(self.high, Training().largest)
+        if low > high:
+            return self.high if self.high < low else min(_MARGIN * self.low, self.high)
+        return 2.0 ** ((math.log2(low) + math.log2(high)) // 2)
+
+    @property
     def remedy(self) -> str:
-        """What helps if gradients overflow at the smallest loss scale of the training."""
-        return "normalize the labels, take a mean instead of a sum in the loss, or use " \
-               f"amp.DynamicLossScale({_in_python(self.high)}, " \
-               f"minimum={_in_python(SMALLEST_SCALE)})"
+        """The argument with which a training has a loss scale that fits."""
+        scale = _in_python(self.scale)
+        if self.scale < Training().smallest:
+            return f"use amp.DynamicLossScale({scale}, minimum={_in_python(SMALLEST_SCALE)})"
+        if self.scale > Training().largest:
+            return f"use amp.DynamicLossScale({scale}, maximum={scale})"
+        return f'use loss_scale="dynamic", or a static one such as {scale}'
 
     def __str__(self) -> str:
         if self.low <= 1 and self.high > _BEYOND_FLOAT16:

@@ -15,7 +15,7 @@ _HANDS_ON = frozenset(["elemwise_add"])
 _ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
 
 # Operators that return their first input's values, or a part of them, in another order.
-_COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
+COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
     transpose _np_moveaxis _np_transpose _npi_concatenate _npi_stack""".split())
 
 Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
@@ -180,7 +180,7 @@ class Layout:
         node = self.nodes[key.node]
         if key.backward or node.op not in CASTS:
             return ""
-        while node.op in CASTS or node.op in _COPIES:
+        while node.op in CASTS or node.op in COPIES:
             node = self.maker(node, 0).node
         return node.name if node.name in self.data else ""
 

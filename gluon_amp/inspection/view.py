@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import render
+from .changes import Change
 from .judge import Finding, Overflow, Training, Window, window
 from .layout import Flow
 from .tensors import Counts, Key, Tensor, decibels
@@ -24,6 +25,7 @@ class View:
         loss_scale: its (low, high); low is above high if no scale fits all gradients.
         findings: the nodes that the format does not suit: overflow first, gradients last.
         keep: the value for `convert(net, keep=view.keep)`, with which there are no findings.
+        changes: changes at the source of findings, which the X-ray has tried.
         first_overflow: the first tensor that is not finite; None if all are finite.
         losses: the loss of each step.
         reference_losses: the loss of each float32 step.
@@ -47,6 +49,7 @@ class View:
     window: Optional[Window] = None
     findings: List[Finding] = field(default_factory=list)
     keep: List[Any] = field(default_factory=list)
+    changes: List[Change] = field(default_factory=list)
     first_overflow: Optional[Overflow] = None
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)

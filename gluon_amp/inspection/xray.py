@@ -18,7 +18,8 @@ from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from . import judge
-from .judge import FIRST_SCALE, Overflow, Training
+from .changes import Change, Trials
+from .judge import FIRST_SCALE, Finding, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
 from .session import Batch, Graphs, Ran, Session
@@ -81,8 +82,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         at_first = view.window
         updates.release()
         view.weights = updates.weights()
-        if view.findings:
-            _try_keeping(run, view)
+        _advise(run, view, trained=trainer is not None)
         if at_first and view.keep and all(f.backward for f in view.findings):
             view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
                            for said in at_first.notes(training)]
@@ -161,7 +161,7 @@ class XrayRun:
                     training=self.training)
         steps = updates or Updates(self.session)
         for batch in batches:
-            reference_step = self._reference_step(batch, scale)
+            reference_step = self.reference_step(batch, scale)
             ran = steps.step(low, batch, scale, self.values)
             _add(view, low, ran, reference_step, self.session.known(batch, self.reference or low))
             if ran.finite:
@@ -178,7 +178,7 @@ class XrayRun:
             _conclude(view, low)
         return view
 
-    def _reference_step(self, batch: Batch, scale: float) -> Optional[Ran]:
+    def reference_step(self, batch: Batch, scale: float) -> Optional[Ran]:
         """Runs a float32 step, without a loss scale if its gradients overflow with one."""
         reference = self.reference
         return None if reference is None else reference.step(
@@ -258,10 +258,60 @@ def _conclude(view: View, low: Graphs) -> None:
     view.outcome = judge.outcome(view)
 
 
-def _try_keeping(run: XrayRun, view: View) -> None:
-    """Sets `keep`, and what remains with it."""
-    session = run.session
+def _advise(run: XrayRun, view: View, trained: bool) -> None:
+    """Tries what removes the findings: changes at their source, and `keep=`."""
+    fits = view.window is None or view.window.fits(view.training) \
+        and view.window.low <= view.training.largest
     numbers = [number for number in view.numbers if number not in view.left_out]
+    if not numbers or fits and not view.findings:
+        return
+    session = run.session
+    now = run.view(session.low(), [session.batches[i] for i in numbers], view.scale) \
+        if trained else view
+    trials = Trials(run, now, numbers)
+    _try_remedies(run, view, trials)
+    kept = _try_keeping(run, view, numbers)
+    view.changes += trials.remove([f for f in view.findings if not f.remedy], len(kept), view.after)
+    if view.window and not any(f.remedy for f in view.findings):
+        scale = trials.loss_scale(view.window, kept)
+        view.changes += [scale] if scale else []
+    for finding in view.findings:
+        finding.change = _texts(view.changes, finding)
+
+
+def _texts(changes: List[Change], finding: Finding) -> str:
+    """Returns what to write to remove a finding."""
+    return ", or ".join(change.text for change in changes if change.node == finding.node)
+
+
+def _try_remedies(run: XrayRun, view: View, trials: Trials) -> None:
+    """Tries changes for findings that `keep=` is not for: of data, and of all gradients. Without
+    a change that helps, the layers that read the data are kept."""
+    of_data = [f for f in view.findings if f.remedy and not f.backward]
+    if of_data:
+        layout, keys = run.session.low().layout, {t.name: t.key for t in view.tensors}
+        for finding in of_data:
+            finding.keep = layout.kept_for(keys[finding.tensor])
+    changes = trials.remove(of_data)
+    view.changes += changes
+    for finding in of_data:
+        finding.remedy = _texts(changes, finding)
+        if finding.remedy:
+            finding.keep = []
+    for finding in view.findings:
+        if finding.remedy and finding.backward:
+            changes = trials.remove([finding])
+            scale = trials.loss_scale(view.window)
+            view.changes += [*changes, *([scale] if scale else [])]
+            finding.remedy = ", or ".join([*(c.text for c in changes),
+                                           scale.text if scale else finding.remedy])
+
+
+def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> Set[str]:
+    """Sets `keep`, and what remains with it. Returns the kept nodes."""
+    session = run.session
+    if not view.findings:
+        return set()
     again, kept, names = run.keep(view, [session.batches[number] for number in numbers])
     if names:
         again.tensors = [t for t in again.tensors if t.counts is not None]
@@ -282,3 +332,4 @@ def _try_keeping(run: XrayRun, view: View) -> None:
     if left:
         view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
                           f"{format_.name} still does not suit: {', '.join(left[:5])}")
+    return kept
