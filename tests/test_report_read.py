@@ -7,6 +7,8 @@ import tracemalloc
 from pathlib import Path
 from statistics import harmonic_mean
 
+import gluon_amp as amp
+import mxnet as mx
 import pytest
 import training_logs as logs
 from gluon_amp.reports import read_logs
@@ -228,6 +230,25 @@ def test_runs_are_named_by_shortest_distinct_paths(files, names, tmp_path):
 def test_other_file_is_refused_with_its_first_odd_line(text, message, tmp_path):
     with pytest.raises(ValueError, match=f"a.log is no training log: {message}"):
         read_text(tmp_path, text)
+
+
+@pytest.mark.parametrize(("record", "command"), [
+    ("statistics", "xray {}"), ("checksums", "diff {} ANOTHER"), ("times", "profile {}")])
+def test_recording_of_a_monitor_is_refused_with_its_command(record, command, tmp_path):
+    net = mx.gluon.nn.Dense(2, in_units=2)
+    net.initialize()
+    net.hybridize()
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    path = str(tmp_path / "log.jsonl")
+    with amp.Monitor(net, trainer, path, interval=1, record=record) as monitor:
+        with mx.autograd.record():
+            loss = net(mx.nd.ones((1, 2)))
+        trainer.backward(loss)
+        trainer.step(1)
+        monitor.step()
+    command = re.escape(f"gluon-amp {command.format(path)}")
+    with pytest.raises(ValueError, match=f"a Monitor's recording, .*'{record}'. Use: {command}$"):
+        read_logs([path])
 
 
 def test_folders_pipes_and_missing_files_are_refused(tmp_path, monkeypatch):

@@ -54,6 +54,9 @@ VERSION = 2  # of log.jsonl
 STEPS = ("loss", "gradient_norm", "lr")
 EPOCH_LINE = '{"epoch": 0, "err_top1": 0.4, "loss": 1.2}'
 STEP_LINE = '{"epoch": 0, "batch": 19, "loss": 2.1}'
+# The commands that read the recordings of gluon_amp.Monitor(..., record=...).
+MONITORS = {"statistics": "gluon-amp xray {}", "checksums": "gluon-amp diff {} ANOTHER",
+            "times": "gluon-amp profile {}"}
 # A number that was cut off must not pass for a shorter number nor, if another log continues in the
 # same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
@@ -166,6 +169,7 @@ def read_log(path: Path, name: str) -> List[Run]:
                 if line.endswith(b"\n"):  # else it was cut, maybe in the middle of a number
                     waiting.append(line)
             elif not reader.other(line) and line.strip() and not odd:
+                _refuse_monitors(path, line)
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
     began = bool(reader.runs or waiting or reader.header)
@@ -182,6 +186,20 @@ def read_log(path: Path, name: str) -> List[Run]:
             run.count_from_0()
         run.name += f" ({i + 1})" if len(runs) > 1 and run.name == name else ""
     return runs
+
+
+def _refuse_monitors(path: Path, line: bytes) -> None:
+    """Refuses a Monitor's recording, whose first line this is, with the command that reads it."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return
+    if isinstance(entry, dict):
+        of_statistics = {"step", "node", "bins"} <= set(entry)
+        record = "statistics" if of_statistics else entry.get("record")
+        if record in MONITORS:
+            raise ValueError(f"{path} is no training log: it is a Monitor's recording, with "
+                             f"record={record!r}. Use: {MONITORS[record].format(path)}")
 
 
 class _Reader:
