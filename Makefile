@@ -50,7 +50,7 @@ SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_ope
 # In numpy mode, too; tests with the marker mx_nd must fail there.
 NUMPY := lr_find states trainer trainer_refusals trainer_search several_trainers monitor search convert \
          convert_files convert_types xray xray_given xray_counts xray_faults xray_networks xray_outliers \
-         xray_training estimator numpy_mode
+         xray_training estimator records diff numpy_mode
 
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects

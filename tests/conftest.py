@@ -44,13 +44,18 @@ def pytest_collection_modifyitems(config, items):
         numpy_mode.mark_differences(items)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Selects the mode before fixtures of any scope run."""
+    if item.config.getoption("numpy"):
+        mx.npx.set_np()
+
+
 @pytest.fixture(autouse=True)
-def same_numbers(request):
+def same_numbers():
     """Seeds random numbers before each test, and waits for MXNet after it."""
     mx.random.seed(7)
     np.random.seed(7)
-    if request.config.getoption("numpy"):
-        mx.npx.set_np()
     yield
     mx.npx.reset_np()
     mx.nd.waitall()

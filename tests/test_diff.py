@@ -88,6 +88,7 @@ def test_16_bit_run_is_within_rounding(policy, float32, tmp_path, capsys):
                                                  (("float16", "float16"), False),
                                                  ((None, "float16"), True)])
 def test_faulty_operator_is_found(policies, numpy, tmp_path):
+    numpy = numpy or mx.util.is_np_array()  # MXNet cannot leave the mode of pytest --numpy
     with mx.util.np_shape(numpy), mx.util.np_array(numpy):
         for name, policy, factor in zip("ab", policies, (1.0, 1.1)):
             record(tmp_path / name, policy, factor, numpy=numpy)
@@ -106,7 +107,7 @@ def test_text_and_json_name_what_parts_and_what_precedes_it(float32, tmp_path, c
     record(tmp_path / "b", "float16", 1.1)
     assert main(["diff", str(float32), str(tmp_path / "b")]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"parts beyond rounding in step 1: \w+factor__mulscalar0, output", out)
+    assert re.search(r"parts beyond rounding in step 1: \w+factor_\w+, output", out)
     assert "computed from:" in out
     assert "relu0_fwd, output" in out
     assert "the difference arises in this operator" in out
