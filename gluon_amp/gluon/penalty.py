@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import Any, Iterator, Sequence
+from typing import Any, Iterator, List, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.gluon import nn
 
-from .._mxnet import mx, np
+from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Block
 from ..checks import listed, positive_number
 from ..cpu.arrays import is_16bit
-from .converted import ConvertedBlock, ConvertedHybridBlock, blocks_in
+from ..graph.graph import Graph
+from ..graph.kinks import at_both_ends
+from .converted import ConvertedBlock, ConvertedHybridBlock, blocks_in, parameters_in
 
 _STEP = 2.0 ** -12  # of a central difference, relative to the length of the samples
 _MOST_ERROR = 0.1  # of a central difference, relative to the slope
@@ -23,12 +25,11 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
 
     The norm is that of the gradient with respect to the sample. The gradient of the penalty is
     computed by a central difference along the critic's gradient, so the critic needs no
-    second-order gradients. A converted critic runs in float32. Use smooth activations, such
-    as tanh: kinks of a ReLU make the gradient noisy.
+    second-order gradients. Both ends have the same slopes of ReLUs. The critic runs in float32.
 
     Args:
-        critic: a network, converted or not, without batch norm and dropout. Its output has a row
-            for each sample.
+        critic: a network, converted or not, that can be hybridized, without batch norm, dropout
+            and max pooling. Its output has a row for each sample.
         x: the samples.
         args: further inputs of the critic, such as labels, with a row for each sample.
         target: the wanted norm: 1 for WGAN-GP; 0 for R1, the squared norm.
@@ -36,7 +37,9 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
     Raises:
         TypeError: an argument has another type.
         ValueError: the critic has batch norm or dropout, or 16-bit parameters without `convert`;
-            its output has another number of rows, or depends on random numbers.
+            its output has another number of rows, or depends on random numbers; it cannot be
+            traced to a graph, or has a kink other than those of ReLU, LeakyReLU, PReLU, abs,
+            clip, maximum and minimum of two.
     """
     _check(critic, x, args)
     if target != 0:
@@ -59,10 +62,9 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
             step = _STEP * _not_zero(_sum_of_rows(samples ** 2, len(x)).mean() ** 0.5)
         if not autograd.is_recording():
             return penalty
-        # one call, so that 16-bit parameters round the gradient of the difference
-        both = [_two(x + step * direction, x - step * direction), *(_two(a, a) for a in args)]
-        ends = _sum_of_rows(critic(*both), 2 * len(x))
-        difference = (ends[:len(x)] - ends[len(x):]) / (2 * step)
+        ends = _at_both_ends(critic, (x + step * direction, x - step * direction), args)
+        first, second = (_sum_of_rows(end, len(x)) for end in ends)
+        difference = (first - second) / (2 * step)
     _check_difference(*(array.asnumpy() for array in (difference, norm, output, step)))
     moving = 2 * (norm - target) * difference
     return moving - moving.detach() + penalty
@@ -114,6 +116,48 @@ def _in_float32(net: Block) -> Iterator[None]:
             state.in_float32 = value
 
 
+def _at_both_ends(critic: Block, ends: Tuple[Array, Array], args: Sequence[Array]) -> List[Array]:
+    """Returns the critic's outputs at two points, with the same slopes of kinks.
+
+    The graph casts nothing: 16-bit parameters are cast here, once for both ends, so that they
+    round the gradient of the difference.
+    """
+    names = [f"gradient_penalty_input{i}" for i in range(len(args) + 1)]
+    both = names[0], f"{names[0]}_other"
+    graph = at_both_ends(_traced(critic, names, (ends[0], *args)), {names[0]: both})
+    symbol = graph.symbol()
+    if isinstance(ends[0], mx.np.ndarray):
+        symbol = symbol.as_np_ndarray()
+    arrays = {**dict(zip(both, ends)), **dict(zip(names[1:], args))}
+    parameters = parameters_in(critic)
+    inputs = [arrays[name] if name in arrays else parameters[name].data(ends[0].context)
+              for name in symbol.list_inputs()]
+    wide = [a.astype("float32") if is_16bit(a.dtype) else a for a in inputs]
+    with GRAPH_LOCK:
+        found: List[Array] = mx.nd.CachedOp(symbol)(*wide)
+    return found
+
+
+def _traced(critic: Block, names: Sequence[str], arrays: Sequence[Array]) -> Graph:
+    """Returns the critic's graph; its inputs have these names."""
+    symbols = [mx.sym.var(name) for name in names]
+    symbols = [symbol.as_np_ndarray() if isinstance(array, mx.np.ndarray) else symbol
+               for symbol, array in zip(symbols, arrays)]
+    try:
+        graph = Graph.read(critic(*symbols))
+    except Exception as error:  # of the user's forward
+        why = error.__cause__ or error
+        raise ValueError(
+            "gradient_penalty needs a critic that can be traced to a graph, in which it finds the "
+            "kinks. Valid: a HybridBlock that hybridize() accepts, or a plain Block of such, whose "
+            f"forward reads no shapes and values. Received: {type(critic).__name__} "
+            f"{critic.name}, which raises {type(why).__name__}: {why}") from error
+    for node in graph.nodes():
+        if node.is_variable:  # 16-bit parameters are cast
+            node.attrs.pop("__dtype__", None)
+    return graph
+
+
 def _sum_of_rows(array: Array, count: int) -> Array:
     """Returns the sum of each row of an array."""
     if not isinstance(array, mx.nd.NDArray) or array.shape[:1] != (count,):
@@ -121,13 +165,6 @@ def _sum_of_rows(array: Array, count: int) -> Array:
                          f"each of the {count} samples. Received: "
                          f"{getattr(array, 'shape', type(array).__name__)}")
     return array.reshape((count, -1)).sum(axis=1)
-
-
-def _two(first: Array, second: Array) -> Array:
-    """Returns the rows of two arrays."""
-    if isinstance(first, mx.np.ndarray):
-        return mx.np.concatenate([first, second])
-    return mx.nd.concat(first, second, dim=0)
 
 
 def _not_zero(array: Array) -> Array:
@@ -142,5 +179,5 @@ def _check_difference(difference: Any, norm: Any, output: Any, step: Any) -> Non
         raise ValueError(
             "the critic's outputs on both sides of a sample do not differ by its gradient. Valid: "
             "a critic without random numbers, which is smooth within 1/4096 of the samples' "
-            f"length. Received: a difference of {abs(difference).mean():.3g} for a "
+            f"length, or has kinks. Received: a difference of {abs(difference).mean():.3g} for a "
             f"gradient of {norm.mean():.3g}")
