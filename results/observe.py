@@ -2,8 +2,8 @@
 
     python results/observe.py ARM FILE SCRIPT [FLAG ...]
 
-FILE receives a line of 0 and 1, in the order of the images. In the arm `control`, one weight
-changes by one unit in the last place after the first update: rounding alone makes such a run differ
+FILE receives a line of 0 and 1, in the order of the images. In the arm `control`, all weights
+change by one unit in the last place after the first update: rounding alone makes such a run differ
 from its pair, so the differences of many pairs are the band of chance of a study.
 """
 import runpy
@@ -16,40 +16,41 @@ import numpy as np
 from mxnet import autograd, gluon
 
 
-def nudged(array):
-    """Returns float32 values, the largest of which is one unit in the last place farther from 0."""
-    values = array.asnumpy()
-    place = np.unravel_index(np.argmax(np.abs(values)), values.shape)
-    values[place] = np.nextafter(values[place], np.copysign(np.float32(np.inf), values[place]))
-    return values
+def nudge(weights):
+    """Moves all numbers of float32 arrays one unit in the last place away from 0."""
+    for weight in weights:
+        values = weight.asnumpy()
+        weight[:] = mx.nd.array(np.nextafter(values, np.copysign(np.float32(np.inf), values)))
+
+
+def nudge_trainer(trainer):
+    """Changes the weights of a Trainer on one device."""
+    nudge([p.data() for p in trainer._params if p.grad_req != "null"])
 
 
 def nudge_trainers():
-    """Makes each Trainer change its first weight after its first update."""
+    """Changes the weights after the first update of each Trainer."""
     step = amp.Trainer.step
 
     def nudging(self, *args, **kwargs):
         applied = step(self, *args, **kwargs)
         amp.Trainer.step = step
-        weight = self._params[0]
-        weight.set_data(nudged(weight.list_data()[0]))
+        nudge_trainer(self)
         return applied
 
     amp.Trainer.step = nudging
 
 
 def nudge_modules():
-    """Makes each Module change its first weight after its first update."""
+    """Changes the weights after the first update of each Module on one device."""
     update = amp.Module.update
 
     def nudging(self, *args, **kwargs):
         done = update(self, *args, **kwargs)
         amp.Module.update = update
-        parameters, states = self.get_params()
-        first = min(parameters)
-        changed = {**parameters, first: parameters[first].copy()}
-        changed[first][:] = nudged(parameters[first])
-        self.set_params(changed, states)
+        group = self._exec_group
+        nudge([weights[0] for weights, gradients in zip(group.param_arrays, group.grad_arrays)
+               if gradients[0] is not None])
         return done
 
     amp.Module.update = nudging

@@ -2,7 +2,7 @@
 
 It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.jsonl, or to
 results/tasks/STUDY.jsonl, or to FOLDER/STUDY.jsonl with --output FOLDER. Completed runs are
-skipped, so another call continues; remove a study's file to repeat it. Lower seeds of all studies
+skipped, there and in results/runs, so another call continues; remove a study's file to repeat it. Lower seeds of all studies
 run first. It trains one run per CPU in parallel, each with one thread, and ends those that remain
 after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
 were fixed before the runs.
@@ -21,7 +21,7 @@ from typing import Dict, NamedTuple, Sequence
 import study
 
 HERE = Path(__file__).parent
-# `control` is float32 with one weight changed by one unit in the last place: observe.py.
+# `control` is float32 with all weights changed by one unit in the last place: observe.py.
 TYPES = {"float32": "--dtype float32", "control": "--dtype float32", "float16": "--dtype float16"}
 BFLOAT16 = {"bfloat16": "--dtype bfloat16 --loss-scale none"}
 PHOTOS = "SHARED/data/caltech10_128"
@@ -102,6 +102,12 @@ def file_of(name, folder=None):
     return folder / f"{name}.jsonl"
 
 
+def committed(name, where):
+    """Returns the runs of a study in runs/ that are of a machine."""
+    return {run: lines for file in HERE.glob(f"runs/*/{name}.jsonl.xz")
+            for run, lines in study.runs(file).items() if lines[0]["machine"] == where}
+
+
 def machine(gpu):
     """Returns the name of the GPU or of the CPU that trains."""
     if gpu:
@@ -150,12 +156,12 @@ def main():
         more = " --gpus 0"
         os.environ.update(NVIDIA_TF32_OVERRIDE="0", MXNET_CUDNN_AUTOTUNE_DEFAULT="0")
     files = {name: file_of(name, args.output) for name in args.studies or STUDIES}
-    done = {name: study.runs(file) for name, file in files.items()}
+    where = machine(args.gpu)
+    done = {name: {**study.runs(file), **committed(name, where)} for name, file in files.items()}
     left = sorted(((name, kind, seed) for name in files for seed in STUDIES[name].seeds
                    for kind in STUDIES[name].kinds if not (args.gpu and kind == "bfloat16")
                    if f"{kind}-seed{seed}" not in done[name]), key=lambda run: run[2])
     end = time.monotonic() + 60 * args.minutes
-    where = machine(args.gpu)
 
     def train_in_time(*run):
         seconds = end - time.monotonic()

@@ -17,7 +17,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "example")]
-from observe import nudged  # noqa: E402
+from observe import nudge_trainer  # noqa: E402
 
 ARMS = ("float32", "control", "float16", "bfloat16", "cast")
 STATIC = 128.0  # the loss scale of `cast`: net.cast("float16") with gluon.Trainer
@@ -84,8 +84,7 @@ class Run:
             trainer.step(batch_size)
         self._updates += 1
         if self.arm == "control" and self._updates == 1:
-            weight = next(iter(trainer._params))
-            weight.set_data(nudged(weight.data()))
+            nudge_trainer(trainer)
         self._losses.append(float(loss.mean().asscalar()))
         if len(self._losses) == 20:
             self._write(step=self._updates, loss=float(np.mean(self._losses)))
