@@ -280,11 +280,15 @@ def summary(found):
             counts = ", ".join(f"{count} {word}" for word, count in sorted(answers.items()))
             yield (f"- **{arm}** ({', '.join(sorted(machines))}), compared "
                    f"{sum(answers.values())} times: {counts}.")
-    against = [f"{one.study.name} in {one.arm} on {one.study.machine} ({interval(one)}; "
-               f"difference: p = {p_number(p)}, chance: p = {p_number(p_chance)})"
-               for one, (p, p_chance) in zip(found, p_values)
-               if min([LEVEL, *(each for each in (p, p_chance) if each is not None)]) < LEVEL]
-    yield f"- **Against 16 bits**, after correction: {'; '.join(against) or 'none'}."
+    for title, number in (("A different mean", 0), ("Single differences unlike the control's", 1)):
+        against = {}
+        for one, tests in zip(found, p_values):
+            if tests[number] is not None and tests[number] < LEVEL:
+                against.setdefault((one.study.name, one.study.machine), []).append(
+                    f"{one.arm} (p = {p_number(tests[number])})")
+        named = [f"`{name}` on {machine} in {', '.join(arms)}"
+                 for (name, machine), arms in against.items()]
+        yield f"- **{title}**, after correction: {'; '.join(named) or 'none'}."
 
 
 # ---- to the plateau
@@ -417,7 +421,7 @@ def draw(found, path):
 
 
 def draw_comparison(axes, y, one):
-    """Draws a row; what lies outside the axes is drawn at their ends."""
+    """Draws a row. Values beyond the axes are drawn at their ends."""
     def at(differences):
         return np.clip(np.divide(differences, one.study.margin), -SHOWN, SHOWN)
 
