@@ -54,7 +54,7 @@ def test_page_shows_each_step(file, capsys):
     assert main(["xray", str(file)]) == 0
     said = capsys.readouterr().out
     assert "error: net_dense_fwd: range above" in said
-    assert "1 of 3 steps are not finite. The first is step 6, from net_dense_fwd on" in said
+    assert "1 of 3 steps is not finite. The first is step 6, from net_dense_fwd on" in said
     assert said.endswith("statistics.html\n")
     data = page_of(file.with_suffix(".html"))
     assert data["numbers"] == [2, 4, 6]

@@ -1,12 +1,14 @@
 """Advice of an X-ray beyond `keep=`: each change helps as it is written, and none is in vain."""
 
 import json
+import re
 from pathlib import Path
 
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.inspection.render import page
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, layers
@@ -215,6 +217,9 @@ def test_change_is_advised_and_helps_as_written(make, mode):
     assert change.snr > 20
     assert change.kept_snr is None or change.snr > min(change.kept_snr - 6, 40)
     assert change.said in str(view)
+    written = page(view)
+    for style in re.findall(r'<p class="(\w+)"><span class=tag', written):
+        assert re.search(rf"\.{style}\b[^{{}}]*{{[^}}]* --mark:", written), style
     assert json.loads(json.dumps(change.saved(), allow_nan=False))["text"] == change.text
     net, given, loss_fn = make(mended=True)
     after = amp.xray(net, given, loss_fn)

@@ -86,8 +86,8 @@ def _note_steps_that_are_not_finite(view: View) -> None:
              if tensor.key in counts and not counts[tensor.key].stay_finite]
     if found:
         (step, name), many = found[0], len(dict(found))
-        view.notes.append(f"{many} of {len(view.steps)} steps are not finite. The first is step "
-                          f"{step}, from {name} on")
+        view.notes.append(f"{many} of {len(view.steps)} steps {'is' if many == 1 else 'are'} not "
+                          f"finite. The first is step {step}, from {name} on")
 
 
 def _add_up(view: View) -> None:
