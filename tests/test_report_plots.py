@@ -39,6 +39,17 @@ def test_all_groups_are_labeled_and_nothing_is_clipped(count, epochs, name):
             assert all(name.format(i) in plot.caption for i in range(count))
 
 
+def test_numbers_of_epochs_do_not_touch():
+    runs = [made(dtype, np.linspace(0.9, 0.1, 120), model=model)
+            for dtype in ("float32", "float16") for model in ("resnet50_v1", "resnet50_v1b")]
+    ticks = [(float(x), len(number)) for x, number in re.findall(
+        r'<g id="xtick_.*?<use [^>]* x="([\d.]+)".*?<!-- (\d+) -->', plots(groups(runs))[0].svg,
+        re.DOTALL)]
+    digit = 0.64 * 9  # points: DejaVu Sans, of size 9
+    assert len(ticks) > 2
+    assert all(b - a > digit * (m + n) / 2 + 3 for (a, m), (b, n) in zip(ticks, ticks[1:]))
+
+
 def test_shortened_names_keep_part_of_each_component():
     for name, longest, short in (
             ("mobilenet_v2_1.0_long, float16", 24, "mobilene…0_long, float16"),

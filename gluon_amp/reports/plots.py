@@ -268,7 +268,7 @@ def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
     inside = np.concatenate([values, *(one.band for one in banded if one.is_range)], axis=None)
     room = 0.4 * np.ptp(inside)
     if chart.x == "epochs":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
     if chart.scale.percent:
         small = np.ptp(values) < 0.1
