@@ -156,7 +156,7 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """Reads the runs of a log. Without one, a ValueError names the first invalid line."""
-    reader, odd, is_json = _Reader(path, name), "", False
+    reader, odd, is_json, command = _Reader(path, name), "", False, None
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
@@ -169,11 +169,14 @@ def read_log(path: Path, name: str) -> List[Run]:
                 if line.endswith(b"\n"):  # else it was cut, maybe in the middle of a number
                     waiting.append(line)
             elif not reader.other(line) and line.strip() and not odd:
-                _refuse_monitors(path, line)
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
+                command = _command_for(line)
     began = bool(reader.runs or waiting or reader.header)
     runs = [run for run in reader.runs if run.epochs]
+    if not runs and command:
+        raise ValueError(f"{path} is no training log: it is a Monitor's recording. Use: "
+                         f"{command.format(path)}")
     if not runs:
         json_lines = ". JSON lines of your own need the fields of log.jsonl (docs/recipes.md): " \
             f"{EPOCH_LINE} for an epoch, {STEP_LINE} for a step" if is_json and not began else ""
@@ -188,18 +191,16 @@ def read_log(path: Path, name: str) -> List[Run]:
     return runs
 
 
-def _refuse_monitors(path: Path, line: bytes) -> None:
-    """Refuses a Monitor's recording, whose first line this is, with the command that reads it."""
+def _command_for(line: bytes) -> Optional[str]:
+    """Returns the command that reads a Monitor's recording, if it begins with this line."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        return
-    if isinstance(entry, dict):
-        of_statistics = {"step", "node", "bins"} <= set(entry)
-        record = "statistics" if of_statistics else entry.get("record")
-        if record in MONITORS:
-            raise ValueError(f"{path} is no training log: it is a Monitor's recording, with "
-                             f"record={record!r}. Use: {MONITORS[record].format(path)}")
+        return None
+    if not isinstance(entry, dict):
+        return None
+    of_statistics = {"step", "node", "bins"} <= set(entry)
+    return MONITORS.get("statistics" if of_statistics else str(entry.get("record")))
 
 
 class _Reader:
