@@ -184,6 +184,14 @@ def test_gradients_of_critics_with_kinks_match_numeric_ones(layers, kink, shape,
         assert error < share * np.linalg.norm(gradient) + 1e-3
 
 
+def test_float32_deconvolution():
+    """Two of the same shapes in a backward pass crash in MXNet."""
+    def layers(make):
+        return nn.Conv2DTranspose(3, 3, strides=2), make(), nn.Dense(1)
+    test_gradients_of_critics_with_kinks_match_numeric_ones(
+        layers, "leaky", (3, 2, 4, 4), nn.HybridSequential, None)
+
+
 @pytest.mark.parametrize(("layer", "received"), [
     (lambda: nn.MaxPool2D(2), "Pooling"), (nn.SELU, "LeakyReLU"),
     (lambda: Calling(lambda F, x: x.max(axis=2)), "max"),

@@ -149,8 +149,8 @@ def _traced(critic: Block, names: Sequence[str], arrays: Sequence[Array]) -> Gra
         why = error.__cause__ or error
         raise ValueError(
             "gradient_penalty needs a critic that can be traced to a graph, in which it finds the "
-            "kinks. Valid: a HybridBlock that hybridize() accepts, or a plain Block of such, whose "
-            f"forward reads no shapes and values. Received: {type(critic).__name__} "
+            "kinks. Valid: a HybridBlock that hybridize() accepts, or a plain Block whose forward "
+            f"only calls such blocks. Received: {type(critic).__name__} "
             f"{critic.name}, which raises {type(why).__name__}: {why}") from error
     for node in graph.nodes():
         if node.is_variable:  # 16-bit parameters are cast

@@ -84,6 +84,8 @@ def _both(node: Node, inputs: Sequence[Ends]) -> Tuple[Node, Node]:
             "clip, maximum and minimum of two, outside of loops; average pooling or strides in "
             f"place of max pooling. Received: {node.op} {node.name}"
             + (f", with {listed([n.name for n in within])}" if within else ""))
+    if node.op == "Deconvolution":
+        return _one_call(node, inputs)
     first, second = (node.like(e[end] for e in inputs) for end in (0, 1))
     return first, second
 
@@ -132,6 +134,16 @@ def _selects(node: Node, inputs: Sequence[Ends]) -> Tuple[Node, Node]:
     parts = [_entries(_each(node, "broadcast_mul", ends, (chosen, chosen)))
              for ends, chosen in zip(inputs, (first, second))]
     return _each(node, "elemwise_add", *parts)
+
+
+def _one_call(node: Node, inputs: Sequence[Ends]) -> Tuple[Node, Node]:
+    """A layer on the rows of both ends. MXNet's CPU code crashes in a backward pass through two
+    deconvolutions of the same shapes."""
+    rows = _add(node, "Concat", inputs[0], dim=0, num_args=2)
+    made = Entry(node.like([rows, *(one for one, _ in inputs[1:])]))
+    halves = _add(node, "SliceChannel", [made], num_outputs=2, axis=0).node
+    first, second = (_add(node, "_copy", [Entry(halves, end)]).node for end in (0, 1))
+    return first, second
 
 
 def _middle(node: Node, ends: Ends) -> Entry:
