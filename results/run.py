@@ -2,10 +2,10 @@
 
 It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.jsonl, or to
 results/tasks/STUDY.jsonl, or to FOLDER/STUDY.jsonl with --output FOLDER. Completed runs are
-skipped, there and in results/runs, so another call continues; remove a study's file to repeat it. Lower seeds of all studies
-run first. It trains one run per CPU in parallel, each with one thread, and ends those that remain
-after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
-were fixed before the runs.
+skipped, there and in results/runs, so another call continues; remove a study's file to repeat it.
+Lower seeds of all studies run first. It trains one run per CPU in parallel, each with one thread,
+and ends those that remain after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has
+the comparisons, which were fixed before the runs.
 """
 import argparse
 import json
