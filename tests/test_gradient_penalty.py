@@ -208,6 +208,18 @@ def test_other_kinks_are_refused(layer, received):
         amp.gradient_penalty(net, x)
 
 
+def test_deconvolutions_with_16_bit_parameters_are_refused():
+    """MXNet's float32 deconvolutions crash for such a critic."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2DTranspose(3, 3), nn.Dense(1))
+    net.initialize()
+    x = mx.np.ones((2, 2, 4, 4)) if mx.util.is_np_array() else nd.ones((2, 2, 4, 4))
+    net(x)
+    amp.convert(net)
+    with autograd.record(), pytest.raises(ValueError, match=r'Valid: .*"mixed_float16"'):
+        amp.gradient_penalty(net, x)
+
+
 def test_critic_that_cannot_be_traced_is_refused():
     net = Calling(lambda F, x: x * x.shape[0])
     with autograd.record(), pytest.raises(ValueError, match=r"HybridBlock that hybridize.*shape"):

@@ -130,6 +130,12 @@ def _at_both_ends(critic: Block, ends: Tuple[Array, Array], args: Sequence[Array
         symbol = symbol.as_np_ndarray()
     arrays = {**dict(zip(both, ends)), **dict(zip(names[1:], args))}
     parameters = parameters_in(critic)
+    converted = any(is_16bit(p.dtype) for p in parameters.values())
+    if converted and ends[0].context.device_type == "cpu" \
+            and any(node.op == "Deconvolution" for node in graph.nodes()):
+        raise ValueError("MXNet cannot compute gradient_penalty on a CPU for a critic with "
+                         "deconvolutions and 16-bit parameters. Valid: convert(critic, "
+                         f'"mixed_float16"). Received: {type(critic).__name__} {critic.name}')
     inputs = [arrays[name] if name in arrays else parameters[name].data(ends[0].context)
               for name in symbol.list_inputs()]
     wide = [a.astype("float32") if is_16bit(a.dtype) else a for a in inputs]
