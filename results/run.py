@@ -102,9 +102,14 @@ def file_of(name, folder=None):
     return folder / f"{name}.jsonl"
 
 
+def compressed(name):
+    """Returns the files of a study in runs/."""
+    return sorted(HERE.glob(f"runs/*/{name}.jsonl.xz"))
+
+
 def committed(name, where):
     """Returns the runs of a study in runs/ that are of a machine."""
-    return {run: lines for file in HERE.glob(f"runs/*/{name}.jsonl.xz")
+    return {run: lines for file in compressed(name)
             for run, lines in study.runs(file).items() if lines[0]["machine"] == where}
 
 

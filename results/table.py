@@ -18,7 +18,7 @@ from gluon_amp.files import replace_text
 from gluon_amp.reports.colors import color
 from gluon_amp.reports.verdict import LEVEL, Difference, p_number, p_text, paired
 from matplotlib.figure import Figure
-from run import STUDIES, file_of
+from run import STUDIES, compressed, file_of
 from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
@@ -105,7 +105,7 @@ class Comparison(NamedTuple):
 def results(name):
     """Yields the completed runs of a study, those of each machine apart."""
     of_machine = {}
-    for file in (file_of(name), *sorted(HERE.glob(f"runs/*/{name}.jsonl.xz"))):
+    for file in (file_of(name), *compressed(name)):
         for run, lines in study.runs(file).items():
             of_machine.setdefault(lines[0].get("machine", FIRST_MACHINE), {})[run] = lines
     for machine, runs in of_machine.items():

@@ -1,4 +1,4 @@
-"""Advice of an X-ray beyond `keep=`: each change helps as it is written, and none is in vain."""
+"""Changes that an X-ray advises: each removes its finding when it is written into the network."""
 
 import json
 import re

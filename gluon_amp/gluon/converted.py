@@ -66,10 +66,9 @@ log = logging.getLogger("gluon_amp")
 # MXNet's names of shared and of pinned CPU memory
 _OTHER_CPUS = ("cpu_shared", "cpu_pinned")
 
-# The largest number of operators in one task of MXNet's engine, in a training step on a GPU. Flags
-# of hybridize() and MXNet's variables take precedence. After each task the GPU waits for the host.
-# MXNet's 15 are for sums of gradients over devices during the backward pass, which larger tasks
-# delay.
+# MXNet's engine runs up to this many operators of a training step as one task on a GPU, unless
+# flags of hybridize() or MXNet's variables set another number. The GPU waits for the host after
+# each task. MXNet's default, 15, starts sums of gradients over devices early in the backward pass.
 _IN_BULK, _BULK = 100, "MXNET_EXEC_BULK_EXEC_MAX_NODE_TRAIN"
 
 _DATA = mx.gluon.Parameter.data

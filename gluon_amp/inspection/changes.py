@@ -41,6 +41,7 @@ from .rewrites import (
     epsilons,
     number,
     readers_that_divide,
+    rescaled,
     scaled,
     with_epsilon,
 )
@@ -328,12 +329,11 @@ def _that_divide(session: Session, tensor: Tensor, finding: Finding) -> Iterator
             if 0 < each.factor < 1:
                 made.append((each, [each.scaled(of.clean) for of, _ in graphs]))
     is_whole = all(of.block is session.net for of in session.graphs.values())
-    changes = [change for each, found in made
-               for change in each.changes(found[0], is_whole and not session.is_module)
-               if all(one.output == found[0].output for one in found)]
-    steps = {id(change): change.text.count(", and ") for change in changes}
-    yield from sorted((change for change in changes if steps[id(change)] <= _MOST_STEPS),
-                      key=lambda change: steps[id(change)])[:_MOST_TRIES]
+    changes = [(steps, change) for each, found in made
+               for steps, change in each.changes(found[0], is_whole and not session.is_module)
+               if steps <= _MOST_STEPS and all(one.output == found[0].output for one in found)]
+    for _, change in sorted(changes, key=lambda found: found[0])[:_MOST_TRIES]:
+        yield change
 
 
 class _Divided(NamedTuple):
@@ -351,28 +351,30 @@ class _Divided(NamedTuple):
         there = any(node.name == self.node.name for node in graph.nodes())
         return self.scaled(graph).graph if there else graph
 
-    def changes(self, made: Scaled, may_scale: bool) -> Iterator[Change]:
-        """Yields the change; if the outputs have the factor, one of the loss instead.
+    def changes(self, made: Scaled, may_scale: bool) -> Iterator[Tuple[int, Change]]:
+        """Yields the change, after the number of other places that it changes; if the outputs have
+        the factor, one of the loss instead.
 
         Args:
             made: the graph with the division.
             may_scale: whether the outputs are those of the network.
         """
         is_sum = self.node.op in MEANS
-        text = ", and ".join([self._text(), *dict.fromkeys(made.steps)])
+        steps = [*dict.fromkeys(made.steps)]
+        text = ", and ".join([self._text(), *steps])
         change = Change("mean" if is_sum else "divide earlier", self.node.name, text,
                         graph=self.graph, made=made.made)
         if made.output == 1:
-            yield change
+            yield len(steps), change
         elif may_scale and math.isclose(made.output, self.factor):
             back = 1 / made.output
 
             def with_output(loss_fn: LossFunction) -> LossFunction:
                 return lambda output, *label: loss_fn(_times(output, back), *label)
             if is_sum:
-                yield replace(change, factor=made.output)
-            yield replace(change, loss=with_output, text=f"{text}, and multiply the network's "
-                          f"output by {number(back)} before the loss")
+                yield len(steps), replace(change, factor=made.output)
+            text += f", and multiply the network's output by {number(back)} before the loss"
+            yield len(steps) + 1, replace(change, loss=with_output, text=text)
 
     def _text(self) -> str:
         node, by, read = self.node, number(1 / self.factor), self.node.inputs[0].node.name
@@ -380,11 +382,9 @@ class _Divided(NamedTuple):
             return f"take the mean instead of the sum in {node.name}, which divides by {by}"
         if self.everywhere:
             return f"divide {read} by {by} before {node.name} and all that reads it"
-        if node.op in MULTIPLIES:
-            return f"multiply by {number(float(node.attrs['scalar']) * self.factor)} instead of " \
-                   f"{number(float(node.attrs['scalar']))} in {node.name}"
-        if node.op in DIVIDES:
-            return f"divide by {number(float(node.attrs['scalar']) / self.factor)} instead of " \
+        if node.op in MULTIPLIES | DIVIDES:
+            verb = "divide" if node.op in DIVIDES else "multiply"
+            return f"{verb} by {number(rescaled(node, self.factor))} instead of " \
                    f"{number(float(node.attrs['scalar']))} in {node.name}"
         return f"divide {read} by {by} before {node.name}"
 

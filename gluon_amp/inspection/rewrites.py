@@ -152,9 +152,7 @@ class _Scaling:
 
     def _rescale(self, node: Node, factor: float) -> None:
         """Multiplies the result of a multiplication or division by a constant."""
-        scalar = float(node.attrs["scalar"])
-        scalar = scalar / factor if node.op in DIVIDES else scalar * factor
-        node.attrs.update(scalar=repr(scalar), is_int="False")
+        node.attrs.update(scalar=repr(rescaled(node, factor)), is_int="False")
         self.made.append(node.name)
 
     def _power(self, node: Node, powers: List[Fraction], moves: FrozenSet[str]) -> Fraction:
@@ -251,6 +249,13 @@ class _Scaling:
             raise CannotScale
         self.made.append(node.name)
         return Fraction(0)
+
+
+def rescaled(node: Node, factor: float) -> float:
+    """Returns the constant with which a multiplication or division by it has a multiple of its
+    result."""
+    scalar = float(node.attrs["scalar"])
+    return scalar / factor if node.op in DIVIDES else scalar * factor
 
 
 def number(value: float) -> str:
