@@ -21,6 +21,7 @@ import pytest
 import recipes
 import train_imagenet
 from gluon_amp.policy import APEX, POLICIES
+from PIL import Image
 from processes import printed
 from symbols import get_symbol
 from traces import at_most_traces
@@ -338,9 +339,11 @@ def test_random_crops_have_scale_of_validation(monkeypatch):
     columns = np.broadcast_to(np.arange(60, dtype="uint8")[None, :, None], (40, 60, 3))
 
     def pixels(train, *flags):
-        args = parser.parse_args([*flags, "--mean", "0", "--std", "1"])
-        image = images.image_transform(args, 35, train)(mx.nd.array(columns, dtype="uint8"))
-        return (255 * image.asnumpy()[0, 0]).round()
+        args = parser.parse_args(flags)
+        image = mx.nd.array(columns, dtype="uint8")
+        for transform in images.image_transforms(args, 35, train):
+            image = transform(image)
+        return image.asnumpy()[0, :, 0]
 
     flags = ["--crop-ratio", "0.875", "--random-crop"]  # 35 / 0.875 is 40: no scaling
     np.testing.assert_array_equal(pixels(False, *flags), np.arange(12, 47))  # the center
@@ -560,6 +563,33 @@ def test_missing_index_is_named(tmp_path):
     (tmp_path / "a.rec").write_bytes(whole[:-4])
     with pytest.raises(ValueError, match=r"a.rec is truncated"):
         images.image_loaders(args, recipes.Ranks())
+
+
+def test_images_of_records_are_normalized_and_keep_their_order(tmp_path):
+    rng = np.random.RandomState(0)
+    pixels = rng.randint(0, 256, (6, 5, 5, 3)).astype("uint8")
+    record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "a.idx"), str(tmp_path / "a.rec"), "w")
+    for i, image in enumerate(pixels):
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "PNG")
+        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, i, i, 0), file.getvalue()))
+    record.close()
+    args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--val", str(tmp_path / "a.rec"),
+                         "--image-size", "5", "--batch-size", "4", "--mean", "0.5,0.4,0.3",
+                         "--std", "0.2"])
+    _, loader, val_loader = images.image_loaders(args, recipes.Ranks())
+    expected = (pixels.transpose(0, 3, 1, 2) / 255
+                - np.float32([0.5, 0.4, 0.3])[:, None, None]) / 0.2
+    for _ in range(2):  # the second time, from memory
+        data, labels = (np.concatenate([part.asnumpy() for part in parts])
+                        for parts in zip(*val_loader))
+        np.testing.assert_array_equal(labels, np.arange(6))
+        np.testing.assert_allclose(data, expected, rtol=1e-5, atol=1e-6)
+        for data, labels in loader:
+            for image, label in zip(data.asnumpy(), labels.asnumpy()):
+                right = expected[int(label)]
+                assert any(np.allclose(image, each, rtol=1e-5, atol=1e-6)
+                           for each in (right, right[:, :, ::-1]))
 
 
 def test_skipped_epochs_count_for_learning_rate(monkeypatch, tmp_path):
