@@ -53,10 +53,11 @@ STUDIES = {
     "digits": Study("example/image_classification.py", "", range(30), {**TYPES, **BFLOAT16}),
     "cifar10": CIFAR10,
     # the question of cifar10, with new seeds
-    "cifar10_replication": CIFAR10._replace(seeds=range(10, 30)),
+    "cifar10_replication": CIFAR10._replace(seeds=range(10, 30), kinds={**TYPES, **BFLOAT16}),
     "plateau": CIFAR10._replace(
         flags="--dataset SHARED/data/cifar10_train.rec --val SHARED/data/cifar10_test.rec "
-        "--classes 10 --model cifar_resnet20_v1 --image-size 32 --batch-size 100 --epochs 65 "
+        "--classes 10 --model cifar_resnet20_v1 --image-size 32 --random-crop --crop-ratio 0.875 "
+        "--batch-size 100 --epochs 65 "
         "--lr 0.1 --lr-mode step --lr-decay-epoch 40,55 --warmup-epochs 0.5 --log-interval 25",
         seeds=range(3), kinds={**TYPES, **BFLOAT16}),
     "fine_tune_resnet20": Study(
