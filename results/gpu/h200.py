@@ -14,11 +14,13 @@ BOUNDS = {"float32": 4e-3, "float16": 1e-2}  # tests/device/operators.py
 # Networks and their batches.
 NAMES = {("resnet50", 128): "ResNet-50, 224 px, batch 128",
          ("resnet50", 64): "ResNet-50, 224 px, batch 64",
+         ("mobilenet", 128): "MobileNetV2, 224 px, batch 128",
          ("bert", 32): "BERT-base, 128 tokens, batch 32",
          ("lstm", 64): "LSTM 2 x 1024, 64 steps, batch 64"}
 BATCHES = {"resnet50": 128, "bert": 32, "lstm": 64}  # where a row has none
 WAYS = {"float32 without TF32": "MXNet float32, without TF32", "float32": "MXNet float32",
-        "mx.contrib.amp": "mx.contrib.amp", "gluon_amp": "gluon_amp",
+        "mx.contrib.amp": "mx.contrib.amp", "before": "gluon_amp, as in the second run",
+        "gluon_amp": "gluon_amp", "gluon_amp, CUDA graphs": "gluon_amp, with CUDA graphs",
         "PyTorch float32, channels-last": "PyTorch float32",
         "PyTorch float16, channels-last": "PyTorch float16 autocast"}
 # a word of a kernel's name, and what it does
@@ -66,12 +68,13 @@ def recurrent(measured):
     return len(kinds) - len(clipped), len(clipped), largest
 
 
-def speed(measured):
+def speed(measured, part=None):
     lines = []
     for network, title in NAMES.items():
         of = defaultdict(list)
         for row in measured:
-            if (row.get("network"), row.get("batch") or BATCHES.get(row.get("network"))) == network:
+            if (row.get("network"), row.get("batch") or BATCHES.get(row.get("network")),
+                    row.get("part")) == (*network, part):
                 of[row["way"]].append(row)
         torch = [row["ms"] for row in of["PyTorch float16, channels-last"]]
         for way, name in WAYS.items():
@@ -89,9 +92,9 @@ def speed(measured):
                   "PyTorch float16 = 1", "MiB"], lines)
 
 
-def kernels(measured):
+def kernels(measured, batches):
     lines = []
-    for network, batch in BATCHES.items():
+    for network, batch in batches.items():
         shares = defaultdict(float)
         of = [row for row in measured if row["network"] == network and row.get("us")]
         for row in of:
@@ -108,15 +111,23 @@ def kernels(measured):
 
 
 def main():
-    measured, second = rows("first/rows.jsonl"), rows("second/rows.jsonl")
+    measured, second, third = (rows(f"{run}/rows.jsonl") for run in ("first", "second", "third"))
+    profile = rows("third/kernels.jsonl.xz")
+    parts = {row["part"]: row["ms"] for row in profile if "part" in row}
+    busy = sum(row.get("us", 0) for row in profile) / 3000
     recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
                for row in measured if "recipe" in row]
     layers, clipped, largest = recurrent(measured)
     text = (HERE / "template.md").read_text()
     for name, value in {
             "OPERATORS": operators(measured, second), "SPEED": speed(second),
-            "FIRST_SPEED": speed(measured), "KERNELS": kernels(rows("second/kernels.jsonl.xz")),
-            "FIRST_KERNELS": kernels(rows("first/kernels.jsonl.xz")),
+            "FIRST_SPEED": speed(measured), "THIRD_SPEED": speed(third),
+            "PREDICTIONS": speed(third, "prediction"),
+            "KERNELS": kernels(rows("second/kernels.jsonl.xz"), BATCHES),
+            "FIRST_KERNELS": kernels(rows("first/kernels.jsonl.xz"), BATCHES),
+            "THIRD_KERNELS": kernels(profile, {"resnet50": 64}),
+            "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
+            "BUSY": f"{busy:.1f}", "CHECK": f"{parts['idle after the check']:.1f}",
             "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
             "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
             "RNN16": f"{largest['float16']:.1g}"}.items():
@@ -124,7 +135,8 @@ def main():
     (HERE / "README.md").write_text(text)
     if BENCHMARKS.exists():
         before, begin, rest = BENCHMARKS.read_text().partition("<!-- h200 -->\n")
-        BENCHMARKS.write_text(before + begin + speed(second) + rest[rest.index("<!-- end -->"):])
+        BENCHMARKS.write_text(before + begin + speed(second) + "\nLater, on another H200:\n\n"
+                              + speed(third) + rest[rest.index("<!-- end -->"):])
 
 
 if __name__ == "__main__":
