@@ -1,10 +1,12 @@
-"""Counts what a reader follows: files, changes of file over calls, and functions of gluon_amp.
+"""Counts what a reader follows: files, changes of file over calls, classes and functions.
 
 The network has two dense layers. A change of file is a call of a function of the package whose
 predecessor, the function of the package called before it, is in another file. Calls of MXNet, and
 comprehensions, do not count.
 """
 import argparse
+import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -38,6 +40,20 @@ def calls(function):
     return found
 
 
+@functools.lru_cache(maxsize=None)
+def classes_in(file):
+    """Returns the names of a file's classes, with their first and last lines."""
+    tree = ast.parse((PACKAGE / file).read_text())
+    return [(node.name, node.lineno, node.end_lineno) for node in tree.body
+            if isinstance(node, ast.ClassDef)]
+
+
+def classes(found):
+    """Returns the classes that have one of these functions."""
+    return {(file, name) for file, line, _ in found
+            for name, first, last in classes_in(file) if first <= line <= last}
+
+
 def walks():
     """Yields names and calls of what users do."""
     rng = np.random.RandomState(0)
@@ -69,11 +85,12 @@ def main():
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--calls", action="store_true", help="list all calls, too")
     args = parser.parse_args()
-    table = harness.Table("path", "files", "changes of file", "functions", as_json=args.json)
+    table = harness.Table("path", "files", "changes of file", "classes", "functions",
+                          as_json=args.json)
     for name, made in walks():
         files = [file for file, _, _ in made]
         table.row(name, len(set(files)), sum(a != b for a, b in zip(files, files[1:])),
-                  len(set(made)))
+                  len(classes(made)), len(set(made)))
         if args.calls:
             print(*(f"  {file} {line} {function}" for file, line, function in made), sep="\n")
 

@@ -126,14 +126,14 @@ class Change:
         return made
 
 
-class _State(NamedTuple):
+class _Changed(NamedTuple):
     """A network with the changes so far: its steps, their result, and float32's losses."""
     run: Any
     view: Any
     losses: List[float]
 
 
-class Trials:
+class ChangeTrials:
     """Tries changes of an X-rayed network.
 
     Args:
@@ -145,7 +145,7 @@ class Trials:
     def __init__(self, run: Any, view: Any, batches: List[int]) -> None:
         self.run = replace(run, reference=run.reference or run.session.float32(samples=True))
         self.view, self.batches = view, batches
-        self.first = _State(self.run, view, [])
+        self.first = _Changed(self.run, view, [])
         self.scale = max(view.scale, min(FIRST_SCALE, view.training.largest))
 
     def remove(self, findings: List[Finding], most: Optional[int] = None,
@@ -175,7 +175,7 @@ class Trials:
                 return self._and_more(findings, *helping[0], most, kept_snr)
         return []
 
-    def _and_more(self, findings: List[Finding], change: Change, state: _State,
+    def _and_more(self, findings: List[Finding], change: Change, state: _Changed,
                   most: Optional[int], kept_snr: Optional[float]) -> List[Change]:
         """Returns a change, and others that it needs. See `remove`."""
         made = [change]
@@ -224,7 +224,7 @@ class Trials:
 
     # ---- a trial
 
-    def _that_help(self, state: _State, finding: Finding) -> Iterator[Tuple[Change, _State]]:
+    def _that_help(self, state: _Changed, finding: Finding) -> Iterator[Tuple[Change, _Changed]]:
         """Yields the changes that remove a finding, and the network with each."""
         for change in candidates(state.run.session, state.view, finding, self.batches):
             session = change.applied(state.run.session)
@@ -236,9 +236,9 @@ class Trials:
             if finding.backward and finding.remedy:
                 gone = not any(other.remedy for other in view.findings)
             if gone and not view.left_out and self._is_unchanged(view, change, state):
-                yield change, _State(run, view, [])
+                yield change, _Changed(run, view, [])
 
-    def _is_unchanged(self, view: Any, change: Change, state: _State) -> bool:
+    def _is_unchanged(self, view: Any, change: Change, state: _Changed) -> bool:
         """Whether float32's losses are those of before, times the factor of the change."""
         if change.factor is None:
             return True

@@ -23,9 +23,9 @@ from ..checks import counted, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..graph.operators import PRODUCTS
 from .judge import FIRST_SCALE, Training
+from .measurements import BudgetSpent, Measurements, Nodes, TrainingSettings
 from .network import in_groups, keep_line, kept_operators
 from .session import Session
-from .trials import BudgetSpent, Nodes, Settings, Trials
 from .xray import XrayRun
 
 _MOST_BATCHES = 16
@@ -121,9 +121,10 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
     positive_number(budget, "budget")
     positive_number(loss, "loss")
     positive_number(snr, "snr")
-    settings = Settings(whole_number(steps, "steps", least=2),
-                        whole_number(seeds, "seeds", least=1), whole_number(seed, "seed", least=0),
-                        optimizer, tuple(sorted((optimizer_params or {}).items())))
+    settings = TrainingSettings(whole_number(steps, "steps", least=2),
+                                whole_number(seeds, "seeds", least=1),
+                                whole_number(seed, "seed", least=0), optimizer,
+                                tuple(sorted((optimizer_params or {}).items())))
     if isinstance(budget, int) and budget < 3 * seeds:
         raise ValueError(f"seeds={seeds} needs a budget of at least {3 * seeds} training runs: two "
                          f"in float32 and one to verify, each. Received: budget={budget}")
@@ -138,8 +139,8 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
 
     with Session(net, batches, loss_fn, _MOST_BATCHES, "search") as session, \
             random_numbers_kept():
-        trials = Trials(session, budget, settings, file, say)
-        state = _State(trials, snr)
+        measured = Measurements(session, budget, settings, file, say)
+        state = _State(measured, snr)
         try:
             _find(state, loss)
         except BudgetSpent:
@@ -147,9 +148,9 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
         except KeyboardInterrupt:
             state.notes.append("interrupted: this is the best result so far")
         best = state.verified or state.cheapest()
-        keep = keep_line(session.net, best | trials.reference.keep, sorted(state.all))
+        keep = keep_line(session.net, best | measured.reference.keep, sorted(state.all))
         return Search([*keep, *kept_operators(session.net)], state.choice(best),
-                      best == state.verified, state.front(best), trials.runs, state.notes)
+                      best == state.verified, state.front(best), measured.runs, state.notes)
 
 
 class _State:
@@ -165,19 +166,19 @@ class _State:
         failed: choices that do not.
     """
 
-    def __init__(self, trials: Trials, wanted: float) -> None:
-        self.trials, self.wanted = trials, wanted
+    def __init__(self, measured: Measurements, wanted: float) -> None:
+        self.measured, self.wanted = measured, wanted
         self.notes: List[str] = []
         self.verified: Optional[Nodes] = None
         self.failed: List[Nodes] = []
         self.advised: Nodes = frozenset()
-        self.layout = trials.session.inspected().layout
+        self.layout = measured.session.inspected().layout
         self.all: Nodes = frozenset(name for tensor in self.layout.tensors if tensor.is_low
                                     for name in self.layout.kept_for(tensor.key))
         ranks = {name: i for i, name in enumerate(self.advice())}
         last = len(ranks)
-        self.groups = sorted(in_groups(trials.session.net, sorted(self.all)), key=lambda group: (
-            any(name in trials.work for name in group),
+        self.groups = sorted(in_groups(measured.session.net, sorted(self.all)), key=lambda group: (
+            any(name in measured.work for name in group),
             min(ranks.get(name, last) for name in group), sorted(group)))
 
     def advice(self, batch: int = 0, values: Optional[Dict[str, Any]] = None) -> List[str]:
@@ -187,7 +188,7 @@ class _State:
         `values` are those of the parameters; None: the network's current ones. With values, only
         the first kind is returned.
         """
-        session = self.trials.session
+        session = self.measured.session
         run = XrayRun(session, session.float32(samples=True), 0.01, Training(), values)
         batches = [session.batches[batch]]
         first = run.view(session.low(), batches, FIRST_SCALE)
@@ -201,19 +202,20 @@ class _State:
     def cheapest(self) -> Nodes:
         """Returns the cheapest choice with the wanted SNR that has not failed in training, and of
         several the one with the highest SNR; all nodes if there is none."""
-        trials = self.trials
-        enough = [k for k in trials.choices()
-                  if trials.known(k) >= self.wanted and k not in self.failed and k >= self.advised]
-        return min(enough or [self.all], key=lambda k: (trials.cost(k), -trials.known(k)))
+        measured = self.measured
+        enough = [k for k in measured.choices()
+                  if measured.snr_so_far(k) >= self.wanted and k not in self.failed
+                  and k >= self.advised]
+        return min(enough or [self.all], key=lambda k: (measured.cost(k), -measured.snr_so_far(k)))
 
     def choice(self, keep: Nodes) -> Choice:
-        trials = self.trials
-        return Choice(keep, trials.known(keep), trials.casts(keep), trials.share(keep))
+        measured = self.measured
+        return Choice(keep, measured.snr_so_far(keep), measured.casts(keep), measured.share(keep))
 
     def front(self, best: Nodes) -> List[Choice]:
         """Returns the Pareto front of choices, the highest SNR first."""
-        held = [k for k in self.trials.choices() if k == best or k not in self.failed]
-        found = [self.choice(keep) for keep in held if self.trials.known(keep) > -math.inf]
+        held = [k for k in self.measured.choices() if k == best or k not in self.failed]
+        found = [self.choice(keep) for keep in held if self.measured.snr_so_far(keep) > -math.inf]
         values: List[Tuple[float, int, float, int]] = [
             (c.snr, -c.casts, c.share, -len(c.nodes)) for c in found]
         front = [c for c, mine in zip(found, values) if not any(
@@ -223,12 +225,12 @@ class _State:
 
 def _find(state: _State, bound: float) -> None:
     """Sets the choice that trains as in float32."""
-    trials = state.trials
+    measured = state.measured
     while True:
         keep = _joined(state, _pruned(state, _enough(state)))
         # Another measured choice may cost as little and have a higher SNR.
         keep = state.all if keep in state.failed else state.cheapest()
-        if trials.trains(keep, bound):
+        if measured.trains(keep, bound):
             state.verified = keep
             return
         state.failed.append(keep)
@@ -236,22 +238,22 @@ def _find(state: _State, bound: float) -> None:
             state.notes.append("training does not reach float32's loss with all nodes in float32 "
                                "either, because weights and data are 16-bit")
             return
-        place = trials.failure(keep)
+        place = measured.failure(keep)
         before = state.advised
         if place is not None:
             state.advised |= {*state.advice(*place)}
-        if state.advised <= before | keep and math.isfinite(trials.known(keep)):
-            state.wanted = max(state.wanted, trials.known(keep)) + _TRUER
+        if state.advised <= before | keep and math.isfinite(measured.snr_so_far(keep)):
+            state.wanted = max(state.wanted, measured.snr_so_far(keep)) + _TRUER
 
 
 def _enough(state: _State) -> Nodes:
     """Returns the fewest of the first groups with which gradients reach the wanted SNR."""
     low, high = 0, len(state.groups)
-    if state.trials.snr(state.all) < state.wanted:
+    if state.measured.snr(state.all) < state.wanted:
         return state.all
     while low < high:
         middle = (low + high) // 2
-        if state.trials.snr(_union(state.groups[:middle]) | state.advised) >= state.wanted:
+        if state.measured.snr(_union(state.groups[:middle]) | state.advised) >= state.wanted:
             high = middle
         else:
             low = middle + 1
@@ -261,7 +263,7 @@ def _enough(state: _State) -> Nodes:
 def _pruned(state: _State, keep: Nodes) -> Nodes:
     """Returns the groups without those that may stay in the low format, until none of the rest may.
     It tries products first, then the last groups."""
-    trials = state.trials
+    measured = state.measured
     held = [group for group in reversed(state.groups) if group <= keep]
     size = max(len(held) // 2, 1)
     while held:
@@ -269,7 +271,7 @@ def _pruned(state: _State, keep: Nodes) -> Nodes:
         while at < len(held):
             fewer = held[:at] + held[at + size:]
             new, old = (_union(some) | state.advised for some in (fewer, held))
-            if trials.cost(new) <= trials.cost(old) and trials.snr(new) >= state.wanted:
+            if measured.cost(new) <= measured.cost(old) and measured.snr(new) >= state.wanted:
                 held = fewer
             else:
                 at += size
@@ -281,13 +283,13 @@ def _pruned(state: _State, keep: Nodes) -> Nodes:
 
 def _joined(state: _State, keep: Nodes) -> Nodes:
     """Returns these nodes, and others except products that save a cast if they are kept."""
-    trials, nodes = state.trials, state.layout.nodes
+    measured, nodes = state.measured, state.layout.nodes
     for _ in range(len(nodes)):
         makers = {e.node.name for name in keep for e in state.layout.makers(name)}
-        casts = trials.casts(keep)
+        casts = measured.casts(keep)
         saving = [n for n in sorted(makers & state.all - keep)
-                  if nodes[n].op not in PRODUCTS and trials.casts(keep | {n}) < casts]
-        if not saving or trials.snr(keep | {saving[0]}) < state.wanted:
+                  if nodes[n].op not in PRODUCTS and measured.casts(keep | {n}) < casts]
+        if not saving or measured.snr(keep | {saving[0]}) < state.wanted:
             return keep
         keep |= {saving[0]}
     return keep

@@ -1,7 +1,7 @@
 """Runs a network on batches with a loss, for an X-ray or a search.
 
-    Session   calls the network as its user does, with other CachedOps; finds its graphs, once
-    Graphs    runs these graphs in any policy, on copies of the parameters
+    Session       calls the network as its user does, with other CachedOps; finds its graphs, once
+    NetworkCopy   runs these graphs in any policy, on copies of the parameters
 """
 import itertools
 import math
@@ -187,7 +187,7 @@ class Session:
     def _find_graphs(self) -> None:
         """Calls the network as in training, which traces graphs and initializes parameters with
         deferred shapes."""
-        graphs = Graphs(self)
+        graphs = NetworkCopy(self)
 
         def find(block: Block, key: Any, arrays: List[Array]) -> Op:
             self.add_graph(block, key, arrays)
@@ -215,11 +215,11 @@ class Session:
                              or any(array is one for one in self.batches[0].data))
         return which
 
-    def low(self, keep: Iterable[str] = (), watch: bool = True) -> "Graphs":
+    def low(self, keep: Iterable[str] = (), watch: bool = True) -> "NetworkCopy":
         """Returns the network in its policy, with these nodes in float32 too."""
-        return Graphs(self, keep, watch=watch)
+        return NetworkCopy(self, keep, watch=watch)
 
-    def inspected(self) -> "Graphs":
+    def inspected(self) -> "NetworkCopy":
         """Returns the network in its policy. Refuses one without tensors in its format."""
         low = self.low()
         if not any(tensor.is_low for tensor in low.layout.tensors):
@@ -227,11 +227,11 @@ class Session:
                              "only products round their inputs")
         return low
 
-    def float32(self, watch: bool = True, samples: bool = False) -> "Graphs":
+    def float32(self, watch: bool = True, samples: bool = False) -> "NetworkCopy":
         """Returns the network in float32."""
-        return Graphs(self, is_float32=True, watch=watch, samples=samples)
+        return NetworkCopy(self, is_float32=True, watch=watch, samples=samples)
 
-    def known(self, batch: Batch, graphs: "Graphs") -> Dict[str, Any]:
+    def named_arrays(self, batch: Batch, graphs: "NetworkCopy") -> Dict[str, Any]:
         """Returns the arrays of these graphs and the data of the network's graph, by name."""
         own = next((of for of in self.graphs.values() if of.block is self.net), None)
         return {**graphs.arrays, **(dict(zip(own.names, batch.data)) if own else {})}
@@ -254,7 +254,7 @@ class Session:
         return loss
 
 
-class Graphs:
+class NetworkCopy:
     """A network's graphs on copies of its parameters, and their CachedOps.
 
     Attributes:

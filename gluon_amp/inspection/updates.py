@@ -19,7 +19,7 @@ from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .judge import SMALLEST_SCALE
 from .modules import bound_module
-from .session import Batch, Graphs, Ran, Session, mean_and_total
+from .session import Batch, NetworkCopy, Ran, Session, mean_and_total
 from .tensors import Counts
 from .watch import Watch, deliver_counts
 
@@ -62,7 +62,7 @@ class Updates:
             lambda: np.zeros(1, library.structure("Updates")))
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters before an update
 
-    def step(self, low: Graphs, batch: Batch, scale: float,
+    def step(self, low: NetworkCopy, batch: Batch, scale: float,
              values: Optional[Dict[str, Any]] = None) -> Ran:
         """Runs a step of the network in its policy, on these values of the parameters."""
         return low.step(batch, scales_down(scale), lambda: low.restore(values))
@@ -102,7 +102,7 @@ class TrainerUpdates(Updates):
         self.trainer, self.batch_size = trainer, batch_size
         self.watch = Watch(session.net, trainer)
 
-    def step(self, low: Graphs, batch: Batch, scale: float,
+    def step(self, low: NetworkCopy, batch: Batch, scale: float,
              values: Optional[Dict[str, Any]] = None) -> Ran:
         clear_added(self.trainer._params)
         if not self.last:
@@ -153,7 +153,7 @@ class ModuleUpdates(Updates):
             on_store = self.module._update_on_kvstore
             self.updater = (self.module._kvstore if on_store else self.module)._updater
 
-    def step(self, low: Graphs, batch: Batch, scale: float,
+    def step(self, low: NetworkCopy, batch: Batch, scale: float,
              values: Optional[Dict[str, Any]] = None) -> Ran:
         ran = super().step(low, batch, scale, values)
         if ran.finite and self.updater is not None:
@@ -163,7 +163,7 @@ class ModuleUpdates(Updates):
     def master(self, parameter: Any) -> Array:
         return self.masters.get(parameter.name)
 
-    def _would_add(self, graphs: Graphs, scale: float) -> None:
+    def _would_add(self, graphs: NetworkCopy, scale: float) -> None:
         """Counts the updates by the gradients of the last run, at this loss scale."""
         group, devices = self.module._exec_group, len(self.module._context)
         by_name = self.module._update_on_kvstore

@@ -18,11 +18,11 @@ from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from . import judge
-from .changes import Change, Trials
+from .changes import Change, ChangeTrials
 from .judge import FIRST_SCALE, Finding, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
-from .session import Batch, Graphs, Ran, Session
+from .session import Batch, NetworkCopy, Ran, Session
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
 from .updates import ModuleUpdates, TrainerUpdates, Updates, Weight
 from .view import View
@@ -118,7 +118,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
             low.restore()
             ran = low.run(first, loss_scale)
             found = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
-                                         session.known(first, low))
+                                         session.named_arrays(first, low))
             if ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
@@ -128,7 +128,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
     return found
 
 
-def _find_line(low: Graphs, batch: Batch, found: Optional[Overflow]) -> None:
+def _find_line(low: NetworkCopy, batch: Batch, found: Optional[Overflow]) -> None:
     """Sets the line of code that created the node of an overflow."""
     if found is not None and found.op:
         node = low.layout.blamed(Key(found.node, found.backward, 0))
@@ -149,12 +149,12 @@ class XrayRun:
         values: the values of the parameters; None: the network's current ones.
     """
     session: Session
-    reference: Optional[Graphs]
+    reference: Optional[NetworkCopy]
     underflow: float
     training: Training
     values: Optional[Dict[str, Any]] = None
 
-    def view(self, low: Graphs, batches: List[Any], scale: float,
+    def view(self, low: NetworkCopy, batches: List[Any], scale: float,
              updates: Optional[Updates] = None) -> View:
         """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
         view = View(self.session.net.name, low.layout.tensors, underflow=self.underflow,
@@ -163,7 +163,8 @@ class XrayRun:
         for batch in batches:
             reference_step = self.reference_step(batch, scale)
             ran = steps.step(low, batch, scale, self.values)
-            _add(view, low, ran, reference_step, self.session.known(batch, self.reference or low))
+            arrays = self.session.named_arrays(batch, self.reference or low)
+            _add(view, low, ran, reference_step, arrays)
             if ran.finite:
                 scale = ran.scale
             if updates is None:
@@ -212,8 +213,8 @@ class XrayRun:
         return again, kept, names
 
 
-def _add(view: View, low: Graphs, ran: Ran, reference_step: Optional[Ran],
-         known: Dict[str, Any]) -> None:
+def _add(view: View, low: NetworkCopy, ran: Ran, reference_step: Optional[Ran],
+         arrays: Dict[str, Any]) -> None:
     """Adds a step and the same step in float32.
 
     It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
@@ -221,7 +222,7 @@ def _add(view: View, low: Graphs, ran: Ran, reference_step: Optional[Ran],
     number = len(view.steps)
     if ran.finite and not view.scale:
         view.scale = ran.scale
-    overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, known)
+    overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, arrays)
     view.first_overflow = view.first_overflow or overflow
     if reference_step is not None:
         view.reference_losses.append(reference_step.loss)
@@ -246,7 +247,7 @@ def _add(view: View, low: Graphs, ran: Ran, reference_step: Optional[Ran],
     view.numbers.append(number)
 
 
-def _conclude(view: View, low: Graphs) -> None:
+def _conclude(view: View, low: NetworkCopy) -> None:
     """Sums the counts of all steps, with gradients at one scale, and derives the findings."""
     view.scale = view.scale or FIRST_SCALE
     view.add_up()
@@ -268,7 +269,7 @@ def _advise(run: XrayRun, view: View, trained: bool) -> None:
     session = run.session
     now = run.view(session.low(), [session.batches[i] for i in numbers], view.scale) \
         if trained else view
-    trials = Trials(run, now, numbers)
+    trials = ChangeTrials(run, now, numbers)
     _try_remedies(run, view, trials)
     kept = _try_keeping(run, view, numbers)
     view.changes += trials.remove([f for f in view.findings if not f.remedy], len(kept), view.after)
@@ -284,7 +285,7 @@ def _texts(changes: List[Change], finding: Finding) -> str:
     return ", or ".join(change.text for change in changes if change.node == finding.node)
 
 
-def _try_remedies(run: XrayRun, view: View, trials: Trials) -> None:
+def _try_remedies(run: XrayRun, view: View, trials: ChangeTrials) -> None:
     """Tries changes for findings that `keep=` is not for: of data, and of all gradients. Without
     a change that helps, the layers that read the data are kept."""
     of_data = [f for f in view.findings if f.remedy and not f.backward]

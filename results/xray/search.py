@@ -14,8 +14,8 @@ import numpy as np
 from common import BARE, write_csv
 from gluon_amp._mxnet import mx
 from gluon_amp.graph.operators import NORM, SENSITIVE, runs_in
+from gluon_amp.inspection.measurements import Measurements, TrainingSettings
 from gluon_amp.inspection.session import Session
-from gluon_amp.inspection.trials import Settings, Trials
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from planted import Attention
@@ -140,10 +140,10 @@ def loss_of(output, _):
 
 def measured(net, batches):
     """Returns the signal-to-noise ratio of a network's gradients, and its number of casts."""
-    settings = Settings(2, 1, 0, "adam", ())
+    settings = TrainingSettings(2, 1, 0, "adam", ())
     with Session(net, batches, loss_of, len(batches), "search") as session:
-        trials = Trials(session, 1e9, settings, None, lambda text: None)
-        return round(trials.snr(frozenset()), 1), trials.casts(frozenset())
+        made = Measurements(session, 1e9, settings, None, lambda text: None)
+        return round(made.snr(frozenset()), 1), made.casts(frozenset())
 
 
 def by_the_rules(name):

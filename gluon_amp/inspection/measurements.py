@@ -16,7 +16,7 @@ from ..graph.arithmetic import multiply_adds
 from ..graph.graph import CASTS
 from ..training.optimizer import optimizer as make_optimizer
 from .judge import FIRST_SCALE
-from .session import Graphs, Session
+from .session import NetworkCopy, Session
 from .tensors import decibels
 from .updates import scales_down
 
@@ -31,7 +31,7 @@ class BudgetSpent(Exception):
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """The settings of training runs; see `search`."""
     steps: int
     seeds: int
@@ -40,7 +40,7 @@ class Settings:
     optimizer_params: Tuple[Tuple[str, Any], ...]
 
 
-class Trials:
+class Measurements:
     """Measurements, each made once.
 
     Args:
@@ -49,8 +49,8 @@ class Trials:
         say: a function that logs measurements.
     """
 
-    def __init__(self, session: Session, budget: float, settings: Settings, file: Optional[str],
-                 say: Callable[[str], None]) -> None:
+    def __init__(self, session: Session, budget: float, settings: TrainingSettings,
+                 file: Optional[str], say: Callable[[str], None]) -> None:
         self.session, self.budget, self.settings = session, budget, settings
         self.file, self.say = file, say
         self.begun, self.runs = time.monotonic(), 0
@@ -73,14 +73,14 @@ class Trials:
 
     # ---- without a run
 
-    def graphs(self, keep: Nodes) -> Graphs:
-        """Returns the network with these nodes in float32."""
+    def network(self, keep: Nodes) -> NetworkCopy:
+        """Returns a copy of the network with these nodes in float32."""
         return self.session.low(keep, watch=False)
 
     def casts(self, keep: Nodes) -> int:
         """Returns the number of casts in the graphs."""
         if keep not in self._casts:
-            self._casts[keep] = sum(node.op in CASTS for graph, _ in self.graphs(keep).mixed()
+            self._casts[keep] = sum(node.op in CASTS for graph, _ in self.network(keep).mixed()
                                     for node in graph.nodes())
         return self._casts[keep]
 
@@ -110,17 +110,17 @@ class Trials:
                                          "float32 either: check the data, the weights and the "
                                          "loss first")
                     self._gradients[place] = reference
-                found = self._run(self.graphs(keep), place)
+                found = self._run(self.network(keep), place)
                 self.measured["gradients", place, keep] = -math.inf if found is None \
                     else _fidelity(self._gradients[place], found)
                 if place == self.places[-1]:
                     self._save()
                     self.say(f"{counted(len(keep), 'node')} in float32: gradients at "
-                             f"{self.known(keep):.1f} dB, {self.share(keep):.1%} of the "
+                             f"{self.snr_so_far(keep):.1f} dB, {self.share(keep):.1%} of the "
                              "arithmetic low")
-        return self.known(keep)
+        return self.snr_so_far(keep)
 
-    def known(self, keep: Nodes) -> float:
+    def snr_so_far(self, keep: Nodes) -> float:
         """Returns the same, the lowest of the places that have been measured."""
         return min((self.measured[key] for place in self.places
                     if (key := ("gradients", place, keep)) in self.measured), default=-math.inf)
@@ -130,13 +130,13 @@ class Trials:
         return [nodes for kind, place, nodes in self.measured
                 if kind == "gradients" and place == self.places[-1]]
 
-    def _run(self, graphs: Graphs, place: int) -> Optional[List[Any]]:
+    def _run(self, network: NetworkCopy, place: int) -> Optional[List[Any]]:
         """Returns the gradients of a batch, with the highest loss scale without overflow."""
         mx.random.seed(place)
-        ran = graphs.step(self.session.batches[place], scales_down(FIRST_SCALE), graphs.restore)
+        ran = network.step(self.session.batches[place], scales_down(FIRST_SCALE), network.restore)
         if not ran.sound:
             return None
-        return [g.asnumpy().astype(np.float64) / ran.scale for g in graphs.gradients()]
+        return [g.asnumpy().astype(np.float64) / ran.scale for g in network.gradients()]
 
     # ---- training
 
@@ -196,13 +196,13 @@ class Trials:
             finite; and the batch and the weights where that was.
         """
         batches, s = self.session.batches, self.settings
-        graphs = self.graphs(keep) if kind == "low" else self.reference
-        graphs.restore()
+        network = self.network(keep) if kind == "low" else self.reference
+        network.restore()
         rng = np.random.default_rng(seed)
         order = rng.integers(0, len(batches), s.steps).tolist()
         trained = [p for name, p in self.session.parameters.items()
-                   if name in graphs.arrays and p.grad_req != "null"]
-        weights = [graphs.arrays[p.name].as_nd_ndarray() for p in trained]
+                   if name in network.arrays and p.grad_req != "null"]
+        weights = [network.arrays[p.name].as_nd_ndarray() for p in trained]
         for weight in weights if kind.endswith("disturbed") else ():
             weight[:] = mx.nd.array(
                 weight.asnumpy() * (1 + _DISTURBED * rng.uniform(-1, 1, weight.shape)))
@@ -210,15 +210,15 @@ class Trials:
             s.optimizer, param_dict=dict(enumerate(trained)), **dict(s.optimizer_params)))
         scale, losses = FIRST_SCALE, []  # type: float, List[float]
         for number, which in enumerate(order):
-            ran = graphs.step(batches[which], scales_down(scale), functools.partial(
+            ran = network.step(batches[which], scales_down(scale), functools.partial(
                 mx.random.seed, 1000 * seed + number))
             if not ran.sound:
                 return math.inf, (which, {name: to_float32(array)
-                                          for name, array in graphs.arrays.items()})
+                                          for name, array in network.arrays.items()})
             scale = ran.scale
             losses.append(ran.loss)
             update.optimizer.rescale_grad = 1 / (scale * batches[which].data[0].shape[0])
-            gradients = [graphs.arrays[p.name].grad.as_nd_ndarray() for p in trained]
+            gradients = [network.arrays[p.name].grad.as_nd_ndarray() for p in trained]
             update([*range(len(trained))], gradients, weights)
         return float(np.mean(losses[s.steps // 2:])), None
 
