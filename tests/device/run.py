@@ -97,7 +97,7 @@ def third_part(args):
     """What no GPU has measured, the most important first."""
     rows, torch = args.out / "rows.jsonl", "" if find_spec("torch") else "no PyTorch"
     before = ("--before", args.before) if args.before else ()
-    graphs, plain, small = "gluon_amp;gluon_amp, CUDA graphs", "float32;gluon_amp", args.small_flag
+    plain, small = "float32;gluon_amp", args.small_flag
 
     def speed(network, ways, *more, rounds=1):
         more = () if args.small and more[:1] == ("--batch",) else more
@@ -111,13 +111,10 @@ def third_part(args):
     def kernels(network, *batch):
         return Step(f"kernels {network}", 60, script("kernels.py", network, rows, *batch), torch)
 
-    steps = [speed("resnet50", graphs, "--batch", 64, rounds=2),
-             in_torch("resnet50", "--batch", 64),
-             speed("resnet50", graphs, "--batch", 128, rounds=2), in_torch("resnet50"),
-             speed("resnet50", "gluon_amp", "--predict"), speed("mobilenet", graphs),
-             in_torch("mobilenet"), speed("mobilenet", "gluon_amp", "--predict"),
-             kernels("resnet50", 64), kernels("mobilenet"),
-             speed("resnet50", graphs, "--batch", 256), in_torch("resnet50", "--batch", 256),
+    steps = [kernels("mobilenet"), speed("mobilenet", plain), in_torch("mobilenet"),
+             speed("resnet50", "gluon_amp", "--batch", 64, rounds=2),
+             in_torch("resnet50", "--batch", 64), kernels("resnet50", 64),
+             speed("resnet50", plain, "--batch", 256), in_torch("resnet50", "--batch", 256),
              speed("unet", plain), in_torch("unet"), speed("transformer", plain)]
     if find_spec("gluoncv"):
         steps.append(speed("ssd", plain))
