@@ -9,16 +9,16 @@ import json
 import logging
 import os
 import re
-import time
 from contextlib import ExitStack
 from typing import Any, Dict, Iterable, List, Optional, Type, Union
 
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
-from ..checks import imports_of, nearest, whole_number
+from ..checks import nearest, whole_number
 from ..formats import BFLOAT16, FLOAT32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
+from ..reports.events import EventFile
 from .hooks import (
     OBSERVED,
     VARIABLE,
@@ -118,7 +118,7 @@ class Monitor:
         self._path = os.fspath(path)
         self._places, self._clock = Places(net), Clock()
         self._append(self._head())  # raises now if the file is not writable
-        self._events = _Events(tensorboard) if tensorboard is not None else None
+        self._events = EventFile(tensorboard) if tensorboard is not None else None
         self._arm()
 
     def _made_watch(self) -> Union[Watch, HookWatch]:
@@ -190,7 +190,11 @@ class Monitor:
         lines = self._lines()
         self._append(lines)
         if self._events is not None:
-            self._events.add(self.steps, [line for line in lines if line["tensor"] != "value"])
+            for line in lines:
+                for name in _SCALARS if line["tensor"] != "value" else ():
+                    if line[name] is not None:
+                        self._events.add(self.steps, f"{line['node']}/{line['tensor']}/{name}",
+                                         line[name])
 
     def _graphs(self) -> List[Any]:
         return [*self._blocks, *plain_graphs(self._net)]
@@ -246,24 +250,3 @@ def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pa
         raise ValueError("layers is empty. Valid: None for all operators, blocks and regular "
                          "expressions. Received: []")
     return made
-
-
-class _Events:
-    """A writer of scalars to TensorBoard's event files."""
-
-    def __init__(self, folder: str) -> None:
-        with imports_of("tensorboard", "tensorboard="):
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        self._event, self._summary, self._file = Event, Summary, EventFileWriter(folder)
-
-    def add(self, step: int, lines: List[Line]) -> None:
-        summary = self._summary(value=[
-            self._summary.Value(tag=f"{line['node']}/{line['tensor']}/{name}",
-                                simple_value=line[name])
-            for line in lines for name in _SCALARS if line[name] is not None])
-        self._file.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
-
-    def close(self) -> None:
-        self._file.close()

@@ -1,6 +1,6 @@
-"""Reads TensorBoard's event files: their scalars, as epochs and steps of a run.
+"""TensorBoard's event files: reads their scalars, as epochs and steps of a run, and writes files.
 
-The package of TensorBoard reads the file; it is the extra `tensorboard`.
+The package of TensorBoard reads and writes the file; it is the extra `tensorboard`.
 
 The tag of a scalar names its quantity: epoch/err_top1, validation/accuracy, val_loss, loss, lr,
 gradient_norm, loss_scale, skipped; also Accuracy/val and Loss/train, and the name of a folder with
@@ -13,9 +13,11 @@ import json
 import math
 import re
 import struct
+import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
+from ..checks import imports_of
 from .runs import Epoch, Run, measurable
 from .tables import QUANTITIES, VALIDATION, quantity_of
 
@@ -185,3 +187,27 @@ def _arguments(text: bytes) -> Dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class EventFile:
+    """Writes numbers and texts to a TensorBoard event file."""
+
+    def __init__(self, folder: str) -> None:
+        with imports_of("tensorboard", "tensorboard="):
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._tensor = tensor_pb2.TensorProto
+        self._file = EventFileWriter(folder)
+        self.close = self._file.close
+
+    def add(self, step: int, tag: str, value: Union[float, str]) -> None:
+        """Adds a number or a text."""
+        made = self._summary.Value(tag=tag)
+        if isinstance(value, str):
+            made.metadata.plugin_data.plugin_name = "text"
+            made.tensor.CopyFrom(self._tensor(dtype="DT_STRING", string_val=[value.encode()]))
+        else:
+            made.simple_value = value
+        self._file.add_event(self._event(step=step, wall_time=time.time(),
+                                         summary=self._summary(value=[made])))

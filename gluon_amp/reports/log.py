@@ -9,8 +9,9 @@ import sys
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-from ..checks import imports_of, whole_number
+from ..checks import whole_number
 from ..files import replace_text
+from .events import EventFile
 from .read import VERSION
 
 log = logging.getLogger("gluon_amp")
@@ -69,7 +70,7 @@ class Log:
         self._start_epoch()
         self._events = None
         if tensorboard is not None and rank == 0:
-            self._events = _EventFile(tensorboard)
+            self._events = EventFile(tensorboard)
             self._events.add(0, "arguments", json.dumps(self.arguments, default=str))
 
     def _start_file(self, path: str, begin: Optional[int]) -> None:
@@ -274,27 +275,3 @@ def _state_of(trainer: Any, updated: bool) -> Dict[str, Any]:
                  if hasattr(trainer, name)}}
     norm = getattr(trainer, "gradient_norm", None) if updated and not servers else None
     return {**fields, "gradient_norm": norm}
-
-
-class _EventFile:
-    """Writes numbers and texts to a TensorBoard event file."""
-
-    def __init__(self, folder: str) -> None:
-        with imports_of("tensorboard", "tensorboard="):
-            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._tensor = tensor_pb2.TensorProto
-        self._file = EventFileWriter(folder)
-        self.close = self._file.close
-
-    def add(self, step: int, tag: str, value: Union[float, str]) -> None:
-        """Adds a number or a text."""
-        made = self._summary.Value(tag=tag)
-        if isinstance(value, str):
-            made.metadata.plugin_data.plugin_name = "text"
-            made.tensor.CopyFrom(self._tensor(dtype="DT_STRING", string_val=[value.encode()]))
-        else:
-            made.simple_value = value
-        self._file.add_event(self._event(step=step, wall_time=time.time(),
-                                         summary=self._summary(value=[made])))
