@@ -19,10 +19,9 @@ from ..cpu.arrays import dtype_name, to_float32
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock, Op, make_op, parameters_in
 from ..graph.build import cached_op
-from ..graph.graph import Entry, Graph
-from ..graph.graph import Node as GraphNode
+from ..graph.graph import Entry, Graph, Node
 from .tensors import Counts, Key
-from .watch import STATIC, Node, Observer, observed, replaced
+from .watch import Observer, flags_of, observed, replaced
 
 _MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
 VARIABLE = -2  # in place of an output's index in a key: data and parameters
@@ -53,9 +52,9 @@ class AfterRounding:
     def of_counts(cls, counts: Counts, dtype: str) -> "AfterRounding":
         """Returns the counts of a tensor in host memory."""
         low, high = counts.range or (None, None)
-        subnormal = counts.shares(FORMATS[dtype])["subnormal"] * counts.numbers
-        return cls(counts.numbers, counts.squares, low, high, counts.zero, round(subnormal),
-                   counts.infinite, counts.nan, counts.bins)
+        subnormal = counts.shares(FORMATS[dtype])["subnormal"] if dtype in FORMATS else 0.0
+        return cls(counts.numbers, counts.squares, low, high, counts.zero,
+                   round(subnormal * counts.numbers), counts.infinite, counts.nan, counts.bins)
 
     def __add__(self, other: "AfterRounding") -> "AfterRounding":
         least, largest = ((self.least, other.least), (self.largest, other.largest))
@@ -250,7 +249,7 @@ class HookWatch(Observer):
         if any("_build_cache" in vars(block) for block in self.plain):
             raise RuntimeError(OBSERVED)
         self.passes, self._read = [], []
-        self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, self.deliver))
+        self._hooks.enter_context(observed(self.blocks, self.make, self.trainer, self.deliver))
         for block in self.plain:
             self._hooks.enter_context(self._observed(block))
         return self
@@ -273,21 +272,14 @@ class HookWatch(Observer):
 
     # ---- operators that call back
 
-    def _make(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
-        """Returns what replaces the CachedOp of a converted block."""
-        (on_gpu, dtypes), trains = key, autograd.is_training()
-        traced = block._cached_graph[1]
-        where = id(traced), key, trains
-        if where not in self.ops:
-            graph, types = block.mixed_graph(dtypes)
-            state, data = block._amp, [d.name for d in block._cached_graph[0]]
-            op, inputs = make_op(
-                block, self._marked(graph) if trains else graph, types, state.policy, data,
-                parameters_in(block), _flags(block), on_gpu, scales=state.scales,
-                place=block.place)[0]
-            made: Any = self._hooked(op, graph) if trains else op
-            self.ops[where] = traced, (made, inputs)
-        return self.ops[where][1]
+    def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
+        graph, types = block.mixed_graph(dtypes)
+        op, inputs = make_op(
+            block, self._marked(graph) if trains else graph, types, block._amp.policy,
+            [d.name for d in block._cached_graph[0]], parameters_in(block), flags_of(block),
+            on_gpu, scales=block._amp.scales, place=block.place)[0]
+        hooked: Any = self._hooked(op, graph) if trains else op
+        return hooked, inputs
 
     @contextmanager
     def _observed(self, block: Any) -> Iterator[None]:
@@ -300,7 +292,7 @@ class HookWatch(Observer):
             if isinstance(traced, mx.sym.numpy._Symbol):
                 symbol = symbol.as_np_ndarray()
             op, block._cached_op_args = cached_op(symbol, [d.name for d in data],
-                                                  parameters_in(block), _flags(block))
+                                                  parameters_in(block), flags_of(block))
             hooked: Any = self._hooked(op, graph)
             self.ops[id(traced)] = traced, (hooked, block._cached_op_args)
             block._cached_op = _InTraining(hooked, plain)
@@ -314,12 +306,11 @@ class HookWatch(Observer):
 
     def _marked(self, graph: Graph) -> Graph:
         """Returns the graph with an identity behind each output, whose gradient is the first that
-        the backward pass computes. Notes the chosen nodes."""
+        the backward pass computes. Adds the chosen nodes."""
         for node in graph.nodes():
             if not node.is_variable and self.chosen(node.name):
-                self.nodes[node.name] = Node([e.node.name.split("_amp_cast_")[0]
-                                              for e in node.inputs], node.op)
-        return Graph(Entry(GraphNode("_copy", f"{entry.node.name}{i}{_MARK}", inputs=[entry]))
+                self._choose(node)
+        return Graph(Entry(Node("_copy", f"{entry.node.name}{i}{_MARK}", inputs=[entry]))
                      for i, entry in enumerate(graph.outputs))
 
     def _hooked(self, op: Any, graph: Graph) -> "_Hooked":
@@ -347,7 +338,7 @@ class HookWatch(Observer):
 
     def _see(self, name: str, array: Array, keys: Mapping[str, Key]) -> None:
         key = keys.get(name)
-        if key is not None and key.node in self.nodes:
+        if key is not None and key.node in self.inputs:
             self._note(key, array)
         elif not name.endswith(f"{_MARK}_output"):
             self.measure.start()  # a mark's gradient, a sum of gradients, or not chosen
@@ -393,10 +384,6 @@ def plain_graphs(net: Network) -> List[Any]:
         else:
             left += block._children.values()
     return found
-
-
-def _flags(block: Any) -> List[Any]:
-    return [flag for flag in block._flags if flag[0] not in STATIC]
 
 
 def _keys(graph: Graph) -> Dict[str, Key]:

@@ -12,7 +12,7 @@ from ..version import __version__
 from .hooks import AfterRounding, Recorded, Timed
 from .network import owners
 from .tensors import Counts, Key, as_pairs
-from .watch import Node, hybrid_blocks
+from .watch import hybrid_blocks
 
 Line = Dict[str, Any]
 
@@ -30,18 +30,18 @@ def head(net: Network, trainer: Trainer, record: str) -> Line:
             "mxnet": mx.__version__, "numpy": np.__version__}
 
 
-def tensor_line(step: int, key: Key, node: Node, dtype: str, scale: float,
+def tensor_line(step: int, key: Key, inputs: List[str], dtype: str, scale: float,
                 measured: Union[Counts, AfterRounding, Recorded]) -> Line:
-    """Returns the line of an output or a gradient."""
+    """Returns the line of an output or a gradient of a node with these inputs."""
     line = {"step": step, "node": key.node,
-            "tensor": node.inputs[key.which] if key.backward else
+            "tensor": inputs[key.which] if key.backward else
             "output" if key.which == 0 else f"output {key.which}", "index": key.which,
             "kind": "gradient" if key.backward else "output", "format": dtype,
             **_measured(measured, dtype)}
     if key.backward:
         line["loss_scale"] = scale
     elif isinstance(measured, Recorded):
-        line["inputs"] = node.inputs
+        line["inputs"] = inputs
     return line
 
 
@@ -84,27 +84,18 @@ class Places:
 
 def _measured(measured: Union[Counts, AfterRounding, Recorded], dtype: str) -> Line:
     if isinstance(measured, Recorded):
-        return {**_after_rounding(measured.counts), "checksum": f"{measured.checksum:08x}",
+        return {**_statistics(measured.counts), "checksum": f"{measured.checksum:08x}",
                 "sketch": [float(f"{number:.{DIGITS}g}") for number in measured.sketch]}
-    if isinstance(measured, AfterRounding):
-        bins = None if measured.bins is None else as_pairs(measured.bins)
-        return {**_after_rounding(measured), "bins": bins}
-    return {**statistics(measured, dtype), "bins": as_pairs(measured.bins)}
+    if isinstance(measured, Counts):  # of the engine, before rounding
+        many = max(measured.numbers, 1)
+        return {**_measured(AfterRounding.of_counts(measured, dtype), dtype),
+                "underflow": measured.flushed / many,
+                "overflow": (measured.overflowed + measured.infinite) / many}
+    return {**_statistics(measured),
+            "bins": None if measured.bins is None else as_pairs(measured.bins)}
 
 
-def statistics(counts: Counts, dtype: str) -> Line:
-    """Returns the statistics of a tensor that the engine has counted before rounding."""
-    many = max(counts.numbers, 1)
-    finite = max(many - counts.infinite - counts.nan, 1)
-    low, high = counts.range or (None, None)
-    subnormal = counts.shares(FORMATS[dtype])["subnormal"] if dtype in FORMATS else 0.0
-    return {"numbers": counts.numbers, "rms": math.sqrt(counts.squares / finite), "least": low,
-            "largest": high, "zero": counts.zero / many, "underflow": counts.flushed / many,
-            "subnormal": subnormal, "overflow": (counts.overflowed + counts.infinite) / many,
-            "nan": counts.nan}
-
-
-def _after_rounding(counts: AfterRounding) -> Line:
+def _statistics(counts: AfterRounding) -> Line:
     many = max(counts.numbers, 1)
     finite = max(many - counts.infinite - counts.nan, 1)
     mean = counts.squares / finite

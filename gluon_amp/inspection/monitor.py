@@ -178,7 +178,7 @@ class Monitor:
     # ---- lines
 
     def _write(self) -> None:
-        if not self._watch.nodes and self._watch.ops:
+        if not self._watch.inputs and self._watch.ops:
             names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
                                          for block in self._graphs() if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
@@ -215,13 +215,13 @@ class Monitor:
         if key.which == VARIABLE:
             is_parameter = key.node in self._net.collect_params()
             return variable_line(self.steps, key.node, is_parameter, dtype, measured)
-        return tensor_line(self.steps, key, self._watch.nodes[key.node], dtype, scale, measured)
+        return tensor_line(self.steps, key, self._watch.inputs[key.node], dtype, scale, measured)
 
     def _is_known(self, key: Key) -> bool:
         if key.which == VARIABLE:
             return True
-        node = self._watch.nodes.get(key.node)
-        return node is not None and (not key.backward or 0 <= key.which < len(node.inputs))
+        inputs = self._watch.inputs.get(key.node)
+        return inputs is not None and (not key.backward or 0 <= key.which < len(inputs))
 
     def _append(self, lines: List[Line]) -> None:
         with open(self._path, "a", encoding="utf-8") as file:

@@ -6,7 +6,7 @@ each backward pass. The others continue when it ends.
 import ctypes
 import functools
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mxnet import autograd
 
@@ -14,10 +14,10 @@ from .._mxnet import mx, np
 from ..annotations import Block, Network, Trainer
 from ..cpu import library
 from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, make_op, parameters_in
-from ..graph.graph import Graph
+from ..graph.graph import Node
 from .tensors import Counts, Key
 
-STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
+_STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
 
 
 # ---- hooks --------------------------------------------------------------------------------------
@@ -39,6 +39,11 @@ def replaced(of: object, **values: Any) -> Iterator[None]:
 def hybrid_blocks(net: Network) -> List[Any]:
     """Returns the converted blocks that run graphs."""
     return [block for block in blocks_in(net) if isinstance(block, ConvertedHybridBlock)]
+
+
+def flags_of(block: Block) -> List[Any]:
+    """Returns the flags of an observed block's CachedOps."""
+    return [flag for flag in block._flags if flag[0] not in _STATIC]
 
 
 @contextmanager
@@ -118,35 +123,44 @@ def deliver_counts(scale: float) -> None:
         watch.passes.append((scale, counts))
 
 
-class Node(NamedTuple):
-    """A chosen node: the names of its inputs without casts, and the type of its output."""
-    inputs: List[str]
-    dtype: str
-
-
 class Observer:
     """An observer of a network and of its trainer, while it is entered.
 
     Attributes:
         blocks: the converted blocks that run graphs.
         passes: what was measured until the end of each backward pass, with its loss scale.
-        nodes: the chosen nodes that have run.
+        inputs: for each chosen node that has run, the names of its inputs without casts.
         ops: the CachedOps that replace those of the blocks.
     """
 
     def __init__(self, net: Network, trainer: Trainer) -> None:
         self.blocks, self.trainer = hybrid_blocks(net), trainer
         self.passes: List[Tuple[float, Mapping[Key, Any]]] = []
-        self.nodes: Dict[str, Node] = {}
+        self.inputs: Dict[str, List[str]] = {}
         self.ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
         self._hooks = ExitStack()
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
 
+    def make(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
+        """Returns what replaces the CachedOp of a converted block."""
+        traced, trains = block._cached_graph[1], autograd.is_training()
+        where = id(traced), key, trains
+        if where not in self.ops:
+            self.ops[where] = traced, self._op(block, *key, trains)
+        return self.ops[where][1]
+
+    def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
+        raise NotImplementedError
+
+    def _choose(self, node: Node) -> None:
+        """Adds a node whose tensors are measured."""
+        self.inputs[node.name] = [e.node.name.split("_amp_cast_")[0] for e in node.inputs]
+
     def format_of(self, key: Key) -> str:
         """Returns the type of a tensor."""
-        return self.nodes[key.node].dtype
+        raise NotImplementedError
 
     def deliver(self, scale: float) -> None:
         """Ends a backward pass with this loss scale."""
@@ -182,41 +196,30 @@ class Watch(Observer):
                  chosen: Optional[Callable[[str], bool]] = None) -> None:
         super().__init__(net, trainer)
         self.chosen = chosen
+        self._formats: Dict[str, str] = {}  # of the outputs of the chosen nodes
 
     def __enter__(self) -> "Watch":
         deliver_counts(1.0)  # earlier counts are not of this step
         self.passes = []
-        self._hooks.enter_context(observed(self.blocks, self._make, self.trainer, deliver_counts))
+        self._hooks.enter_context(observed(self.blocks, self.make, self.trainer, deliver_counts))
         _watches.append(self)
         self._hooks.callback(_watches.remove, self)
         return self
 
-    def _make(self, block: Block, key: Tuple[bool, Tuple[str, ...]], arrays: List[Any]) -> Op:
-        """Returns the CachedOp of a block's graph in which the engine counts during training."""
-        on_gpu, dtypes = key
+    def format_of(self, key: Key) -> str:
+        return self._formats[key.node]
+
+    def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
         if on_gpu:
             raise ValueError("Monitor supports networks on CPUs only. Received: data on a GPU")
-        trains, traced = autograd.is_training(), block._cached_graph[1]
-        where = id(traced), dtypes, trains
-        if where not in self.ops:
-            self.ops[where] = traced, self._op(block, dtypes, trains)
-        return self.ops[where][1]
-
-    def _op(self, block: Block, dtypes: Tuple[str, ...], watch: bool) -> Op:
-        graph, types = block.mixed_graph(dtypes)
-        if watch and self.chosen is not None:
-            self._choose(self.chosen, graph, types)
-        state, data = block._amp, [d.name for d in block._cached_graph[0]]
-        flags = [flag for flag in block._flags if flag[0] not in STATIC]
-        op, _ = make_op(block, graph, types, state.policy, data, parameters_in(block), flags,
-                        watch=watch, scales=state.scales, place=block.place,
-                        chosen=None if self.chosen is None else self.nodes.__contains__)
-        return op
-
-    def _choose(self, chosen: Callable[[str], bool], graph: Graph,
-                types: Mapping[str, str]) -> None:
-        for entry, dtype in graph.types(types).items():
+        (graph, types), chosen = block.mixed_graph(dtypes), self.chosen
+        for entry, dtype in graph.types(types).items() if trains else ():
             node = entry.node
-            if not node.is_variable and chosen(node.name) and dtype is not None:
-                self.nodes[node.name] = Node(
-                    [e.node.name.split("_amp_cast_")[0] for e in node.inputs], dtype)
+            if chosen and not node.is_variable and chosen(node.name) and dtype is not None:
+                self._choose(node)
+                self._formats[node.name] = dtype
+        op, _ = make_op(block, graph, types, block._amp.policy,
+                        [d.name for d in block._cached_graph[0]], parameters_in(block),
+                        flags_of(block), watch=trains, scales=block._amp.scales, place=block.place,
+                        chosen=self.inputs.__contains__ if chosen else None)
+        return op
