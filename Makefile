@@ -1,4 +1,4 @@
-# make demo    train float32, float16 and bfloat16 side by side
+# make demo    measure a step of MobileNetV2, then train in float32, float16 and bfloat16
 # make test    run all tests
 # make test-all   the same with all cases, of which make test runs one for each path of the code
 # make setup   only make .venv
