@@ -263,6 +263,7 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     def described(name: str, dtype: Optional[str], shape: Shape) -> object:
         return onnx.helper.make_tensor_value_info(name, element_type(onnx, dtype), shape)
 
+    writer.remove_unread()
     model = onnx.helper.make_model(
         onnx.helper.make_graph(
             writer.nodes, "network",

@@ -69,6 +69,7 @@ class Writer:
         self.nodes: List[Any] = []
         self.initializers: List[Any] = []
         self.names: Dict[Entry, str] = {}
+        self.outputs = outputs
         self._taken: Set[str] = set(outputs)
 
     def unique(self, name: str) -> str:
@@ -123,6 +124,17 @@ class Writer:
                 name = self.cast(name, dtype)
             number = str(entry.output) if len(made) > 1 else ""
             self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
+
+    def remove_unread(self) -> None:
+        """Removes nodes and constants that no output depends on, such as a fixed gamma and its
+        cast."""
+        read, nodes = set(self.outputs), []
+        for node in reversed(self.nodes):  # each is behind those that it reads
+            if read.intersection(node.output):
+                read.update(node.input)
+                nodes.append(node)
+        self.nodes = nodes[::-1]
+        self.initializers = [one for one in self.initializers if one.name in read]
 
     def _renamed(self, old: str, name: str, first: int) -> str:
         """Renames a tensor to MXNet's name if one of the new nodes computes it."""
