@@ -23,6 +23,7 @@ from ..gluon.converted import (
     storage_types,
     wide_constants,
 )
+from ..gluon.records import kept_nodes
 from ..graph.build import check_device
 from ..graph.casts import insert_casts
 from ..graph.graph import Graph
@@ -121,6 +122,7 @@ class Session:
 
     Attributes:
         batches: the first `most` batches.
+        keep: the nodes that the network keeps in float32.
         graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
             blocks are not unique: all with an empty prefix have one name.
         data: the names of the network's data in these graphs.
@@ -144,6 +146,7 @@ class Session:
                              "rounded. Received: data on a GPU")
         self.blocks = hybrid_blocks(self.net)
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
+        self.keep = kept_nodes(blocks_in(self.net))
         self.graphs: Dict[Any, BlockGraph] = {}
         self.data: Set[str] = set()
         self._around = ExitStack()
@@ -158,12 +161,6 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self._around.close()
-
-    @cached_property
-    def keep(self) -> FrozenSet[str]:
-        """The nodes that the network keeps in float32."""
-        return frozenset().union(*(block._amp.keep_nodes for block in blocks_in(self.net)
-                                   if isinstance(block, ConvertedBlock)))
 
     @cached_property
     def in_named_blocks(self) -> Set[str]:

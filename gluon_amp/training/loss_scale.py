@@ -75,15 +75,8 @@ class LossScale:
     def kind(self) -> str:
         return "no loss scale"
 
-    def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
-        """Updates the scale after a step."""
-
-    def back_off(self, parameters: Iterable[str]) -> bool:
-        """Lowers the scale after an overflow in these parameters' gradients.
-
-        Returns:
-            False if the scale never changes.
-        """
+    def update(self, finite: bool, parameters: Iterable[str] = ()) -> bool:
+        """Updates the scale after a step. Returns False if it never changes."""
         return False
 
     def search(self, overflows: Callable[[float], bool]) -> int:
@@ -155,12 +148,15 @@ class DynamicLossScale(LossScale):
         self.overflows = 0  # since the scale last grew; at most hysteresis - 1
         self.settled = False
 
-    def update(self, finite: bool, parameters: Iterable[str] = ()) -> None:
+    def update(self, finite: bool, parameters: Iterable[str] = ()) -> bool:
         """Updates the scale after a step.
 
         Args:
             finite: whether all gradients were finite.
             parameters: the names of those whose gradients were not, for the error.
+
+        Returns:
+            True: a static scale never changes.
 
         Raises:
             LossScaleError: an overflow at the smallest scale.
@@ -179,10 +175,6 @@ class DynamicLossScale(LossScale):
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
-
-    def back_off(self, parameters: Iterable[str]) -> bool:
-        """Lowers the scale; see `update`."""
-        self.update(False, parameters)
         return True
 
     def nothing_fits(self, parameters: Iterable[str]) -> str:

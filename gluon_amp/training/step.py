@@ -622,7 +622,7 @@ class Step:
     def _scale_changes(self, names: Sequence[str], gradients: Sequence[Gradient]) -> bool:
         """Lowers the loss scale. Returns False if it never changes."""
         try:
-            return self.loss_scale.back_off(names)
+            return self.loss_scale.update(False, names)
         except LossScaleError as error:
             raise LossScaleError(f"{error}{self._circumstances(gradients)}") from None
 
