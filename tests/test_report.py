@@ -54,7 +54,7 @@ def test_top_5_without_top_1_is_shown():
 @pytest.mark.parametrize("percent", range(1, 100))
 def test_accuracy_reached_exactly_counts_as_reached(percent):
     run = made(errors=[1.0, 1 - percent / 100, float(f"0.{100 - percent:02}")])
-    assert run.hours_to(percent / 100) == 2
+    assert run.reached(percent / 100, by_time=True) == 2
 
 
 def test_table_uses_highest_whole_percent_that_all_runs_reach(tmp_path):

@@ -607,7 +607,7 @@ def test_missing_epochs_and_times_are_allowed(tmp_path):
     run, = read_text(tmp_path, logs.gluoncv([0.5]) + untimed + logs.gluoncv([0.3], start=8))
     assert top1(run) == {0: 0.5, 7: 0.4, 8: 0.3}
     assert run.hours == []
-    assert run.hours_to(0.1) is None
+    assert run.reached(0.1, by_time=True) is None
 
 
 def test_missing_last_time_keeps_earlier_hours(tmp_path):

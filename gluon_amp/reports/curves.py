@@ -8,7 +8,6 @@ import numpy as np
 from scipy import stats
 
 from .compare import Group
-from .runs import Run
 
 MOST_LINES = 8  # lines of a plot; more groups are drawn as quantiles
 MOST_POINTS = 200  # of one line
@@ -127,7 +126,7 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
     runs = [run for group in groups for run in group.finished or group.runs if run.best]
     if not runs:
         return None
-    when = Counter(at for at in (reached_at(run, accuracy, by_time) for run in runs)
+    when = Counter(at for at in (run.reached(accuracy, by_time) for run in runs)
                    if at is not None)
     xs = [0.0, *sorted(when)]
     xs.append(max(end, xs[-1]))
@@ -136,11 +135,3 @@ def reached(name: str, groups: Sequence[Group], accuracy: float, by_time: bool,
     first = groups[0]
     return Line(name, first.dtype, first.model, len(runs), np.array(xs),
                 np.array(counts) / len(runs), np.array(each).T)
-
-
-def reached_at(run: Run, accuracy: float, by_time: bool) -> Optional[float]:
-    """Returns the epochs or hours of training until the run first reached it."""
-    if by_time:
-        return run.hours_to(accuracy)
-    return next((number + 1 for number, epoch in run.epochs.items() if epoch.top1 is not None
-                 and run.is_share and 1 - epoch.top1 >= accuracy - 1e-9), None)

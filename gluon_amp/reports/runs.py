@@ -322,9 +322,11 @@ class Run:
         name = self.get("dataset", "data_train", "rec_train") or ""
         return [part for part in re.split(r"[\\/]", str(name)) if part not in ("", ".", "..")]
 
-    def hours_to(self, accuracy: float) -> Optional[float]:
-        """Returns the hours of training until this validation accuracy was first reached."""
-        return next((hours for hours, e in zip(self.hours, self.epochs.values())
+    def reached(self, accuracy: float, by_time: bool = False) -> Optional[float]:
+        """Returns the epochs, or the hours, of training until this validation accuracy was first
+        reached."""
+        ends = self.hours if by_time else [n + 1.0 for n in self.epochs]
+        return next((end for end, e in zip(ends, self.epochs.values())
                      if e.top1 is not None and self.is_share
                      and 1 - e.top1 >= accuracy - 1e-9), None)
 

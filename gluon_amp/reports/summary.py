@@ -7,7 +7,6 @@ import numpy as np
 
 from ..checks import counted
 from .compare import Comparison, Group, recipe
-from .curves import reached_at
 from .runs import Run, headed, unit_of_time
 from .verdict import LEVEL, from_float32, outcome, p_number, sentence
 
@@ -166,7 +165,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
                unit: _text(median(hours) if hours else None, ".3g")}
         if accuracy:
             name = f"{100 * accuracy:g} %"
-            epochs, times = ([at for at in (reached_at(run, accuracy, by_time) for run in tried)
+            epochs, times = ([at for at in (run.reached(accuracy, by_time) for run in tried)
                               if at is not None] for by_time in (False, True))
             row[f"reach {name}"] = f"{len(epochs)} of {len(tried)}"
             row[f"epochs to {name}"] = _text(median(epochs) if epochs else None, "g")
@@ -185,7 +184,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     found = []
     for run in runs:
         last, best, hours = run.last, run.best, run.hours
-        to = run.hours_to(accuracy) if accuracy else None
+        to = run.reached(accuracy, by_time=True) if accuracy else None
         found.append({
             "run": run.name,
             "model": run.model,
