@@ -1,7 +1,8 @@
-"""The lines that a `Monitor` writes."""
+"""The lines of a `Monitor`'s file: the Monitor writes them; pages, diff and profile read them."""
+import json
 import math
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from .._mxnet import mx, np
 from ..annotations import Network, Trainer
@@ -156,3 +157,44 @@ class Clock:
         """Begins steps that are not observed."""
         self._began, self._steps = time.perf_counter(), 0
 
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def lines_in(path: str, fits: Callable[[Line], bool]) -> Iterator[Line]:
+    """Yields the lines of a file, without an incomplete last one.
+
+    Args:
+        path: the file.
+        fits: returns whether a line that is not the first of a recording has all it needs.
+    """
+    with open(path, "rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = json.loads(text)
+                is_known = isinstance(line, dict) and ("record" in line or fits(line))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                is_known = False
+            if not is_known:
+                raise ValueError(f"line {number} of {path} is no line of a recording: "
+                                 f"{text[:60]!r}")
+            yield line
+
+
+def recording(path: str, record: str, fits: Callable[[Line], bool]) -> Tuple[Line, List[Line]]:
+    """Returns the first line of a recording, and the others. `record` and `fits` are those of the
+    `Monitor` and of `lines_in`."""
+    lines = lines_in(path, fits)
+    try:
+        first = next(lines, {})
+    except ValueError:
+        first = {}
+    if first.get("record") != record:
+        raise ValueError(f"{path} is no recording of {record}. Valid: a file of gluon_amp.Monitor("
+                         f"..., record={record!r})")
+    others = list(lines)
+    if any("record" in line for line in others):
+        raise ValueError(f"{path} holds several recordings. Valid: a file for each run")
+    return first, others

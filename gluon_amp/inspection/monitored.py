@@ -1,19 +1,17 @@
 """The page of a Monitor's file: the tensors of a training, step by step."""
-import json
 import os
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from ..files import replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
+from .lines import Line, lines_in
 from .render import MOST_BY_STEP, page
 from .saved import judge
 from .tensors import Counts, Key, Tensor, from_pairs
 from .view import View
-
-Line = Dict[str, Any]
 
 
 def draw(path: str, format_: Optional[Format] = None) -> str:
@@ -125,26 +123,20 @@ def _last_training(path: str) -> Tuple[int, Dict[int, int], int]:
     return begin, sizes, trainings
 
 
+_NEEDED = {"step", "node", "tensor", "index", "kind", "format", "numbers", "zero", "underflow",
+           "overflow", "nan", "bins"}
+
+
 def _lines(path: str) -> Iterator[Line]:
-    """Yields the lines of a file, without an incomplete last one."""
-    with open(path, "rb") as file:
-        for number, text in enumerate(file, 1):
-            if not text.endswith(b"\n"):
-                return
-            try:
-                line = json.loads(text)
-                record = line.get("record")
-                bins = record is None and line["index"] >= 0 and line["bins"]
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"line {number} of {path} is no line of a Monitor's statistics. "
-                                 f"Received: {text[:60]!r}") from None
-            if record is not None:
-                raise ValueError(f"the page of a Monitor needs record='statistics'. Received: "
-                                 f"{path} with record={record!r}")
-            if bins is None:
-                raise ValueError("the page needs histograms, which a Monitor writes on CPUs only. "
-                                 f"Received: {path}, of a GPU")
-            yield line
+    """Yields the lines of a file of statistics."""
+    for line in lines_in(path, lambda line: line.keys() >= _NEEDED and line["index"] >= 0):
+        if "record" in line:
+            raise ValueError("the page of a Monitor needs record='statistics'. Received: "
+                             f"{path} with record={line['record']!r}")
+        if line["bins"] is None:
+            raise ValueError("the page needs histograms, which a Monitor writes on CPUs only. "
+                             f"Received: {path}, of a GPU")
+        yield line
 
 
 def _key(line: Line) -> Key:

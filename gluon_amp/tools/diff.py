@@ -6,21 +6,20 @@ as that of a bias before a batch norm, is compared relative to the terms. Roundi
 `ROUNDINGS` units of the coarser format, times the root of the number of tensors computed before,
 and at most `MOST`.
 """
-import json
 import math
+import os
 from dataclasses import asdict, dataclass, field
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Set
 
 from .._mxnet import np
 from ..checks import aligned, counted, listed
 from ..formats import FORMATS, Format
+from ..inspection.lines import Line, recording
 
 ROUNDINGS = 32  # units in the last place
 MOST = 0.5
 GREW = 4  # a difference of inputs that is smaller by less explains that of a result
 SHOWN = 6  # tensors that precede the difference
-
-Line = Dict[str, Any]
 
 
 class Name(NamedTuple):
@@ -116,17 +115,15 @@ class Difference:
 
 def read(path: str) -> Recording:
     """Reads a recording."""
-    lines, cut = _lines(path)
-    first = next(lines, {})
-    if first.get("record") != "checksums":
-        raise ValueError(f"{path} is no recording of checksums. Valid: a file of gluon_amp.Monitor("
-                         "..., record='checksums')")
+    first, lines = recording(
+        path, "checksums", lambda line: line.keys() >= _NEEDED and line["format"] in FORMATS)
     steps: Dict[int, List[Line]] = {}
     for line in lines:
-        if "record" in line:
-            raise ValueError(f"{path} holds several recordings. Valid: a file for each run")
         steps.setdefault(line["step"], []).append(line)
-    return Recording(first, {step: _named(some) for step, some in steps.items()}, bool(cut))
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        is_cut = file.read() != b"\n"
+    return Recording(first, {step: _named(some) for step, some in steps.items()}, is_cut)
 
 
 def _named(lines: List[Line]) -> Dict[Name, Line]:
@@ -144,29 +141,6 @@ def _named(lines: List[Line]) -> Dict[Name, Line]:
 
 _NEEDED = {"step", "node", "place", "tensor", "kind", "format", "numbers", "rms", "nan",
            "overflow", "checksum", "sketch"}
-
-
-def _lines(path: str) -> Tuple[Iterator[Line], List[str]]:
-    """Returns the lines of a file, and its incomplete last line if there is one."""
-    with open(path, "rb") as file:
-        content = file.read()
-    texts = content.split(b"\n")
-    cut = [repr(texts[-1])] if texts[-1] else []
-
-    def made() -> Iterator[Line]:
-        for number, text in enumerate(texts[:-1], 1):
-            try:
-                line = json.loads(text)
-                if number > 1 and "record" not in line and _NEEDED - line.keys():
-                    raise KeyError
-                if line.get("format", "float32") not in FORMATS:
-                    raise KeyError
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise ValueError(f"line {number} of {path} is no line of a recording: "
-                                 f"{text[:60]!r}") from None
-            yield line
-
-    return made(), cut
 
 
 # ---- comparison ---------------------------------------------------------------------------------

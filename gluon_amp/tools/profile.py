@@ -6,7 +6,6 @@ may hold less.
 """
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,12 +14,11 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 from ..checks import aligned, counted, imports_of, listed
 from ..files import new_folder
+from ..inspection.lines import Line, recording
 
 ROWS = 30  # blocks are joined until there are no more
 KINDS = ("forward", "backward")
 _MEGABYTE = 2.0 ** 20
-
-Line = Dict[str, Any]
 
 
 @dataclass
@@ -85,13 +83,8 @@ def _median(costs: Sequence[Cost]) -> Cost:
 
 def read(path: str) -> Steps:
     """Reads a recording."""
-    lines = _lines(path)
-    if not lines:
-        raise ValueError(f"{path} is no recording of times. Valid: a file of gluon_amp.Monitor("
-                         "..., record='times')")
-    head, *rest = lines
-    if any("record" in line for line in rest):
-        raise ValueError(f"{path} holds several recordings. Valid: a file for each run")
+    head, rest = recording(path, "times", lambda line: any(
+        line.keys() >= needed for needed in _NEEDED))
     steps: Dict[int, Dict[str, Cost]] = {}
     for line in (line for line in rest if "node" in line):
         costs = steps.setdefault(line["step"], {})
@@ -108,28 +101,8 @@ def read(path: str) -> Steps:
                  median(plain) if plain else None, list(steps.values()), head["blocks"])
 
 
-_NEEDED = ({"record"}, {"step", "observed_seconds", "plain_seconds"},
+_NEEDED = ({"step", "observed_seconds", "plain_seconds"},
            {"step", "node", "block", "kind", "seconds", "bytes"})
-
-
-def _lines(path: str) -> List[Line]:
-    """Returns the lines of a file, without an incomplete last line; none of another file."""
-    *texts, _ = Path(path).read_bytes().split(b"\n")
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-            if not any(needed <= line.keys() for needed in _NEEDED):
-                raise ValueError
-            if number == 1 and line.get("record") != "times":
-                return []
-        except (ValueError, AttributeError):
-            if number == 1:
-                return []
-            raise ValueError(f"line {number} of {path} is no line of a recording: "
-                             f"{text[:60]!r}") from None
-        lines.append(line)
-    return lines
 
 
 # ---- rows ---------------------------------------------------------------------------------------
