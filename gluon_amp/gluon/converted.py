@@ -59,7 +59,7 @@ from ..graph.norms import fuse_norms
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, save_arrays
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, record_of, save_float32
+from .records import check_file, innermost, record_of, save_float32
 
 log = logging.getLogger("gluon_amp")
 
@@ -456,11 +456,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         """Returns a node's path in the converted network: that of the innermost block whose prefix
         starts its name, and the rest of the name. The path is equal in all processes, although
         MXNet numbers blocks differently."""
-        around = [b for b in blocks_in(self) if isinstance(b, ConvertedBlock)
-                  and node.startswith(b.prefix)]
-        inner = max(around, key=lambda b: len(b.prefix), default=self)
-        rest = node[len(inner.prefix):] if inner in around else node
-        return f"{inner._amp.path}/{rest}"
+        inner = innermost(node, (b for b in blocks_in(self) if isinstance(b, ConvertedBlock)))
+        return f"{self._amp.path}/{node}" if inner is None else \
+            f"{inner._amp.path}/{node[len(inner.prefix):]}"
 
     def mixed_graph(self, dtypes: Iterable[str], clean: Optional[Graph] = None,
                     policy: Optional[Policy] = None) -> Tuple[Graph, Dict[str, str]]:

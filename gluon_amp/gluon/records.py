@@ -73,9 +73,14 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Optional[Rec
 def _place(node: str, paths: Dict[Any, str]) -> List[str]:
     """Returns the path of a node: that of the innermost block whose prefix starts its name, and
     the rest of the name. Empty for a node of another network."""
-    around = [block for block in paths if node.startswith(block.prefix)]
-    inner: Any = max(around, key=lambda block: len(block.prefix), default=None)
+    inner = innermost(node, paths)
     return [] if inner is None else [f"{paths[inner]}/{node[len(inner.prefix):]}"]
+
+
+def innermost(node: str, blocks: Iterable[Block]) -> Any:
+    """Returns the innermost block whose prefix starts a node's name; None if there is none."""
+    around = [block for block in blocks if node.startswith(block.prefix)]
+    return max(around, key=lambda block: len(block.prefix), default=None)
 
 
 def kept_in(record: Record, net: Block) -> List[Tuple[Any, str]]:

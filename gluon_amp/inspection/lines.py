@@ -7,11 +7,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 from .._mxnet import mx, np
 from ..annotations import Network, Trainer
 from ..formats import FORMATS
-from ..gluon.records import paths_in
+from ..gluon.records import innermost, paths_in
 from ..policy import POLICIES
 from ..version import __version__
 from .hooks import AfterRounding, Recorded, Timed
-from .network import owners
 from .tensors import Counts, Key, as_pairs
 from .watch import hybrid_blocks
 
@@ -60,17 +59,17 @@ class Places:
 
     def __init__(self, net: Network) -> None:
         self._net, self._paths = net, paths_in(net)
-        self._found: Dict[str, Tuple[Any, str]] = {}
+        self._found: Dict[str, Any] = {}  # the innermost block of each node
 
-    def _innermost(self, node: str) -> Tuple[Any, str]:
+    def _innermost(self, node: str) -> Any:
         if node not in self._found:
-            block = owners(self._net, node)[0]
-            self._found[node] = block, self._paths[block].lstrip(".")
+            found = innermost(node, self._paths)
+            self._found[node] = self._net if found is None else found
         return self._found[node]
 
     def block(self, node: str) -> str:
         """Returns the path of a node's innermost block."""
-        return self._innermost(node)[1]
+        return self._paths[self._innermost(node)].lstrip(".")
 
     def classes(self) -> Dict[str, str]:
         """Returns the class of the block at each path."""
@@ -78,9 +77,8 @@ class Places:
 
     def place(self, node: str) -> str:
         """Returns the path of a node's innermost block, and the rest of the node's name."""
-        block, path = self._innermost(node)
-        rest = node[len(block.prefix):] if node.startswith(block.prefix) else node
-        return f"{path}/{rest}"
+        prefix = self._innermost(node).prefix
+        return f"{self.block(node)}/{node[len(prefix) if node.startswith(prefix) else 0:]}"
 
 
 def _measured(measured: Union[Counts, AfterRounding, Recorded], dtype: str) -> Line:
