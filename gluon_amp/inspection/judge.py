@@ -10,11 +10,12 @@ from ..checks import counted
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, PRODUCTS, numbers
-from ..training.loss_scale import as_power
+from ..training.loss_scale import DynamicLossScale, as_power
 from .layout import Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
-FIRST_SCALE = 2.0 ** 16  # the first loss scale of a step
+_DYNAMIC = DynamicLossScale()
+FIRST_SCALE = _DYNAMIC.scale  # the first loss scale of a step
 SMALLEST_SCALE = 2.0 ** -24  # the last one
 _MOST_LOST = 0.1  # threshold: the share of a gradient's norm that rounding removes
 _STANDS_OUT = 4  # threshold: a tensor's effect on the loss over the products' upper quartile
@@ -76,8 +77,8 @@ class Training(NamedTuple):
         smallest, largest: its smallest and its largest loss scale.
         checks: whether it skips steps with gradients that are not finite.
     """
-    smallest: float = 1.0
-    largest: float = 2.0 ** 24
+    smallest: float = _DYNAMIC.minimum
+    largest: float = _DYNAMIC.maximum
     checks: bool = True
 
     @classmethod

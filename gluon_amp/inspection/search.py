@@ -11,6 +11,7 @@ The budget and Ctrl-C stop it; it returns the best result so far.
 """
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import os
@@ -188,8 +189,9 @@ class _State:
         `values` are those of the parameters; None: the network's current ones. With values, only
         the first kind is returned.
         """
-        session = self.measured.session
-        run = XrayRun(session, session.float32(samples=True), 0.01, Training(), values)
+        session = copy.copy(self.measured.session)
+        session.values = values
+        run = XrayRun(session, session.float32(samples=True), 0.01, Training())
         batches = [session.batches[batch]]
         first = run.view(session.low(), batches, FIRST_SCALE)
         last, kept, _ = run.keep(first, batches)  # adds to the findings

@@ -123,6 +123,7 @@ class Session:
     Attributes:
         batches: the first `most` batches.
         keep: the nodes that the network keeps in float32.
+        values: the values of the parameters; None: the network's current ones.
         graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
             blocks are not unique: all with an empty prefix have one name.
         data: the names of the network's data in these graphs.
@@ -147,6 +148,7 @@ class Session:
         self.blocks = hybrid_blocks(self.net)
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
         self.keep = kept_nodes(blocks_in(self.net))
+        self.values: Optional[Dict[str, Any]] = None
         self.graphs: Dict[Any, BlockGraph] = {}
         self.data: Set[str] = set()
         self._around = ExitStack()
@@ -357,8 +359,9 @@ class NetworkCopy:
                 made.attach_grad()
         return self.arrays[name]
 
-    def restore(self, values: Optional[Dict[str, Any]] = None) -> None:
-        """Resets the copies to the parameters' current values, or to `values`."""
+    def restore(self) -> None:
+        """Resets the copies to the session's values of the parameters."""
+        values = self.session.values
         for name, dtype in self.types().items():
             self._copied(name, dtype)
         given = [self.session.parameters[name].data() if values is None else values[name]

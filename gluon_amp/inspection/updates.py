@@ -62,10 +62,9 @@ class Updates:
             lambda: np.zeros(1, library.structure("Updates")))
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters before an update
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float,
-             values: Optional[Dict[str, Any]] = None) -> Ran:
-        """Runs a step of the network in its policy, on these values of the parameters."""
-        return low.step(batch, scales_down(scale), lambda: low.restore(values))
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
+        """Runs a step of the network in its policy."""
+        return low.step(batch, scales_down(scale), low.restore)
 
     def release(self) -> None:
         """Frees what only steps need."""
@@ -102,8 +101,7 @@ class TrainerUpdates(Updates):
         self.trainer, self.batch_size = trainer, batch_size
         self.watch = Watch(session.net, trainer)
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float,
-             values: Optional[Dict[str, Any]] = None) -> Ran:
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
         clear_added(self.trainer._params)
         if not self.last:
             self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
@@ -153,9 +151,8 @@ class ModuleUpdates(Updates):
             on_store = self.module._update_on_kvstore
             self.updater = (self.module._kvstore if on_store else self.module)._updater
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float,
-             values: Optional[Dict[str, Any]] = None) -> Ran:
-        ran = super().step(low, batch, scale, values)
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
+        ran = super().step(low, batch, scale)
         if ran.finite and self.updater is not None:
             self._would_add(low, ran.scale)
         return ran

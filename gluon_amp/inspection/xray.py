@@ -146,13 +146,11 @@ class XrayRun:
         session: the network.
         reference: the network in float32; None compares with nothing.
         underflow, training: as in `View`.
-        values: the values of the parameters; None: the network's current ones.
     """
     session: Session
     reference: Optional[NetworkCopy]
     underflow: float
     training: Training
-    values: Optional[Dict[str, Any]] = None
 
     def view(self, low: NetworkCopy, batches: List[Any], scale: float,
              updates: Optional[Updates] = None) -> View:
@@ -162,7 +160,7 @@ class XrayRun:
         steps = updates or Updates(self.session)
         for batch in batches:
             reference_step = self.reference_step(batch, scale)
-            ran = steps.step(low, batch, scale, self.values)
+            ran = steps.step(low, batch, scale)
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, ran, reference_step, arrays)
             if ran.finite:
@@ -182,8 +180,8 @@ class XrayRun:
     def reference_step(self, batch: Batch, scale: float) -> Optional[Ran]:
         """Runs a float32 step, without a loss scale if its gradients overflow with one."""
         reference = self.reference
-        return None if reference is None else reference.step(
-            batch, (scale, 1.0), lambda: reference.restore(self.values))
+        return None if reference is None else reference.step(batch, (scale, 1.0),
+                                                             reference.restore)
 
     def keep(self, view: View, batches: List[Any]) -> Tuple[View, Set[str], Dict[str, None]]:
         """Keeps the nodes of the findings in float32 and runs again, until there are no findings.
