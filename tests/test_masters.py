@@ -98,6 +98,7 @@ def test_parameters_without_master_weights_are_refused():
 def test_files_of_masters_are_float32_and_load_in_full(policy, devices, tmp_path):
     path = str(tmp_path / "net.params")
     net = network(policy, devices)
+    net.hybridize()
     trainer = trainer_of(net)
     train(net, trainer, 3)
     net.save_parameters(path, masters=trainer)
@@ -109,6 +110,11 @@ def test_files_of_masters_are_float32_and_load_in_full(policy, devices, tmp_path
     plain.load_parameters(path)
     assert all(np.array_equal(plain._collect_params_with_prefix()[n].data().asnumpy(), expected[n])
                for n in expected)
+
+    net.export(path, masters=trainer)
+    exported = gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+    assert all(np.array_equal(exported.params[p.name].data().asnumpy(), expected[n])
+               for n, p in net._collect_params_with_prefix().items() if p.grad_req != "null")
 
     other = network(policy, devices)
     mine = trainer_of(other)
@@ -143,8 +149,18 @@ def test_files_of_several_trainers(tmp_path):
     net.save_parameters(path, masters=trainers)
     assert np.array_equal(nd.load(path)["2.weight"].asnumpy(),
                           trainers[2].master(net[2].weight).asnumpy())
-    with pytest.raises(TypeError, match=r"masters takes a gluon_amp\.Trainer"):
-        net.save_parameters(path, masters=net)
+    for write in net.save_parameters, net.export:
+        with pytest.raises(TypeError, match=r"masters takes a gluon_amp\.Trainer"):
+            write(path, masters=net)
+    with pytest.raises(ValueError, match=r"masters= writes float32 parameters"):
+        net.export(path, remove_amp_cast=False, masters=trainers)
+
+
+def test_export_of_masters_needs_a_converted_or_float32_network(tmp_path):
+    net = network("float32")
+    net.cast("float16")
+    with pytest.raises(ValueError, match="masters= of export is for converted networks"):
+        net.export(str(tmp_path / "net"), masters=trainer_of(net))
 
 
 @pytest.mark.mx_nd("MXNet cannot load names without a dot in numpy mode")
@@ -286,6 +302,8 @@ def test_checkpoint_resumes_averages_bit_for_bit(decay, policy, devices, tmp_pat
         if p.grad_req != "null":
             assert np.array_equal(averaged.value(p).asnumpy(), resumed.value(q).asnumpy())
     assert resumed.count == averaged.count == 5
+    public = {name for name in dir(averaged) if not name.startswith("_")}
+    assert public == {"trainer", "decay", "every", "updates", "count", "value"}
 
 
 def test_learning_rate_range_test_changes_no_average():

@@ -40,7 +40,7 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter
-from ..cpu.arrays import dtype_name, is_16bit, to_float32
+from ..cpu.arrays import dtype_name, is_16bit
 from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import (
@@ -59,7 +59,7 @@ from ..graph.norms import fuse_norms
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, save_arrays
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, innermost, record_of, save_float32
+from .records import check_file, float32_numbers, innermost, record_of, save_float32
 
 log = logging.getLogger("gluon_amp")
 
@@ -487,7 +487,8 @@ class ConvertedHybridBlock(ConvertedBlock):
         wide = wide_constants(parameters, policy)
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
-    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True) -> None:
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True,
+               masters: Any = None) -> None:
         """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads. Both record the
         policy and `keep=`: an attribute of the symbol, and PATH-EPOCH.params.json.
 
@@ -499,7 +500,12 @@ class ConvertedHybridBlock(ConvertedBlock):
             epoch: the number in the name of the parameters' file.
             remove_amp_cast: True writes the float32 network. False writes the casts, and
                 parameters in their own types. Valid under float16 policies without `accumulate`.
+            masters: a Trainer, or a list of Trainers: writes their master weights, which are not
+                rounded. Valid with remove_amp_cast=True.
         """
+        if masters is not None and not remove_amp_cast:
+            raise ValueError("masters= writes float32 parameters, and remove_amp_cast=False writes "
+                             "them in their own types: leave out one of both")
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once first")
         policy = self._amp.policy
@@ -519,11 +525,9 @@ class ConvertedHybridBlock(ConvertedBlock):
         symbol = graph.symbol()
         kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
                  **dict.fromkeys(symbol.list_auxiliary_states(), "aux")}
-        arrays = {}
-        for name, parameter in self.collect_params().items():
-            if name in kinds:
-                arrays[f"{kinds[name]}:{name}"] = to_float32(parameter._reduce()) \
-                    if remove_amp_cast else value_of(parameter)
+        numbers = float32_numbers(masters) if remove_amp_cast else value_of
+        arrays = {f"{kinds[name]}:{name}": numbers(parameter)
+                  for name, parameter in self.collect_params().items() if name in kinds}
         save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))
         replace_file(f"{path}-symbol.json",
                      lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))

@@ -9,8 +9,8 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 
 from .._mxnet import mx
 from .._mxnet import replace as wrap
-from ..annotations import Block, Network
-from ..cpu.arrays import to_float32
+from ..annotations import Array, Block, Network, Parameter
+from ..cpu.arrays import is_16bit, to_float32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
@@ -163,7 +163,7 @@ def kept_operators(blocks: Iterable[Block]) -> Set[str]:
 
 
 def wrap_files() -> None:
-    """Wraps `save_parameters` and `load_parameters` of MXNet's blocks.
+    """Wraps `save_parameters`, `load_parameters` and `export` of MXNet's blocks.
 
     They write the record of converted parts, remove an older one, and note the record of what is
     loaded. `masters=trainer` makes float32 files of master weights, also of networks without a
@@ -180,6 +180,15 @@ def wrap_files() -> None:
         else:
             original(self, filename, deduplicate)
             remove(filename)
+
+    @wrap(mx.gluon.HybridBlock, "export")
+    def export(self: Any, path: str, epoch: int = 0, remove_amp_cast: bool = True,
+               masters: Any = None, *, original: Any) -> None:
+        low = [p.name for p in self.collect_params().values() if is_16bit(p.dtype)]
+        if masters is not None and trainers_of(masters) and low:
+            raise ValueError("masters= of export is for converted networks, and for float32 ones, "
+                             f"whose weights are their master weights. Received 16-bit: {low[:3]}")
+        original(self, path, epoch, remove_amp_cast)
 
     @wrap(mx.gluon.Block, "load_parameters")
     def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, original: Any,
@@ -206,14 +215,17 @@ def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: 
         deduplicate: whether a shared parameter is saved once.
         masters: Trainers whose master weights are saved instead of 16-bit weights.
     """
-    trainers = {} if masters is None else trainers_of(masters)
-    parameters = net._collect_params_with_prefix()
+    parameters, numbers = net._collect_params_with_prefix(), float32_numbers(masters)
     if deduplicate:
         last = {p: name for name, p in parameters.items()}
         parameters = {name: p for p, name in last.items()}
-    save_arrays(filename, {
-        name: trainers[p].master(p) if p in trainers else to_float32(p._reduce())
-        for name, p in parameters.items()}, record_of(net))
+    save_arrays(filename, {name: numbers(p) for name, p in parameters.items()}, record_of(net))
+
+
+def float32_numbers(masters: Any) -> Callable[[Parameter], Array]:
+    """Returns what returns a parameter's master weights in these Trainers, or else its values."""
+    trainers = {} if masters is None else trainers_of(masters)
+    return lambda p: trainers[p].master(p) if p in trainers else to_float32(p._reduce())
 
 
 def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:

@@ -32,6 +32,10 @@ class AveragedWeights:
             weights since the creation (stochastic weight averaging).
         every: the number of the Trainer's updates between two updates of the averages.
 
+    Attributes:
+        updates: the number of the Trainer's updates since the creation.
+        count: the number of weights that have been averaged.
+
     Raises:
         ValueError: `decay` is not between 0 and 1, or a parameter is sparse.
     """
@@ -63,7 +67,7 @@ class AveragedWeights:
             found.copyto(made.as_nd_ndarray())
         return made
 
-    def note_update(self) -> None:
+    def _note_update(self) -> None:
         """Counts an update of the Trainer, and averages if it is due."""
         self.updates += 1
         if self.updates % self.every:
@@ -85,7 +89,7 @@ class AveragedWeights:
                 yield i, masters.live(self.trainer, parameter)[0].as_nd_ndarray()
 
     @property
-    def applied(self) -> bool:
+    def _applied(self) -> bool:
         """Whether the network has the averages, in the `with` block."""
         return self._before is not None
 
@@ -106,12 +110,12 @@ class AveragedWeights:
 
     # ---- files
 
-    def state(self) -> Dict[str, Any]:
+    def _state(self) -> Dict[str, Any]:
         """Returns the state for files."""
         return {"decay": self.decay, "every": self.every, "updates": self.updates,
                 "count": self.count, "averages": dict(self._averages)}
 
-    def check(self, state: Dict[str, Any]) -> None:
+    def _check(self, state: Dict[str, Any]) -> None:
         """Refuses a state of other averages."""
         mine = {"decay": self.decay, "every": self.every}
         saved = {name: state.get(name) for name in mine}
@@ -128,8 +132,8 @@ class AveragedWeights:
                     or len(known) == len(array.shape) and known != array.shape:
                 raise ValueError(f"it holds another average than of {parameter.name}, {known}")
 
-    def load(self, state: Optional[Dict[str, Any]]) -> None:
-        """Loads a state that `check` accepts; None restarts."""
+    def _load(self, state: Optional[Dict[str, Any]]) -> None:
+        """Loads a state that `_check` accepts; None restarts."""
         state = state or {"updates": 0, "count": 0, "averages": {}}
         self.updates, self.count = state["updates"], state["count"]
         self._averages = {

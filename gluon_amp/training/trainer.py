@@ -306,7 +306,7 @@ class Trainer(mx.gluon.Trainer):
             self.check_ranks()
         if self._step.updated:
             for averaged in self._averaged:
-                averaged.note_update()
+                averaged._note_update()
         return self._step.updated
 
     def _averages(self) -> Named:
@@ -339,7 +339,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _check_own_weights(self, call: str) -> None:
         """Refuses a call while the network has averages instead of the training's weights."""
-        if any(averaged.applied for averaged in self._averaged):
+        if any(averaged._applied for averaged in self._averaged):
             raise RuntimeError(f"{call} in the `with` block of AveragedWeights, where the network "
                                "has averages. Valid: after the block")
 
@@ -502,7 +502,7 @@ class Trainer(mx.gluon.Trainer):
             fname: the file's path.
         """
         self._check_own_weights("save_states()")
-        averaged = [one.state() for one in self._averaged]
+        averaged = [one._state() for one in self._averaged]
         checkpoint.save(fname, self._step, self._optimizer, super().save_states,
                         names=[p.name for p in self._params], averaged=averaged,
                         scales=[s.read() for s in scales_of(self._params)])
@@ -534,7 +534,7 @@ class Trainer(mx.gluon.Trainer):
                                  f"this Trainer has {len(self._averaged)}. Create AveragedWeights "
                                  "before, as when it was saved")
             for mine, saved in zip(self._averaged, averaged):
-                mine.check(saved)
+                mine._check(saved)
             checkpoint.check_states(fname, states, maker, {
                 i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
@@ -555,7 +555,7 @@ class Trainer(mx.gluon.Trainer):
             checkpoint.give_states(updater, own)
             updater.optimizer = maker
         for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
-            mine.load(saved)
+            mine._load(saved)
         self._workers.compared = False
         self._optimizer = with_masters(maker)
         self._optimizer.param_dict = dict(enumerate(self._params))
