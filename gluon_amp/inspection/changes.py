@@ -188,7 +188,7 @@ class ChangeTrials:
             made.append(change)
         last = state.view
         if not _is_whole(last):
-            last, names, _ = state.run.keep(last, self._given(state.run.session))
+            last, names, _ = state.run.keep(last, self.batches)
             removed = {change.node for change in made}
             spared = {name for f in findings if f.node in removed for name in f.keep}
             if any(not finding.remedy for finding in last.findings) or names & spared \
@@ -220,7 +220,7 @@ class ChangeTrials:
 
     def _run_at(self, scale: float, keep: Iterable[str]) -> Any:
         """Runs steps at a loss scale, or at lower ones if gradients overflow."""
-        return self.run.view(self.run.session.low(keep), self._given(self.run.session), scale)
+        return self.run.view(self.run.session.low(keep), self.batches, scale)
 
     # ---- a trial
 
@@ -229,7 +229,7 @@ class ChangeTrials:
         for change in candidates(state.run.session, state.view, finding, self.batches):
             session = change.applied(state.run.session)
             run = replace(state.run, session=session, reference=session.float32(samples=True))
-            view = run.view(session.low(), self._given(session), self.scale)
+            view = run.view(session.low(), self.batches, self.scale)
             left = {(other.node, other.backward) for other in view.findings}
             gone = (finding.node, finding.backward) not in left and not any(
                 (name, False) in left for name in change.made)
@@ -242,15 +242,12 @@ class ChangeTrials:
         """Whether float32's losses are those of before, times the factor of the change."""
         if change.factor is None:
             return True
-        given, losses = self._given(state.run.session), state.losses
-        for batch in given[len(losses):len(view.reference_losses)]:
-            ran = state.run.reference_step(batch, self.scale)
+        batches, losses = state.run.session.batches, state.losses
+        for i in self.batches[len(losses):len(view.reference_losses)]:
+            ran = state.run.reference_step(batches[i], self.scale)
             losses.append(math.nan if ran is None else ran.loss)
         return all(abs(new - old * change.factor) <= _UNCHANGED * abs(old * change.factor)
                    for new, old in zip(view.reference_losses, losses))
-
-    def _given(self, session: Session) -> List[Batch]:
-        return [session.batches[i] for i in self.batches]
 
 
 def gradients_snr(view: Any) -> Optional[float]:

@@ -192,9 +192,8 @@ class _State:
         session = copy.copy(self.measured.session)
         session.values = values
         run = XrayRun(session, session.float32(samples=True), 0.01, Training())
-        batches = [session.batches[batch]]
-        first = run.view(session.low(), batches, FIRST_SCALE)
-        last, kept, _ = run.keep(first, batches)  # adds to the findings
+        first = run.view(session.low(), [batch], FIRST_SCALE)
+        last, kept, _ = run.keep(first, [batch])  # adds to the findings
         layout = session.low(kept, watch=False).layout
         worst = [name for tensor in last.worst() if tensor.is_low
                  for name in layout.kept_for(tensor.key)] if values is None else []

@@ -76,7 +76,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         in_float32 = session.float32(samples=True) if reference else None
         run = XrayRun(session, in_float32, underflow, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-        view = run.view(low, session.batches, scale, updates)
+        view = run.view(low, range(len(session.batches)), scale, updates)
         view.converts = session.converts
         view.tensors = [t for t in view.tensors if t.counts is not None]
         at_first = view.window
@@ -152,17 +152,19 @@ class XrayRun:
     underflow: float
     training: Training
 
-    def view(self, low: NetworkCopy, batches: List[Any], scale: float,
+    def view(self, low: NetworkCopy, numbers: Iterable[int], scale: float,
              updates: Optional[Updates] = None) -> View:
-        """Runs a step on each batch. Without `updates`, it stops at the first certain finding."""
+        """Runs a step on the batches with these numbers. Without `updates`, it stops at the first
+        certain finding."""
         view = View(self.session.net.name, low.layout.tensors, underflow=self.underflow,
                     training=self.training)
         steps = updates or Updates(self.session)
-        for batch in batches:
+        for number in numbers:
+            batch = self.session.batches[number]
             reference_step = self.reference_step(batch, scale)
             ran = steps.step(low, batch, scale)
             arrays = self.session.named_arrays(batch, self.reference or low)
-            _add(view, low, ran, reference_step, arrays)
+            _add(view, low, number, ran, reference_step, arrays)
             if ran.finite:
                 scale = ran.scale
             if updates is None:
@@ -170,7 +172,7 @@ class XrayRun:
                 if any(finding.certain for finding in view.findings):
                     return view
             elif updates.stopped:
-                view.notes.append(f"the X-ray ends with batch {len(view.steps) - 1}, because the "
+                view.notes.append(f"the X-ray ends with batch {number}, because the "
                                   f"trainer has stopped: {updates.stopped}")
                 break
         if updates is not None:
@@ -183,7 +185,7 @@ class XrayRun:
         return None if reference is None else reference.step(batch, (scale, 1.0),
                                                              reference.restore)
 
-    def keep(self, view: View, batches: List[Any]) -> Tuple[View, Set[str], Dict[str, None]]:
+    def keep(self, view: View, numbers: List[int]) -> Tuple[View, Set[str], Dict[str, None]]:
         """Keeps the nodes of the findings in float32 and runs again, until there are no findings.
 
         Returns:
@@ -192,7 +194,6 @@ class XrayRun:
         names: Dict[str, None] = {}
         kept: Set[str] = set()
         net, again = self.session.net, view
-        order = [*range(len(batches))]
         known = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
         for _ in range(_ROUNDS):
             wanted = [name for finding in again.findings for name in finding.keep]
@@ -202,22 +203,21 @@ class XrayRun:
                 break
             names.update(dict.fromkeys(new))
             kept.update(*new.values())
-            again = self.view(self.session.low(kept), [batches[i] for i in order], view.scale)
-            again.numbers = order[:len(again.steps)]
+            again = self.view(self.session.low(kept), numbers, view.scale)
             last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
-            order = [*order[last:], *order[:last]]
+            numbers = [*numbers[last:], *numbers[:last]]
             nodes = {finding.node for finding in view.findings}
             view.findings += [f for f in again.findings if f.node not in nodes]
         return again, kept, names
 
 
-def _add(view: View, low: NetworkCopy, ran: Ran, reference_step: Optional[Ran],
+def _add(view: View, low: NetworkCopy, number: int, ran: Ran, reference_step: Optional[Ran],
          arrays: Dict[str, Any]) -> None:
-    """Adds a step and the same step in float32.
+    """Adds a step on the batch of this number, and the same step in float32.
 
     It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
     """
-    number = len(view.steps)
+    index = len(view.steps)
     if ran.finite and not view.scale:
         view.scale = ran.scale
     overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, arrays)
@@ -226,13 +226,13 @@ def _add(view: View, low: NetworkCopy, ran: Ran, reference_step: Optional[Ran],
         view.reference_losses.append(reference_step.loss)
     if reference_step is not None and not reference_step.sound:
         what = "gradients are" if math.isfinite(reference_step.loss) else "the loss is"
-        view.left_out.append(number)
+        view.left_out.append(index)
         view.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
                           "data, the learning rate and the loss first. This batch is ignored")
     if overflow is not None and not overflow.op:
-        view.left_out = list(dict.fromkeys([*view.left_out, number]))
+        view.left_out = list(dict.fromkeys([*view.left_out, index]))
         view.notes.append(f"{overflow}: no advice is from this batch")
-    if number not in view.left_out:
+    if index not in view.left_out:
         if reference_step is not None:
             compare(view.tensors, ran.counts, reference_step.counts,
                     ran.scale / reference_step.scale)
@@ -265,8 +265,7 @@ def _advise(run: XrayRun, view: View, trained: bool) -> None:
     if not numbers or fits and not view.findings:
         return
     session = run.session
-    now = run.view(session.low(), [session.batches[i] for i in numbers], view.scale) \
-        if trained else view
+    now = run.view(session.low(), numbers, view.scale) if trained else view
     trials = ChangeTrials(run, now, numbers)
     _try_remedies(run, view, trials)
     kept = _try_keeping(run, view, numbers)
@@ -311,10 +310,9 @@ def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> Set[str]:
     session = run.session
     if not view.findings:
         return set()
-    again, kept, names = run.keep(view, [session.batches[number] for number in numbers])
+    again, kept, names = run.keep(view, numbers)
     if names:
         again.tensors = [t for t in again.tensors if t.counts is not None]
-        again.numbers = [numbers[i] for i in again.numbers]
         types = session.low(kept).types()
         again.weights = [Weight(w.name, w.counts, format=FORMATS[types.get(w.name, w.format.name)])
                          for w in view.weights]
