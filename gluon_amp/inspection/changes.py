@@ -143,7 +143,7 @@ class ChangeTrials:
     """
 
     def __init__(self, run: Any, view: Any, batches: List[int]) -> None:
-        self.run = replace(run, reference=run.reference or run.session.float32(samples=True))
+        self.run = replace(run, reference=run.reference or run.session.float32())
         self.view, self.batches = view, batches
         self.first = _Changed(self.run, view, [])
         self.scale = max(view.scale, min(FIRST_SCALE, view.training.largest))
@@ -228,7 +228,7 @@ class ChangeTrials:
         """Yields the changes that remove a finding, and the network with each."""
         for change in candidates(state.run.session, state.view, finding, self.batches):
             session = change.applied(state.run.session)
-            run = replace(state.run, session=session, reference=session.float32(samples=True))
+            run = replace(state.run, session=session, reference=session.float32())
             view = run.view(session.low(), self.batches, self.scale)
             left = {(other.node, other.backward) for other in view.findings}
             gone = (finding.node, finding.backward) not in left and not any(

@@ -191,7 +191,7 @@ class _State:
         """
         session = copy.copy(self.measured.session)
         session.values = values
-        run = XrayRun(session, session.float32(samples=True), 0.01, Training())
+        run = XrayRun(session, session.float32(), 0.01, Training())
         first = run.view(session.low(), [batch], FIRST_SCALE)
         last, kept, _ = run.keep(first, [batch])  # adds to the findings
         layout = session.low(kept, watch=False).layout

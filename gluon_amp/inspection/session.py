@@ -226,9 +226,9 @@ class Session:
                              "only products round their inputs")
         return low
 
-    def float32(self, watch: bool = True, samples: bool = False) -> "NetworkCopy":
+    def float32(self, watch: bool = True) -> "NetworkCopy":
         """Returns the network in float32."""
-        return NetworkCopy(self, is_float32=True, watch=watch, samples=samples)
+        return NetworkCopy(self, is_float32=True, watch=watch)
 
     def named_arrays(self, batch: Batch, graphs: "NetworkCopy") -> Dict[str, Any]:
         """Returns the arrays of these graphs and the data of the network's graph, by name."""
@@ -263,13 +263,12 @@ class NetworkCopy:
         session: the network.
         keep: names of nodes that stay float32, besides those that the network keeps.
         is_float32: whether this is the float32 reference, without casts.
-        watch: whether the engine counts the nodes' values.
-        samples: whether the engine takes samples instead of counts.
+        watch: whether the engine counts the nodes' values; of the reference, it takes samples.
     """
 
     def __init__(self, session: Session, keep: Iterable[str] = (), is_float32: bool = False,
-                 watch: bool = True, samples: bool = False) -> None:
-        self.session, self.watch, self.samples = session, watch, samples
+                 watch: bool = True) -> None:
+        self.session, self.watch, self.samples = session, watch, watch and is_float32
         self.policy = POLICIES["float32"] if is_float32 else session.policy
         self.tried = frozenset(keep)
         self.keep = self.tried | session.keep

@@ -73,7 +73,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates = ModuleUpdates(session) if session.is_module else Updates(session) \
             if trainer is None else TrainerUpdates(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
-        in_float32 = session.float32(samples=True) if reference else None
+        in_float32 = session.float32() if reference else None
         run = XrayRun(session, in_float32, underflow, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
         view = run.view(low, range(len(session.batches)), scale, updates)
