@@ -219,7 +219,7 @@ class Times(Measure):
 # ---- the observer -------------------------------------------------------------------------------
 
 
-class HookWatch(Observer):
+class HookObserver(Observer):
     """Measures the tensors of a network while it trains, on its own parameters.
 
     As a context manager, it is an observer of the network and of its trainer.
@@ -241,7 +241,7 @@ class HookWatch(Observer):
         self._read: List[Tuple[Key, Any]] = []  # since the last pass ended
         self._error: Optional[Exception] = None  # of a callback, which cannot raise it
 
-    def __enter__(self) -> "HookWatch":
+    def __enter__(self) -> "HookObserver":
         for block in [*self.blocks, *self.plain]:
             if block._callback:
                 raise RuntimeError(f"{block.name} has a hook of register_op_hook, which Monitor "

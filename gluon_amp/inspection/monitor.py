@@ -1,7 +1,7 @@
 """`Monitor`: what a network's tensors are during training, in every n-th step.
 
-In an observed step, a `Watch` counts the values of selected nodes in the CPU engine, or a
-`HookWatch` reads the tensors. All other steps run as without a monitor.
+In an observed step, an `EngineObserver` counts the values of selected nodes in the CPU engine, or a
+`HookObserver` reads the tensors. All other steps run as without a monitor.
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .hooks import (
     OBSERVED,
     VARIABLE,
     Checksums,
-    HookWatch,
+    HookObserver,
     Measure,
     Statistics,
     Times,
@@ -31,7 +31,7 @@ from .hooks import (
 )
 from .lines import Clock, Line, Places, head, tensor_line, time_lines, variable_line
 from .tensors import Key
-from .watch import Watch, hybrid_blocks
+from .watch import EngineObserver, hybrid_blocks
 
 log = logging.getLogger("gluon_amp")
 
@@ -112,7 +112,7 @@ class Monitor:
         self.interval = whole_number(interval, "interval", least=1)
         self._net, self._trainer, self._record = net, trainer, record
         self._layers = _layers(layers)
-        self._watch = self._made_watch()
+        self._observer = self._create_observer()
         self._observing = ExitStack()
         self.steps = 0
         self._path = os.fspath(path)
@@ -121,15 +121,15 @@ class Monitor:
         self._events = EventFile(tensorboard) if tensorboard is not None else None
         self._arm()
 
-    def _made_watch(self) -> Union[Watch, HookWatch]:
+    def _create_observer(self) -> Union[EngineObserver, HookObserver]:
         on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
         # The counting engine would round the float32 gradients of such a policy's parameters.
         exact = not any(block._amp.policy.parameter == FLOAT32
                         and block._amp.policy.product == BFLOAT16 for block in self._blocks)
         if self._record == "statistics" and on_cpus and exact and not plain_graphs(self._net):
-            return Watch(self._net, self._trainer, self._is_chosen)
+            return EngineObserver(self._net, self._trainer, self._is_chosen)
         measure = _MEASURES[self._record]()
-        return HookWatch(self._net, self._trainer, self._is_chosen, measure,
+        return HookObserver(self._net, self._trainer, self._is_chosen, measure,
                          variables=self._record == "checksums")
 
     def _head(self) -> List[Line]:
@@ -142,7 +142,7 @@ class Monitor:
         """Counts a step, and writes its statistics if it was observed. Call it after each step."""
         self.steps += 1
         if self.steps % self.interval == 0:
-            self._watch.deliver(float(getattr(self._trainer, "loss_scale", 1.0)))
+            self._observer.deliver(float(getattr(self._trainer, "loss_scale", 1.0)))
             self._observing.close()
             self._write()
             self._clock.resume()
@@ -170,7 +170,7 @@ class Monitor:
             raise RuntimeError(OBSERVED)
         if self._record == "times":
             self._clock.observe()
-        self._observing.enter_context(self._watch)
+        self._observing.enter_context(self._observer)
 
     def _is_chosen(self, name: str) -> bool:
         return self._layers is None or any(each.fullmatch(name) for each in self._layers)
@@ -178,13 +178,13 @@ class Monitor:
     # ---- lines
 
     def _write(self) -> None:
-        if not self._watch.inputs and self._watch.ops:
+        if not self._observer.inputs and self._observer.ops:
             names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
                                          for block in self._graphs() if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
             raise ValueError("layers match no operator of the network. Similar names: "
                              f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")
-        if not self._watch.passes:
+        if not self._observer.passes:
             log.warning("Monitor: no statistics of step %d, because the network did not train",
                         self.steps)
         lines = self._lines()
@@ -200,10 +200,10 @@ class Monitor:
         return [*self._blocks, *plain_graphs(self._net)]
 
     def _lines(self) -> List[Line]:
-        found = {key: one for key, one in self._watch.found().items() if self._is_known(key)}
+        found = {key: one for key, one in self._observer.found().items() if self._is_known(key)}
         if self._record == "times":
             return [self._clock.line(self.steps),
-                    *time_lines(self.steps, self._places, found, self._watch.format_of)]
+                    *time_lines(self.steps, self._places, found, self._observer.format_of)]
         lines = [self._line(key, *one) for key, one in found.items()]
         if self._record == "checksums":
             for line in lines:
@@ -211,16 +211,16 @@ class Monitor:
         return lines
 
     def _line(self, key: Key, scale: float, measured: Any) -> Line:
-        dtype = self._watch.format_of(key)
+        dtype = self._observer.format_of(key)
         if key.which == VARIABLE:
             is_parameter = key.node in self._net.collect_params()
             return variable_line(self.steps, key.node, is_parameter, dtype, measured)
-        return tensor_line(self.steps, key, self._watch.inputs[key.node], dtype, scale, measured)
+        return tensor_line(self.steps, key, self._observer.inputs[key.node], dtype, scale, measured)
 
     def _is_known(self, key: Key) -> bool:
         if key.which == VARIABLE:
             return True
-        inputs = self._watch.inputs.get(key.node)
+        inputs = self._observer.inputs.get(key.node)
         return inputs is not None and (not key.backward or 0 <= key.which < len(inputs))
 
     def _append(self, lines: List[Line]) -> None:

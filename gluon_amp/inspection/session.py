@@ -63,7 +63,7 @@ class Batch(NamedTuple):
         return [*self.data, *(several or self.label)]
 
 
-class Ran(NamedTuple):
+class StepResult(NamedTuple):
     """The result of a step.
 
     Attributes:
@@ -374,7 +374,7 @@ class NetworkCopy:
 
     # ---- a step
 
-    def run(self, batch: Batch, scale: float = 1.0) -> Ran:
+    def run(self, batch: Batch, scale: float = 1.0) -> StepResult:
         """Runs one forward and one backward pass, without an update."""
         session, loss_fn = self.session, self.session.loss_fn
         read()
@@ -396,9 +396,10 @@ class NetworkCopy:
         mean, total = mean_and_total(loss)
         if isinstance(loss_fn, HeadLosses):
             total = loss_fn.total(counts)
-        return Ran(scale, mean, all_finite(self.gradients()), counts, total)
+        return StepResult(scale, mean, all_finite(self.gradients()), counts, total)
 
-    def step(self, batch: Batch, scales: Iterable[float], prepare: Callable[[], object]) -> Ran:
+    def step(self, batch: Batch, scales: Iterable[float],
+             prepare: Callable[[], object]) -> StepResult:
         """Runs a step at each of these loss scales until not only gradients overflow.
 
         MXNet's random numbers are those of before, in each run and afterwards. `prepare` is called

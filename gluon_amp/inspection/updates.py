@@ -19,9 +19,9 @@ from ..training.step import clear_added
 from ..training.trainer import Trainer
 from .judge import SMALLEST_SCALE
 from .modules import bound_module
-from .session import Batch, NetworkCopy, Ran, Session, mean_and_total
+from .session import Batch, NetworkCopy, Session, StepResult, mean_and_total
 from .tensors import Counts
-from .watch import Watch, deliver_counts
+from .watch import EngineObserver, deliver_counts
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Updates:
             lambda: np.zeros(1, library.structure("Updates")))
         self.last: Dict[str, np.ndarray[Any, Any]] = {}  # the parameters before an update
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> StepResult:
         """Runs a step of the network in its policy."""
         return low.step(batch, scales_down(scale), low.restore)
 
@@ -99,13 +99,13 @@ class TrainerUpdates(Updates):
         super().__init__(session)
         _check_trainer(trainer, session.net)
         self.trainer, self.batch_size = trainer, batch_size
-        self.watch = Watch(session.net, trainer)
+        self.observer = EngineObserver(session.net, trainer)
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> StepResult:
         clear_added(self.trainer._params)
         if not self.last:
             self.last = {p.name: self._value(p).asnumpy() for p in self.parameters}
-        with self.watch:
+        with self.observer:
             loss = self.session.loss(batch)
             if isinstance(self.trainer, Trainer):
                 self.trainer.backward(loss)
@@ -119,13 +119,14 @@ class TrainerUpdates(Updates):
             self.stopped = str(error)
         clear_added(self.trainer._params)
         self.count({p.name: self._value(p) for p in self.parameters})
-        used = [scale for scale, _ in self.watch.passes if scale][-1]  # 0: the check of loss heads
+        # 0 is the scale of the check of loss heads
+        used = [scale for scale, _ in self.observer.passes if scale][-1]
         mean, total = mean_and_total(loss)
-        counts = {key: counts for key, (_, counts) in self.watch.found().items()}
-        return Ran(used, mean, True, counts, total)
+        counts = {key: counts for key, (_, counts) in self.observer.found().items()}
+        return StepResult(used, mean, True, counts, total)
 
     def release(self) -> None:
-        self.watch.ops.clear()
+        self.observer.ops.clear()
 
     def master(self, parameter: Any) -> Array:
         return _master_of(self.trainer._updaters[0], self.trainer._param2idx.get(parameter.name),
@@ -151,7 +152,7 @@ class ModuleUpdates(Updates):
             on_store = self.module._update_on_kvstore
             self.updater = (self.module._kvstore if on_store else self.module)._updater
 
-    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> Ran:
+    def step(self, low: NetworkCopy, batch: Batch, scale: float) -> StepResult:
         ran = super().step(low, batch, scale)
         if ran.finite and self.updater is not None:
             self._would_add(low, ran.scale)

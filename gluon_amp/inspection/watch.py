@@ -98,29 +98,29 @@ def _keys(names: bytes, backward: Tuple[int, ...], index: Tuple[int, ...]) -> Li
     return list(map(Key, names.decode().split("\0"), map(bool, backward), index))
 
 
-_watches: List["Watch"] = []  # the engine has one table of counts for all networks
+_observers: List["EngineObserver"] = []  # the engine has one table of counts for all networks
 
 
 @contextmanager
 def counted_apart() -> Iterator[None]:
     """Gives the counts so far to the Monitors, while an X-ray reads its own."""
-    waiting = _watches[:]
+    waiting = _observers[:]
     if library.started():
         deliver_counts(1.0)
-    _watches.clear()
+    _observers.clear()
     try:
         yield
     finally:
         if library.started():
             read()
-        _watches[:] = waiting
+        _observers[:] = waiting
 
 
 def deliver_counts(scale: float) -> None:
-    """Gives the counts of a backward pass to all that watch."""
+    """Gives the counts of a backward pass to all observers."""
     counts = read()
-    for watch in _watches if counts else ():
-        watch.passes.append((scale, counts))
+    for observer in _observers if counts else ():
+        observer.passes.append((scale, counts))
 
 
 class Observer:
@@ -181,7 +181,7 @@ class Observer:
         return found
 
 
-class Watch(Observer):
+class EngineObserver(Observer):
     """Counts the values of selected tensors in the engine while a network trains, on its own
     parameters.
 
@@ -198,12 +198,12 @@ class Watch(Observer):
         self.chosen = chosen
         self._formats: Dict[str, str] = {}  # of the outputs of the chosen nodes
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "EngineObserver":
         deliver_counts(1.0)  # earlier counts are not of this step
         self.passes = []
         self._hooks.enter_context(observed(self.blocks, self.make, self.trainer, deliver_counts))
-        _watches.append(self)
-        self._hooks.callback(_watches.remove, self)
+        _observers.append(self)
+        self._hooks.callback(_observers.remove, self)
         return self
 
     def format_of(self, key: Key) -> str:

@@ -22,7 +22,7 @@ from .changes import Change, ChangeTrials
 from .judge import FIRST_SCALE, Finding, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
-from .session import Batch, NetworkCopy, Ran, Session
+from .session import Batch, NetworkCopy, Session, StepResult
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
 from .updates import ModuleUpdates, TrainerUpdates, Updates, Weight
 from .view import View
@@ -179,7 +179,7 @@ class XrayRun:
             _conclude(view, low)
         return view
 
-    def reference_step(self, batch: Batch, scale: float) -> Optional[Ran]:
+    def reference_step(self, batch: Batch, scale: float) -> Optional[StepResult]:
         """Runs a float32 step, without a loss scale if its gradients overflow with one."""
         reference = self.reference
         return None if reference is None else reference.step(batch, (scale, 1.0),
@@ -211,8 +211,8 @@ class XrayRun:
         return again, kept, names
 
 
-def _add(view: View, low: NetworkCopy, number: int, ran: Ran, reference_step: Optional[Ran],
-         arrays: Dict[str, Any]) -> None:
+def _add(view: View, low: NetworkCopy, number: int, ran: StepResult,
+         reference_step: Optional[StepResult], arrays: Dict[str, Any]) -> None:
     """Adds a step on the batch of this number, and the same step in float32.
 
     It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
