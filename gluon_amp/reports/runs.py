@@ -323,8 +323,7 @@ class Run:
         return [part for part in re.split(r"[\\/]", str(name)) if part not in ("", ".", "..")]
 
     def reached(self, accuracy: float, by_time: bool = False) -> Optional[float]:
-        """Returns the epochs, or the hours, of training until this validation accuracy was first
-        reached."""
+        """Returns the epochs, or the hours, of training until this validation accuracy."""
         ends = self.hours if by_time else [n + 1.0 for n in self.epochs]
         return next((end for end, e in zip(ends, self.epochs.values())
                      if e.top1 is not None and self.is_share
