@@ -45,8 +45,12 @@ const shown = kind => ofKind(kind).filter(named).map(row => inStep(row)).filter(
 
 function cut(context, text, width) {
   if (context.measureText(text).width <= width) return text;
-  while (text && context.measureText("…" + text).width > width) text = text.slice(1);
-  return "…" + text;
+  let kept = text.length, short = text;  // of names, the ends differ
+  do {
+    kept -= 1;
+    short = text.slice(0, Math.ceil(kept / 2)) + "…" + text.slice(text.length - Math.floor(kept / 2));
+  } while (kept && context.measureText(short).width > width);
+  return short;
 }
 
 function canvas(element, height) {
@@ -73,9 +77,9 @@ function values(row, exponent) {
   return lines;
 }
 
-function fill(context, at, top, wide, high, share, color) {  // a cell: darker for a larger share
+function fill(context, at, top, wide, high, share, color) {  // a cell: the larger, the stronger
   if (!share) return;
-  context.globalAlpha = Math.min(1, 0.12 + 1.6 * Math.sqrt(share));
+  context.globalAlpha = Math.min(1, 0.25 + 1.5 * Math.sqrt(share));
   context.fillStyle = color;
   context.fillRect(at, top, wide, high);
   context.globalAlpha = 1;
