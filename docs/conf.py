@@ -174,7 +174,7 @@ class DarkImages(SphinxTransform):
             path = Path(self.env.relfn2path(image["uri"])[1])
             if path.suffix == ".png" and path.exists():
                 with Image.open(path) as file:
-                    image["classes"] += ["small"] * (file.width <= 820)  # it has large text
+                    image["classes"].append("small" if file.width <= 820 else "large")
                 other = image.deepcopy()
                 other["uri"] = "/" + os.path.relpath(darkened(path, self.app), self.app.srcdir)
                 other["classes"].append("only-dark")
@@ -191,6 +191,25 @@ class WholeWords(SphinxTransform):
         for code in self.document.findall(nodes.literal):
             if len(code.astext()) <= 24 and " " not in code.astext():
                 code["classes"].append("whole")
+
+
+class StackedTables(SphinxTransform):
+    """Marks tables of text: on a phone, a cell is a line that begins with its column's name."""
+
+    default_priority = 400
+
+    def apply(self):
+        for table in self.document.findall(nodes.table):
+            head, *rows = table.findall(nodes.row)
+            longest = sorted(max(len(cell.astext()) for cell in row) for row in rows)
+            if not rows or longest[len(longest) // 2] < 25:  # a table of numbers
+                continue
+            table["classes"].append("stacked")
+            for row in rows:
+                for column, cell in zip(head[1:], row[1:]):
+                    if column.astext() and cell.astext():
+                        cell[0].insert(0, nodes.inline("", f"{column.astext()}: ",
+                                                       classes=["column"]))
 
 
 def darkened(path, app):
@@ -234,4 +253,5 @@ def setup(app):
     app.connect("build-finished", write_live_page)
     app.add_transform(DarkImages)
     app.add_transform(WholeWords)
+    app.add_transform(StackedTables)
     app.connect("builder-inited", draw_figures)
