@@ -126,8 +126,6 @@ class Loop(gluon.HybridBlock):
 
 
 class While(gluon.HybridBlock):
-    """MXNet's while_loop trains only if the first state requires a gradient."""
-
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         with self.name_scope():
@@ -143,8 +141,6 @@ class While(gluon.HybridBlock):
 
 
 class Cond(gluon.HybridBlock):
-    """MXNet's cond leaves gradients undefined in float32 too: run it forward only."""
-
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         with self.name_scope():

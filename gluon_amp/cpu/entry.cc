@@ -8,6 +8,7 @@
 #include <set>
 
 #include "dispatch/attributes.h"
+#include "dispatch/loops.h"
 #include "dispatch/plan.h"
 #include "dispatch/user_code.h"
 #include "dispatch/watch.h"
@@ -103,6 +104,7 @@ int start(const char* isa, int count, const char** names, int constants, const c
     dispatch_operators(count, names);
     plan_by_type();
     guard_user_code();
+    initialize_loops();
     undo.clear();
     return 0;
   } catch (const std::exception& error) {

@@ -318,7 +318,6 @@ def compare(tensors: Iterable[Tensor], found: Mapping[Key, Counts],
         if tensor.begins or here is None or there is None \
                 or not 0 < len(there.sample) == len(here.sample):
             continue
-        # rounds that a while_loop does not run leave undefined values
         with np.errstate(over="ignore", invalid="ignore"):
             values = there.sample * np.float32(factor if tensor.key.backward else 1)
             wide = values.astype(np.float64)
