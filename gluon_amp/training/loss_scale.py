@@ -156,7 +156,7 @@ class DynamicLossScale(LossScale):
             parameters: the names of those whose gradients were not, for the error.
 
         Returns:
-            True: a static scale never changes.
+            Whether the scale ever changes, which only a static one does not.
 
         Raises:
             LossScaleError: an overflow at the smallest scale.
