@@ -80,24 +80,22 @@ def widen_all(arrays: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
         wide.append(flat[at:at + size].reshape(array.shape))
         at += size
     # 0 - (-1) * array; each array is its own weight, which the operator does not change
-    for call in _descents(arrays, wide, -1.0):
-        call()
+    _descents(arrays, wide, -1.0)()
     return wide
 
 
 def narrow_all(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]) -> None:
     """Rounds master weights into their 16-bit weights."""
     if on_gpu_in_float16(weights):
-        for call in narrowing(masters, weights):
-            call()
+        narrowing(masters, weights)()
         return
     for master, weight in zip(masters, weights):
         narrow(master, weight)
 
 
 def narrowing(masters: Sequence["mx.nd.NDArray"], weights: Sequence["mx.nd.NDArray"]
-              ) -> List[Callable[[], None]]:
-    """Returns calls that round master weights into their float16 weights on a GPU."""
+              ) -> Callable[[], None]:
+    """Returns a function that rounds master weights into their float16 weights on a GPU."""
     # The weight replaces the gradient. It is clipped to 0, because an infinite one times the
     # learning rate 0 would be NaN.
     return _descents(weights, masters, 0.0, clip_gradient=0.0)
@@ -110,17 +108,16 @@ def in_launches(rows: Sequence[Any]) -> List[Sequence[Any]]:
 
 
 def _descents(arrays: Sequence[Any], masters: Sequence[Any], rate: float,
-              **attrs: Any) -> List[Callable[[], None]]:
-    """Returns calls that compute masters -= rate * arrays and arrays = masters, rounded, by the
-    only operator of MXNet that reads and writes many arrays of both types in one launch."""
-    calls: List[Callable[[], None]] = []
-    for rows in in_launches(list(zip(arrays, masters))):
-        call = library.Call("multi_mp_sgd_update", [one for array, master in rows
-                                                    for one in (array, array, master)],
-                            [array for array, _ in rows])
-        calls.append(functools.partial(call, num_weights=len(rows), lrs=[rate] * len(rows),
-                                       wds=[0.0] * len(rows), **attrs))
-    return calls
+              **attrs: Any) -> Callable[[], None]:
+    """Returns a function that computes masters -= rate * arrays and arrays = masters, rounded, by
+    the only operator of MXNet that reads and writes many arrays of both types in one launch."""
+    launches = in_launches(list(zip(arrays, masters)))
+    name = "multi_mp_sgd_update"
+    calls = library.Calls([(name, [one for array, master in rows for one in (array, array, master)],
+                            [array for array, _ in rows]) for rows in launches])
+    return functools.partial(calls.run, [
+        library.Attributes(name, num_weights=len(rows), lrs=[rate] * len(rows),
+                           wds=[0.0] * len(rows), **attrs) for rows in launches])
 
 
 def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
@@ -243,15 +240,15 @@ def _squares_on(context: Context, arrays: List[Any]) -> Callable[[], Array]:
         return lambda: _squares_on(context, [_dense(array) for array in arrays])()
     if context.device_type != "gpu":
         return lambda: library.call("_gluon_amp_squares", arrays, num_arrays=len(arrays))
-    sums, calls, at = mx.nd.empty(len(arrays), context), [], 0  # one array for one copy to the host
+    sums, rows, at = mx.nd.empty(len(arrays), context), [], 0  # one array for one copy to the host
     for _, group in itertools.groupby(arrays, key=lambda array: array.dtype):
         some = list(group)
-        calls.append(functools.partial(
-            library.Call("multi_sum_sq", some, [sums[at:at + len(some)]]), num_arrays=len(some)))
+        rows.append(("multi_sum_sq", some, [sums[at:at + len(some)]]))
         at += len(some)
+    calls = library.Calls(rows)
+    attributes = [library.Attributes(name, num_arrays=len(some)) for name, some, _ in rows]
 
     def start() -> Array:
-        for call in calls:
-            call()
+        calls.run(attributes)
         return sums
     return start

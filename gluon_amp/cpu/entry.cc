@@ -381,6 +381,8 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(marks), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(copy_all), FUNCTION(watched),
       FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
       FUNCTION(count_updates), FUNCTION(random_state), function("scales", scales_of), FUNCTION(set_scales),
-      FUNCTION(forget_scales), FUNCTION(end_user_code), function("keeps_blocks", blocks), {}};
+      FUNCTION(forget_scales), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
+      FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
+      FUNCTION(free_attributes), {}};
   return functions;
 }

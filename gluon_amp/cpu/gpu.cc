@@ -48,12 +48,6 @@ void keep_masks(nnvm::Op& backward) {
 
 // ---- batch_dot ---------------------------------------------------------------------
 
-// The first members of mshadow::Stream<gpu>.
-struct GpuStream {
-  void* stream;
-  void* cublas;
-};
-
 constexpr int kFloat16Data = 2, kSumsInFloat32 = 68, kTensorCores = 99;  // cuBLAS's numbers, CUDA 11
 
 // cuBLAS matrices are column-major, so it multiplies the transposed matrices in reverse order.

@@ -18,6 +18,7 @@ import itertools
 import json
 import mmap
 import os
+import weakref
 from ctypes import POINTER, byref, c_char_p, c_int, c_int64, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import (
@@ -29,6 +30,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Tuple,
 )
 
 from mxnet._ctypes.ndarray import _imperative_invoke
@@ -388,37 +390,58 @@ def keeps_blocks() -> bool:
     return _table is not None and bool(_table.keeps_blocks())
 
 
+def _free_with(owner: object, free: Callable[[int], None], address: int) -> None:
+    """Frees an object of the engine with its owner, but not at exit, when MXNet has ended."""
+    weakref.finalize(owner, free, address).atexit = False
+
+
 class Attributes:
-    """Attributes of an operator, converted to C."""
+    """The attributes of a call of an operator, which MXNet parses once."""
 
-    def __init__(self, **attrs: Any) -> None:
+    def __init__(self, operator: str, **attrs: Any) -> None:
         texts: Any = (c_char_p * len(attrs))
-        self.count, self.names = c_int(len(attrs)), texts(*map(str.encode, attrs))
-        self.values = texts(*[str(value).encode() for value in attrs.values()])
+        self.given = len(attrs), texts(*map(str.encode, attrs)), \
+            texts(*[str(value).encode() for value in attrs.values()])
+        self.parsed: Optional[int] = None
+        if _table is not None:
+            self.parsed = made = _table.new_attributes(_operator(operator), *self.given)
+            mx.base.check_call(0 if made else -1)
+            _free_with(self, _table.free_attributes, made)
 
 
-class Call:
-    """A call of an operator with the same arrays at each step, which are converted to C once. Its
-    attributes may change.
+class Calls:
+    """Calls of operators with the same dense arrays on a GPU at each step, which are converted to C
+    once. One task of MXNet's engine runs them, one after the other. Attributes may change.
 
     Args:
-        name: the operator.
-        inputs, out: dense arrays; the call keeps them.
+        calls: the operator, inputs and outputs of each.
     """
 
-    def __init__(self, name: str, inputs: Sequence["mx.nd.NDArray"],
-                 out: Sequence["mx.nd.NDArray"]) -> None:
-        self._arrays = [*inputs, *out]
-        self._operator, self._inputs, self._out = _operator(name), _handles(inputs), _handles(out)
+    def __init__(self, calls: Sequence[Tuple[str, Sequence["mx.nd.NDArray"],
+                                             Sequence["mx.nd.NDArray"]]]) -> None:
+        self._arrays = [[*inputs, *out] for _, inputs, out in calls]
+        self._rows = [(_operator(name), _handles(inputs), _handles(out))
+                      for name, inputs, out in calls]
+        self._made: Optional[int] = None
+        if _table is not None:
+            self._made = made = _table.new_calls()
+            _free_with(self, _table.free_calls, made)
+            for operator, inputs, out in self._rows:
+                _table.add_call(made, operator, inputs, len(inputs), out, len(out))
 
-    def __call__(self, **attrs: Any) -> None:
-        self.run(Attributes(**attrs))
-
-    def run(self, attributes: Attributes) -> None:
-        mx.base.check_call(mx.base._LIB.MXImperativeInvokeEx(
-            self._operator, c_int(len(self._inputs)), self._inputs,
-            byref(c_int(len(self._out))), byref(ctypes.cast(self._out, POINTER(c_void_p))),
-            attributes.count, attributes.names, attributes.values, byref(POINTER(c_int)())))
+    def run(self, attributes: Sequence[Attributes]) -> None:
+        """Runs the calls, each with its attributes."""
+        if self._made is not None:
+            if attributes:
+                mx.base.check_call(_table.run_calls(self._made, (c_void_p * len(attributes))(
+                    *[one.parsed for one in attributes])))
+            return
+        for (operator, inputs, out), one in zip(self._rows, attributes):
+            count, names, values = one.given
+            mx.base.check_call(mx.base._LIB.MXImperativeInvokeEx(
+                operator, c_int(len(inputs)), inputs, byref(c_int(len(out))),
+                byref(ctypes.cast(out, POINTER(c_void_p))), c_int(count), names, values,
+                byref(POINTER(c_int)())))
 
 
 @functools.lru_cache(maxsize=None)

@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 
 from .._mxnet import mx
 from ..cpu.arrays import in_launches
-from ..cpu.library import Call
+from ..cpu.library import Attributes, Calls
 
 Named = Sequence[Tuple[str, List[Any]]]  # names of averages, and their arrays on each device
 
@@ -99,14 +99,16 @@ class _Copy:
             self.parts.append(self.flat[at:at + array.size].reshape(array.shape))
             at += array.size
         # array - 0 * array, by the only operator of MXNet that writes many arrays in one launch
-        self._calls = [Call("multi_sgd_update", [array for array in some for _ in range(2)], parts)
-                       for some, parts in zip(in_launches(arrays), in_launches(self.parts))]
+        launches = list(zip(in_launches(arrays), in_launches(self.parts)))
+        name = "multi_sgd_update"
+        self._calls = Calls([(name, [array for array in some for _ in range(2)], parts)
+                             for some, parts in launches])
+        self._attributes = [Attributes(name, num_weights=len(some), lrs=[0.0] * len(some),
+                                       wds=[0.0] * len(some)) for some, _ in launches]
 
     def read(self) -> None:
         """Copies the arrays, 60 in one launch. An infinity becomes NaN."""
-        for call, some in zip(self._calls, in_launches(self.parts)):
-            zeros = [0.0] * len(some)
-            call(num_weights=len(some), lrs=zeros, wds=zeros)
+        self._calls.run(self._attributes)
 
 
 def _is_finite(array: Any) -> Any:

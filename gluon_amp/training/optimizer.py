@@ -341,9 +341,8 @@ class Launches(Prepared):
         # AdamW's operators read it from the GPU
         self._rescale_grad = mx.nd.zeros(1, weights[0].ctx) if rule.rule == "adamw" else None
         self._last_rescale_grad: Optional[float] = None
-        self._calls: List[Tuple[List[int], library.Call]] = []
-        # the texts of learning rates, of weight decays and of counts in the last calls
-        self._texts: List[Dict[Sequence[float], str]] = [{}, {}, {}]
+        self._launches: List[Tuple[str, List[int]]] = []  # the operator and indices of each
+        self._attributes: Dict[Any, library.Attributes] = {}  # in the last update
         rows: Dict[str, List[Any]] = {}
         for index, grad, weight, state, inner in zip(indices, grads, weights, states, self._inner):
             row = [weight, grad, *_arrays_in(rule, inner)]
@@ -353,11 +352,13 @@ class Launches(Prepared):
                 row.append(master_in(made, state))
             rows.setdefault(name, []).append((index, weight, row))
         also = [] if self._rescale_grad is None else [self._rescale_grad]
+        calls = []
         for name, of_type in rows.items():
             for i in range(0, len(of_type), made.aggregate_num):
                 numbers, out, inputs = zip(*of_type[i:i + made.aggregate_num])
-                self._calls.append((list(numbers), library.Call(
-                    name, [*itertools.chain(*inputs), *also], out)))
+                self._launches.append((name, list(numbers)))
+                calls.append((name, [*itertools.chain(*inputs), *also], out))
+        self._calls = library.Calls(calls)
 
     def _update(self) -> None:
         made, rule = self._made, self._rule
@@ -367,20 +368,27 @@ class Launches(Prepared):
             if scale != self._last_rescale_grad:
                 self._rescale_grad[:] = np.array([scale], "float32")
                 self._last_rescale_grad = scale
-        before, self._texts = self._texts, [{}, {}, {}]
-        for indices, call in self._calls:
-            numbers = [tuple(some) for some in made.rates(rule, indices)]
-            for some, last, texts in zip(numbers, before, self._texts):
-                texts[some] = last.get(some) or f"[{_text(some)}]"
-            lrs, wds, steps = (texts[some] for some, texts in zip(numbers, self._texts))
-            if rule.rule == "lamb":
-                call(num_tensors=len(indices), learning_rates=lrs, wds=wds, step_count=steps,
-                     **settings)
-            elif rule.rule == "adamw":
-                call(num_weights=len(indices), lrs=lrs, wds=wds, etas=[1.0] * len(indices),
-                     **settings)
-            else:
-                call(num_weights=len(indices), lrs=lrs, wds=wds, **settings)
+        before, self._attributes = self._attributes, {}
+        attributes = []
+        for name, indices in self._launches:
+            lrs, wds, steps = map(tuple, made.rates(rule, indices))
+            counts = steps if rule.rule == "lamb" else ()
+            key = name, lrs, wds, counts, *settings.values()
+            self._attributes[key] = before.get(key) or self._parse(name, lrs, wds, counts, settings)
+            attributes.append(self._attributes[key])
+        self._calls.run(attributes)
+
+    def _parse(self, name: str, lrs: Tuple[float, ...], wds: Tuple[float, ...],
+               counts: Tuple[int, ...], settings: Dict[str, Any]) -> library.Attributes:
+        """Returns the attributes of a launch."""
+        rates, decays, rule = _text(lrs), _text(wds), self._rule.rule
+        if rule == "lamb":
+            return library.Attributes(name, num_tensors=len(lrs), learning_rates=f"[{rates}]",
+                                      wds=f"[{decays}]", step_count=f"[{_text(counts)}]",
+                                      **settings)
+        etas = {"etas": [1.0] * len(lrs)} if rule == "adamw" else {}
+        return library.Attributes(name, num_weights=len(lrs), lrs=f"[{rates}]", wds=f"[{decays}]",
+                                  **etas, **settings)
 
 
 class OneByOne(Prepared):
@@ -391,46 +399,47 @@ class OneByOne(Prepared):
                  grads: Sequence[Array], weights: Sequence[Array], states: Sequence[Any]) -> None:
         super().__init__(made, rule, indices, grads, weights, states)
         mixed, plain = rule.operators
-        self._calls: List[Tuple[int, library.Call]] = []
+        calls: List[Tuple[int, str, List[Array], List[Array]]] = []
         self._widened: List[Tuple[int, Array, Array, List[Array]]] = []
         for index, grad, weight, state, inner in zip(indices, grads, weights, states, self._inner):
             arrays = _arrays_in(rule, inner)
             if not is_16bit(weight.dtype):
-                call = library.Call(plain, [weight, grad, *arrays], [weight])
+                calls.append((index, plain, [weight, grad, *arrays], [weight]))
             elif mixed:
-                call = library.Call(mixed, [weight, grad, *arrays, master_in(made, state)],
-                                    [weight])
+                calls.append((index, mixed, [weight, grad, *arrays, master_in(made, state)],
+                              [weight]))
             else:
                 self._widened.append((index, grad, master_in(made, state), arrays))
-                continue
-            self._calls.append((index, call))
-        self._of_widened: List[Tuple[int, library.Call]] = []  # of this step
-        self._narrowing = narrowing(*self._with_masters[1:]) if self._widened else []
+        self._calls = library.Calls([(name, inputs, out) for _, name, inputs, out in calls])
+        self._of_widened = library.Calls([])  # of this step
+        self._narrow = narrowing(*self._with_masters[1:]) if self._widened else None
+        self._indices = [index for index, *_ in (*calls, *self._widened)]
+        self._names = [*(name for _, name, *_ in calls), *[plain] * len(self._widened)]
 
     def begin(self) -> None:
         super().begin()
-        self._of_widened = []
+        self._of_widened = library.Calls([])
         if self._widened:
             wide = widen_all([grad for _, grad, *_ in self._widened])
-            self._of_widened = [
-                (index, library.Call(self._rule.operators[1], [master, grad, *arrays], [master]))
-                for grad, (index, _, master, arrays) in zip(wide, self._widened)]
+            self._of_widened = library.Calls([
+                (self._rule.operators[1], [master, grad, *arrays], [master])
+                for grad, (_, _, master, arrays) in zip(wide, self._widened)])
 
     def _update(self) -> None:
-        made, rule, calls = self._made, self._rule, [*self._calls, *self._of_widened]
+        made, rule = self._made, self._rule
         settings = {its: getattr(made, its) for its in rule.settings.values()}
         settings = made.without_none({**settings, "clip_gradient": made.clip_gradient,
                                       "rescale_grad": made.rescale_grad})
-        attributes: Dict[Any, library.Attributes] = {}
-        lrs, wds, _ = made.rates(rule, [index for index, _ in calls])
-        with mx.engine.bulk(len(calls)):  # avoids synchronization after each
-            for (_, call), both in zip(calls, zip(lrs, wds)):
-                if both not in attributes:
-                    attributes[both] = library.Attributes(lr=both[0], wd=both[1], **settings)
-                call.run(attributes[both])
-        for narrow in self._narrowing:
-            narrow()
-        self._of_widened = []  # frees the widened gradients
+        lrs, wds, _ = made.rates(rule, self._indices)
+        columns = list(zip(self._names, lrs, wds))
+        parsed = {(name, lr, wd): library.Attributes(name, lr=lr, wd=wd, **settings)
+                  for name, lr, wd in set(columns)}
+        attributes, widened = [parsed[one] for one in columns], len(self._widened)
+        self._calls.run(attributes[:len(attributes) - widened])
+        if self._narrow is not None:
+            self._of_widened.run(attributes[-widened:])
+            self._narrow()
+            self._of_widened = library.Calls([])  # frees the widened gradients
 
 
 def _arrays_in(rule: _FusedRule, inner: Any) -> List[Array]:
@@ -589,9 +598,9 @@ class _WithMasters:
             zip(*([state] if isinstance(state, mx.nd.NDArray) else state for state in inner))
         library.call("_gluon_amp_update",
                      [*weights, *grads, *masters, *(array for column in kept for array in column)],
-                     out=list(weights), rule=fused.rule, num_weights=len(weights), lrs=_text(lrs),
-                     wds=_text(wds), steps=_text(steps), masters=bool(masters),
-                     **self.settings(fused))
+                     out=list(weights), rule=fused.rule, num_weights=len(weights),
+                     lrs=_text(tuple(lrs)), wds=_text(tuple(wds)), steps=_text(tuple(steps)),
+                     masters=bool(masters), **self.settings(fused))
         return True
 
     def rule(self, states: Sequence[Any]) -> Optional[_FusedRule]:
@@ -681,5 +690,6 @@ def _revive(cls: type) -> Optimizer:
     return made.__new__(made)
 
 
-def _text(numbers: Sequence[float]) -> str:
+@functools.lru_cache(maxsize=32)
+def _text(numbers: Tuple[float, ...]) -> str:
     return ",".join(map(str, numbers))

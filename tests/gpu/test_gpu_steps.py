@@ -187,7 +187,8 @@ def test_two_optimizers_of_one_network_do_not_share_state():
     assert isinstance(first.trainer, gluon.Trainer)
 
 
-@pytest.mark.parametrize(("optimizer", "launches"), [("sgd", 3), ("adamw", 3), ("lamb", 18)])
+@pytest.mark.parametrize(("optimizer", "launches"), [
+    ("sgd", 3), ("adamw", 3), ("lamb", 18), ("nag", 122)])
 def test_only_the_update_follows_the_check(optimizer, launches):
     training = Training(layers(40), optimizer=optimizer, loss_scale=settled_scale())
     _, update = settled(training, numbers(*DATA))
@@ -195,6 +196,9 @@ def test_only_the_update_follows_the_check(optimizer, launches):
     kernels = [call.kernel for call in update[check:] if call.is_launch and COPY not in call.kernel]
     # of 41 float16 weights and 81 float32 ones, at most 45 together
     assert len(kernels) == launches, kernels
+    waits = sum(call.is_synchronization for call in update[check:])
+    # for the check, the update and the averages; AdamW's operator reads a number in each launch
+    assert waits == (6 if optimizer == "adamw" else 3)
 
 
 def test_step_after_a_skipped_one_compares_no_weights():

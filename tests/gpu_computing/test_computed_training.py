@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from arrays import flat
+from gluon_amp.cpu import library
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -296,6 +297,7 @@ def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer, settings):
 
     def train(cls):
         net, schedule = network(GPU), mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.05)
+        net[0].weight.lr_mult, net[4].bias.wd_mult = 0.5, 0.0
         made = cls(learning_rate=0.05, lr_scheduler=schedule, clip_gradient=0.5, wd=0.01,
                    **settings)
         trainer = amp.Trainer(net.collect_params(), made, loss_scale=amp.DynamicLossScale(256))
@@ -323,3 +325,30 @@ def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer, settings):
     assert counts == same == [1, 0.05 / 8]
     for one, other in zip(prepared, plain):
         np.testing.assert_array_equal(one, other)
+
+
+def test_calls_run_in_order_with_and_without_the_engine(monkeypatch):
+    def updated():
+        weight, state = nd.ones(3, GPU[0]), nd.ones(3, GPU[0])
+        name = "multi_sgd_mom_update"
+        library.Calls(2 * [(name, [weight, weight, state], [weight])]).run([
+            library.Attributes(name, num_weights=1, lrs=[lr], wds=[0.0], momentum=0.5)
+            for lr in (1.0, 2.0)])
+        return weight.asnumpy().tolist(), state.asnumpy().tolist()
+
+    # adds 0.5 * 1 - 1 * 1 = -0.5, then 0.5 * -0.5 - 2 * 0.5 = -1.25
+    assert updated() == ([-0.75] * 3, [-1.25] * 3)
+    monkeypatch.setattr(library, "_table", None)
+    assert updated() == ([-0.75] * 3, [-1.25] * 3)
+
+
+def test_calls_refuse_arrays_that_do_not_fit():
+    weight, state = nd.ones(3, GPU[0]), nd.ones(2, GPU[0])
+    calls = library.Calls([("sgd_mom_update", [weight, weight, state], [weight])])
+    with pytest.raises(mx.MXNetError, match="Incompatible attr in node  at 2-th input"):
+        calls.run([library.Attributes("sgd_mom_update", lr=1.0)])
+    with pytest.raises(mx.MXNetError, match="Cannot find argument 'rate'"):
+        library.Attributes("sgd_mom_update", rate=1.0)
+    with pytest.raises(mx.MXNetError, match="another device"):
+        library.Calls([("sgd_mom_update", [weight, weight, nd.ones(3)], [weight])]).run(
+            [library.Attributes("sgd_mom_update", lr=1.0)])
