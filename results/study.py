@@ -20,14 +20,15 @@ TIMES = {"seconds", "samples_per_second"}
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
-def train(script, flags, folder, launcher=(), before=(), seconds=None):
-    """Runs a script of the checkout with one thread, and saves to a folder.
+def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1):
+    """Runs a script of the checkout, and saves to a folder.
 
     Args:
         flags: its flags; SHARED stands for the folder of data.
         launcher: the command before Python.
         before: the Python script that runs it, if any.
         seconds: its time limit.
+        threads: the number of threads of its operators.
 
     Raises:
         RuntimeError: it fails.
@@ -36,7 +37,7 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None):
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
     command = [*launcher, *PYTHON, *before, CHECKOUT / script, "--save-dir", folder, *words]
     process = subprocess.Popen(
-        list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": str(threads)}, text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=seconds)
