@@ -43,7 +43,7 @@ BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cp
 SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_operators.py \
              tests/test_engine_own_code.py tests/test_engine_norms.py tests/test_engine_types.py \
              tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
-             tests/test_networks.py tests/test_xray_counts.py tests/test_dispatch.py \
+             tests/test_networks.py tests/test_loops.py tests/test_xray_counts.py tests/test_dispatch.py \
              tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
              tests/test_bfloat16_blocks.py tests/test_weight_gradients.py
 
