@@ -1,9 +1,9 @@
 """Measures the step and the memory of each study: python results/cost.py [STUDY ...]
 
 It runs the first steps of each study with two threads in float32, float16 and bfloat16, one after
-another, in several rounds, and appends to results/costs.jsonl. Run it on an idle machine. A step
-is from the end of one update to the end of the next one, with reading of the data. Memory is the
-peak of a process beyond its imports.
+another, in several rounds, and appends to results/runs/costs.jsonl. Run it on an idle machine. A
+step is from the end of one update to the end of the next one, with reading of the data. Memory is
+the peak of a process beyond its imports.
 """
 import argparse
 import json
@@ -19,7 +19,7 @@ import study
 from run import STUDIES, machine
 
 HERE = Path(__file__).parent
-COSTS = HERE / "costs.jsonl"
+COSTS = HERE / "runs/costs.jsonl"
 ARMS = ("float32", "float16", "bfloat16")
 ROUNDS = 3
 FIRST = 10  # steps that do not count: they compile, and search the loss scale

@@ -274,7 +274,7 @@ def cost(of, quantity):
     """Returns the costs of a step in the 16-bit types, divided by float32's, as text: medians over
     the rounds of cost.py."""
     rounds = {}
-    for one in study.lines(HERE / "costs.jsonl"):
+    for one in study.lines(HERE / "runs/costs.jsonl"):
         if (one["study"], one["machine"]) == (of.name, of.machine):
             rounds.setdefault(one["round"], {})[one["arm"]] = one[quantity]
     ratios = {arm: [costs[arm] / costs["float32"] for costs in rounds.values()

@@ -56,14 +56,15 @@ def failing(monkeypatch):
 # ---- the demo
 
 
-def test_demo_prints_measurements_and_a_table(capsys, monkeypatch):
+def test_demo_prints_measurements_and_a_table():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
-    monkeypatch.setattr("gluon_amp.tools.demo.PIXELS", 64)
-    assert main(["demo", "--epochs", "2"]) == 0
-    captured = capsys.readouterr()
-    assert "step/s" not in captured.err  # the progress bar is for terminals only
+    done = processes.run(  # its memory is that of a new process
+        "-c", "from gluon_amp.tools import cli, demo; demo.PIXELS = 64; "
+        "cli.main(['demo', '--epochs', '2'])", **processes.WITH_ALL)
+    assert done.returncode == 0, done.stderr
+    assert "step/s" not in done.stderr  # the progress bar is for terminals only
     step, full, half, words, _, header, float32, float16, bfloat16, empty, note = (
-        captured.out.splitlines()[:11])
+        done.stdout.splitlines()[:11])
     assert step.startswith("a step of MobileNetV2, 8 images of 64x64 pixels")
     found = [re.fullmatch(r"(float\d\d) +(\d+) ms \((.*)\) +(\d+) MB \((.*)\)", line).groups()
              for line in (full, half)]

@@ -85,7 +85,7 @@ changed = {name for old, new in zip(before, after) for name in old
 assert changed == {"asnumpy", "astype", "copyto", "_sync_copyfrom", "_load_init", "cast",
                    "save",  # cpu/bfloat16.py
                    "step", "update",  # gluon/parameter.py: a warning
-                   "save_parameters", "load_parameters"}, changed  # gluon/records.py
+                   "save_parameters", "load_parameters", "export"}, changed  # gluon/records.py
 assert type(stock) is nn.Dense and np.dtype(stock.weight.dtype) == np.float32
 """)
 

@@ -66,7 +66,8 @@ def test_other_types_match_mxnet_alone_bitwise(dtype, rng, tmp_path):
     (tmp_path / "calls").write_bytes(pickle.dumps(calls))
     differ, ran = printed(MXNET_ALONE + CALLS, tmp_path / "calls", dtype,
                           MXNET_SAFE_ACCUMULATION="1").splitlines()[-2:]
-    assert differ == "[]"
+    # MXNet refuses the gradient of Embedding's indices, which loops need (cpu/dispatch/loops.cc)
+    assert differ == ("[]" if dtype == "int32" else "['Embedding']")
     assert int(ran) > 0.95 * len(calls)  # a few of MXNet's operators read uninitialized memory
 
 
