@@ -43,7 +43,7 @@ def needs_versions_that_draw_the_same():
 def test_study_files_give_committed_tables_and_pictures(tmp_path):
     needs_versions_that_draw_the_same()
     folder = tmp_path / "results"
-    for pattern in ("*.py", "*.md", "*.jsonl", "tasks/*.jsonl", "runs/*/*.jsonl.xz"):
+    for pattern in ("*.py", "*.md", "*.jsonl", "tasks/*.jsonl", "runs/*.jsonl", "runs/*/*.xz"):
         for path in RESULTS.parent.glob(pattern):
             copied = folder / path.relative_to(RESULTS.parent)
             copied.parent.mkdir(parents=True, exist_ok=True)
