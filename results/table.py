@@ -250,7 +250,7 @@ def readers_table(found):
     yield from head("network and task", "machine", "measure: float32",
                     *(f"{arm} minus float32" for arm in READERS_ARMS), "largest of the control",
                     *(f"{cost} / float32: float16, bfloat16" for cost in ("step", "memory")))
-    answers = {}
+    costs, answers = study.lines(HERE / "runs/costs.jsonl"), {}
     for one, (p, _) in zip(found, corrected(found)):
         answers.setdefault(id(one.study), {})[one.arm] = one, p
     for arms in answers.values():
@@ -267,18 +267,19 @@ def readers_table(found):
         if "control" in arms:
             control = signed(of, max(map(abs, of.differences("control")))).replace("+", "±")
         yield line(SUBJECTS[of.name], of.machine, f"{of.measure.name}: {spread(of, 'float32')}",
-                   *cells, control, cost(of, "step_seconds"), cost(of, "bytes"))
+                   *cells, control, *(cost(of, costs, of_step)
+                                      for of_step in ("step_seconds", "bytes")))
 
 
-def cost(of, quantity):
+def cost(of, costs, quantity):
     """Returns the costs of a step in the 16-bit types, divided by float32's, as text: medians over
-    the rounds of cost.py."""
+    the rounds among these lines of cost.py."""
     rounds = {}
-    for one in study.lines(HERE / "runs/costs.jsonl"):
+    for one in costs:
         if (one["study"], one["machine"]) == (of.name, of.machine):
             rounds.setdefault(one["round"], {})[one["arm"]] = one[quantity]
-    ratios = {arm: [costs[arm] / costs["float32"] for costs in rounds.values()
-                    if {arm, "float32"} <= costs.keys()] for arm in READERS_ARMS}
+    ratios = {arm: [its[arm] / its["float32"] for its in rounds.values()
+                    if {arm, "float32"} <= its.keys()] for arm in READERS_ARMS}
     if not any(ratios.values()):
         return "not measured"
     return ", ".join(f"{median(of_arm):.2f}" if of_arm else "not measured"
