@@ -30,7 +30,7 @@
 # make test-ranks   long tests of many workers: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory of float16 relative to float32, in ten minutes
 # make bench-gpu-path   the recorded GPU calls of a step, without a GPU: docs/gpu_table.txt
-# make bench-all   all benchmarks; continues an interrupted run (ANEW=1: starts over)
+# make bench-all   all benchmarks; continues an interrupted run (RESTART=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 or later)
 
 PYTHON ?= python3
@@ -182,7 +182,7 @@ bench-gpu-path: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore benchmarks/gpu_path.py
 
 bench-all: .venv/test
-	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(ANEW),--anew)
+	$(BIN)/python -W ignore benchmarks/bench_all.py $(if $(RESTART),--restart)
 
 # MXNet is not instrumented and keeps memory until the process ends, so leaks are not checked. The sanitizers print
 # to stderr when the process ends: pytest must not capture it, nor handle the signal.

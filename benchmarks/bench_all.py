@@ -66,13 +66,13 @@ def measure(line):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--anew", action="store_true", help="start over")
+    parser.add_argument("--restart", action="store_true", help="start over")
     parser.add_argument("--only", default="", help="run only lines with this text in their name")
     parser.add_argument("--list", action="store_true", help="only print the names of lines")
     args = parser.parse_args()
     path = HERE / "out" / f"{step_time.commit()}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    if args.anew and not args.list:
+    if args.restart and not args.list:
         path.unlink(missing_ok=True)
     done = {json.loads(row)["name"]: json.loads(row)["rows"]
             for row in (path.read_text().splitlines() if path.exists() else [])}

@@ -410,8 +410,8 @@ class Attributes:
 
 
 class Calls:
-    """Calls of operators with the same dense arrays on a GPU at each step, which are converted to C
-    once. One task of MXNet's engine runs them, one after the other. Attributes may change.
+    """Calls of operators on a GPU. Their dense arrays are the same at each step, and are converted
+    to C once; attributes may change. One task of MXNet's engine runs the calls in order.
 
     Args:
         calls: the operator, inputs and outputs of each.
