@@ -191,6 +191,29 @@ def test_killed_or_interrupted_launcher_ends_all(launcher, tmp_path, number):
     assert wait_until(lambda: not left_behind(tmp_path))
 
 
+@pytest.mark.parametrize(("number", "handler", "code"), [
+    (signal.SIGTERM, signal.SIG_DFL, 130), (signal.SIGHUP, signal.SIG_IGN, 3)])
+def test_signal_while_a_process_starts_loses_no_process(monkeypatch, number, handler, code):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments, **settings):
+            started.append(self)
+            super().__init__(*arguments, **settings)
+            signal.raise_signal(number)
+
+    before = signal.signal(number, handler)
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    try:
+        program = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(3)"
+        seconds = "0" if code == 3 else "600"  # ignored signals (nohup) end nothing
+        assert launch([sys.executable, "-c", program, seconds], workers=1) == code
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    assert [process.poll() is not None for process in started] == [True] * 3
+
+
 def test_exit_code_is_that_of_first_failed_worker(capfd):
     code = launch([sys.executable, "-c", "raise SystemExit(3)"], workers=1)
     assert code == 3

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from .rendezvous import ADDRESS, Rendezvous
 from .supervise import BEAT, patience
@@ -61,8 +61,6 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         scheduler or a server hung, 130 after Ctrl-C.
     """
     with contextlib.ExitStack() as stack:
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, number, signal.signal(number, _interrupt))
         root = _address_for_all(hosts or [])
         where = [hosts[i % len(hosts)] for i in range(workers)] if hosts else [""] * workers
         names = [f"worker {i} on {host}" if host else f"worker {i}" for i, host in enumerate(where)]
@@ -74,6 +72,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         seconds = patience()
         helpers: List[_Process] = []
         started: List[_Process] = []
+        signals = stack.enter_context(_received_signals())
         try:
             helpers.append(_start("the scheduler", run_helper, {**here, "DMLC_ROLE": "scheduler"},
                                   subprocess.PIPE))
@@ -86,10 +85,7 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
                     started.append(_start(name, _by_ssh(host, command, {**settings, **its}), {}))
                 else:
                     started.append(_start(name, command, {**here, **its}))
-            return _wait(started, helpers, seconds, rendezvous)
-        except KeyboardInterrupt:
-            _log("interrupted: terminating all processes")
-            return 130
+            return _wait(started, helpers, seconds, rendezvous, signals)
         finally:
             _end(started + helpers)
 
@@ -126,11 +122,31 @@ def read_hosts(path: str) -> List[str]:
     return hosts
 
 
+@contextlib.contextmanager
+def _received_signals() -> Iterator[List[int]]:
+    """Collects the signals that end the job, except those that are ignored (nohup).
+
+    An exception of their handlers could be raised while a process is started or waited for: the
+    process would be lost, or its lock would stay locked.
+    """
+    received: List[int] = []
+    ends_job = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: received.append(number))
+              for number in ends_job}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
-          rendezvous: Rendezvous) -> int:
-    """Waits until all workers exit, or a process fails or sends no heartbeat for `seconds`."""
+          rendezvous: Rendezvous, signals: Sequence[int]) -> int:
+    """Waits until all workers exit, a signal arrives, or a process fails or sends no heartbeat
+    for `seconds`."""
     silence = _Silence(helpers)
-    while True:
+    while not signals:
         ended = [w for w in workers if w.popen.poll() is not None]
         all_ended = len(ended) == len(workers)
         rendezvous.poll(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
@@ -138,11 +154,11 @@ def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
         if failed is not None:
             _log(f"{failed.name} {_how(failed.popen.returncode)}: terminating the others")
             if failed in workers:
-                _wait_for(workers, _TO_SPEAK)
+                _wait_for(workers, _TO_SPEAK, signals)
             code = failed.popen.returncode
             return 128 - code if code < 0 else code
         if all_ended:
-            _wait_for(helpers, _TO_SPEAK)
+            _wait_for(helpers, _TO_SPEAK, signals)
             return 0
         silent = silence.longer_than(seconds)
         if silent is not None:
@@ -150,6 +166,8 @@ def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
                  "processes")
             return 1
         time.sleep(0.05)
+    _log("interrupted: terminating all processes")
+    return 130
 
 
 class _Silence:
@@ -180,9 +198,11 @@ def _has_written(helper: _Process) -> bool:
     return bool(select.select([output], [], [], 0)[0]) and bool(os.read(output.fileno(), 4096))
 
 
-def _wait_for(processes: List[_Process], seconds: float) -> None:
+def _wait_for(processes: List[_Process], seconds: float, signals: Sequence[int] = ()) -> None:
+    """Waits until all processes exit, a signal arrives, or the seconds have passed."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and any(p.popen.poll() is None for p in processes):
+    while time.monotonic() < end and not signals and any(
+            p.popen.poll() is None for p in processes):
         time.sleep(0.05)
 
 
@@ -259,7 +279,3 @@ def _how(code: int) -> str:
 
 def _log(text: str) -> None:
     print(f"gluon-amp launch: {text}", file=sys.stderr, flush=True)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
