@@ -51,7 +51,7 @@ def lines() -> List[Line]:
                   Line("PyTorch bfloat16", ["torch_nets.py", "--compared"],
                        [("OMP_NUM_THREADS", "1")])]
     else:
-        print("PyTorch is skipped: it is not installed (pip install 'gluon-amp[bench]')")
+        print("PyTorch is skipped: it is not installed (pip install '.[bench]')")
     return found
 
 

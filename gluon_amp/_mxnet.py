@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Callable, List
 import numpy as np
 
 from . import _numpy
+from .checks import pip_install
 from .cuda import load
 
 # Held while a graph is recorded, and during a backward pass: MXNet has no locks for either, and
@@ -29,7 +30,7 @@ GRAPH_LOCK = threading.RLock()
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
 # MXNet's wheels require numpy below 2, and so Python below 3.13
 _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA GPUs)" \
-    if _numpy.NUMPY_2 else "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]' for NVIDIA GPUs)"
+    if _numpy.NUMPY_2 else f"{pip_install('cpu')} ('.[cu112]' for NVIDIA GPUs)"
 
 
 def installed_builds() -> List[str]:
@@ -70,7 +71,7 @@ def _import_mxnet() -> Any:
         if "libcuda.so" in str(error):
             raise ImportError("this MXNet is the CUDA build, and the NVIDIA driver (libcuda.so.1) "
                               "is not installed: install the driver, or the CPU build with "
-                              f"pip uninstall -y {' '.join(builds)}; pip install 'gluon-amp[cpu]'"
+                              f"pip uninstall -y {' '.join(builds)}; {pip_install('cpu')}"
                               ) from error
         missing = next((name for name in _SYSTEM if f"{name}.so" in str(error)), None)
         if missing is not None:
@@ -78,7 +79,7 @@ def _import_mxnet() -> Any:
                               f"{_SYSTEM[missing]}") from error
         build = next((name[6:] for name in builds if name.startswith("mxnet-cu")), "cu112")
         raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
-                          f"pip install 'gluon-amp[{build}]'") from error
+                          f"{pip_install(build)}") from error
     load.check()
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)

@@ -8,6 +8,11 @@ import re
 from typing import Any, Iterable, Iterator, List, NoReturn, Sequence
 
 
+def pip_install(extra: str) -> str:
+    """Returns the command that installs an extra, with or without a release of gluon_amp."""
+    return f"pip install '.[{extra}]' in a checkout of gluon_amp"
+
+
 @contextlib.contextmanager
 def imports_of(extra: str, what: str) -> Iterator[None]:
     """Replaces an import error of its block by one that names an extra of gluon_amp.
@@ -19,8 +24,8 @@ def imports_of(extra: str, what: str) -> Iterator[None]:
         yield
     except (ImportError, TypeError) as error:  # TypeError: TensorBoard's, with a newer protobuf
         reason = str(error).partition("\n")[0]
-        raise ImportError(f"{what} needs packages that cannot be imported: pip install "
-                          f"'gluon-amp[{extra}]' ({reason})") from error
+        raise ImportError(f"{what} needs packages that cannot be imported: {pip_install(extra)} "
+                          f"({reason})") from error
 
 
 def positive_number(value: Any, what: str) -> float:

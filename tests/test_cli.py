@@ -91,7 +91,8 @@ def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("gluon-amp demo: the demo needs packages that cannot be "
-                                   "imported: pip install 'gluon-amp[demo]' (import of sklearn")
+                                   "imported: pip install '.[demo]' in a checkout of gluon_amp "
+                                   "(import of sklearn")
     assert captured.err.count("\n") == 1
 
 

@@ -139,7 +139,7 @@ def test_unused_gpu_with_cpu_build_is_noted_with_remedy(monkeypatch):
     assert [d["device"] for d in facts["devices"]] == ["cpu"]
     (note,) = facts["notes"]
     assert "Tesla T4 is not used" in note
-    assert "pip uninstall -y mxnet; pip install 'gluon-amp[cu112]'" in note
+    assert "pip uninstall -y mxnet; pip install '.[cu112]' in a checkout" in note
 
 
 def test_gpu_unsupported_by_build_is_noted(monkeypatch):

@@ -16,7 +16,7 @@ from gluon_amp.cpu import library
 PACKAGE = Path(gluon_amp.__file__).parent
 OURS = ("MXNET_SAFE_ACCUMULATION", "GLUON_AMP_ISA", "PYTHONPATH", "PYTHONWARNINGS")
 INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1" \
-    if np.__version__ >= "2" else "pip install 'gluon-amp[cpu]' (or 'gluon-amp[cu112]'"
+    if np.__version__ >= "2" else "pip install '.[cpu]' in a checkout of gluon_amp ('.[cu112]'"
 NET = """
 import gluon_amp
 from mxnet import gluon, nd
@@ -122,9 +122,9 @@ def test_leftovers_of_broken_install_are_ignored(machine):
 @pytest.mark.parametrize(("name", "library_", "said"), [
     ("mxnet-cu112", "libcuda.so.1", ["the NVIDIA driver (libcuda.so.1) is not installed",
                                      "install the driver", "pip uninstall -y mxnet-cu112; "
-                                     "pip install 'gluon-amp[cpu]'"]),
-    ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install 'gluon-amp[cu112]'"]),
-    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip install 'gluon-amp[cu117]'"]),
+                                     "pip install '.[cpu]' in a checkout"]),
+    ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install '.[cu112]'"]),
+    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip install '.[cu117]'"]),
     ("mxnet", "libgomp.so.1", ["MXNet needs the system's libgomp: apt install libgomp1"])])
 def test_missing_system_library_is_named_with_its_package(name, library_, said,
                                                                         machine):
@@ -203,7 +203,7 @@ def test_a_server_needs_numpy_and_mxnet_alone(tmp_path):
     messages = said.splitlines()
     assert len(messages) == len(extras)
     for message, extra in zip(messages, extras):
-        assert f"pip install 'gluon-amp[{extra}]' (No module named " in message
+        assert f"pip install '.[{extra}]' in a checkout of gluon_amp (No module named " in message
 
 
 def test_mxnet_can_be_imported_after_gluon_amp():

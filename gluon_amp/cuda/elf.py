@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple, Union, cast
 
+from ..checks import pip_install
 from .fatbin import Entry, entries
 
 Buffer = Union[bytes, mmap.mmap]
@@ -114,8 +115,8 @@ def unpack(entry: Entry) -> bytes:
     try:
         import lz4.block
     except ImportError:
-        raise ImportError("reading the code in MXNet's wheel needs the package lz4: pip install "
-                          "'gluon-amp[cuda-build]'") from None
+        raise ImportError("reading the code in MXNet's wheel needs the package lz4: "
+                          f"{pip_install('cuda-build')}") from None
     return lz4.block.decompress(entry.code, uncompressed_size=entry.size)
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
+from ..checks import pip_install
 from .devices import GPU, Devices
 
 FUNCTIONS = Path(__file__).with_name("functions.txt")
@@ -33,7 +34,7 @@ _NVTX = "libnvToolsExt.so.1"  # CUDA 13 has none, and libmxnet.so needs none
 _SINCE = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 _CUDA_13_FROM = 75  # it has no code for older GPUs
 _CUDNN_FOR_9 = 8600  # the first cuDNN 8 for capability 9.0
-INSTALL = {11: "pip install 'gluon-amp[cu112]'", 13: "pip install 'gluon-amp[cu13]'"}
+INSTALL = {11: pip_install("cu112"), 13: pip_install("cu13")}
 
 
 class Function(NamedTuple):

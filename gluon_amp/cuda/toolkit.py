@@ -1,8 +1,8 @@
 """The compilers and headers that build MXNet's kernels.
 
-nvcc 13.0 compiles to PTX with the headers of CUDA 11.8. It comes from `pip install
-'gluon-amp[cuda-build]'`, else from PATH. ptxas compiles PTX for one architecture: for 9.0 that of
-CUDA 11.8, whose code drivers from 520 on load, else that of nvcc.
+nvcc 13.0 compiles to PTX with the headers of CUDA 11.8. It comes from the extra `cuda-build`, else
+from PATH. ptxas compiles PTX for one architecture: for 9.0 that of CUDA 11.8, whose code drivers
+from 520 on load, else that of nvcc.
 """
 import importlib.util
 import os
@@ -13,8 +13,10 @@ import sysconfig
 from pathlib import Path
 from typing import List, NamedTuple, Optional
 
+from ..checks import pip_install
+
 HERE = Path(__file__).with_name("headers")
-INSTALL = "pip install 'gluon-amp[cuda-build]'"
+INSTALL = pip_install("cuda-build")
 # Headers that MXNet's CUDA files include, by the package that has them.
 _PACKAGES = {"cuda_runtime": "cuda_runtime.h", "cuda_nvcc": "crt/host_config.h",
              "cublas": "cublas_v2.h", "cudnn": "cudnn.h", "cufft": "cufft.h",

@@ -81,7 +81,7 @@ class Monitor:
         layers: the observed blocks, and regular expressions for names of operators. None: all
             operators.
         tensorboard: a folder for TensorBoard's event files, with the shares, `rms` and `largest` as
-            scalars (`pip install 'gluon-amp[tensorboard]'`).
+            scalars. It needs the extra `tensorboard`.
         record: "statistics"; "checksums" adds data and parameters, and what ``gluon-amp diff``
             compares; "times" is the time and the memory of each operator, for ``gluon-amp
             profile``.

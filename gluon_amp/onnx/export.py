@@ -71,8 +71,8 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
     """Writes a network for prediction as an ONNX file, atomically.
 
     Inputs are float32, and so are outputs unless the policy sets another type. Norms, softmax and
-    all else that `gluon_amp.convert` keeps in float32 is float32 in the file. It needs the package
-    onnx: `pip install 'gluon-amp[onnx]'`.
+    all else that `gluon_amp.convert` keeps in float32 is float32 in the file. It needs the extra
+    `onnx`.
 
     Args:
         net: a HybridBlock, converted or not, or a symbol.

@@ -17,7 +17,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from .._mxnet import installed_builds, message, mx, np
 from ..annotations import Context
-from ..checks import aligned, counted, in_names
+from ..checks import aligned, counted, in_names, pip_install
 from ..cpu import library
 from ..cuda import load, wheel
 from ..cuda.devices import GPU
@@ -256,7 +256,7 @@ def _notes(facts: Dict[str, Any]) -> Iterator[str]:
                   f"it: {load.commands(arch)}"
         elif not cuda:
             yield f"{gpu['name']} is not used, because this MXNet is a CPU build: pip uninstall " \
-                  f"-y {' '.join(facts['mxnet']['builds'])}; pip install 'gluon-amp[cu112]'"
+                  f"-y {' '.join(facts['mxnet']['builds'])}; {pip_install('cu112')}"
         elif not gpu["tensor_cores"]:
             yield f"{gpu['name']} has no Tensor Cores: float16 saves memory, not time"
     if cuda and not facts["gpus"]:

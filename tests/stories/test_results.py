@@ -37,7 +37,7 @@ def needs_versions_that_draw_the_same():
     versions = {"matplotlib": "3.7.5", "PIL": "10.4.0"}
     for name, version in versions.items():
         if __import__(name).__version__ != version:
-            pytest.skip(f"needs {name} {version}: pip install 'gluon-amp[results]'")
+            pytest.skip(f"needs {name} {version}: pip install '.[results]'")
 
 
 def test_study_files_give_committed_tables_and_pictures(tmp_path):

@@ -218,8 +218,8 @@ API int cudnnSetRNNPaddingMode(Rnn rnn, unsigned padded) {
 
 // On an H200, cuDNN 9.19 accepts a range, and returns cells outside of it and other gradients than of clipped cells.
 API int cudnnRNNSetClip(Handle, Rnn, int mode, int, double, double) {
-  return mode ? forward_error(kNotSupported, "cuDNN 9 does not clip the cells of LSTMs to a range; cuDNN 8 does (pip "
-                                             "install 'gluon-amp[cu112]')")
+  return mode ? forward_error(kNotSupported, "cuDNN 9 does not clip the cells of LSTMs to a range; cuDNN 8 does, "
+                                             "which the extra cu112 installs")
               : 0;
 }
 
