@@ -14,6 +14,7 @@ import numpy as np
 from docutils import nodes
 from gluon_amp import annotations
 from PIL import Image
+from sphinx.addnodes import desc_addname, desc_signature, pending_xref
 from sphinx.transforms import SphinxTransform
 
 HERE = Path(__file__).parent
@@ -72,6 +73,8 @@ for name, value in {
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
     os.environ.setdefault(name, value)
+# Modules of types that functions return
+INTERNAL = r"gluon_amp\.(graph|inspection|reports|cuda|tools|training\.lr_find)\."
 # Types without a page: from other packages, and parts of results
 nitpick_ignore_regex = [
     ("py:class", "|".join([*annotations.__all__, "DataIter", "GivenLossScale"])),
@@ -87,7 +90,7 @@ def remove_any(app, what, name, obj, options, lines):
             types[parameter] = re.sub(nothing, "", hint)
             if hint.endswith("Any"):
                 del types[parameter]
-    lines[:] = [re.sub(nothing, "", line) for line in lines
+    lines[:] = [re.sub(INTERNAL, r"~\g<0>", re.sub(nothing, "", line)) for line in lines
                 if not re.fullmatch(r":vartype .*(\bAny|InitVar.*)", line.strip())]
 
 
@@ -200,6 +203,8 @@ class StackedTables(SphinxTransform):
 
     def apply(self):
         for table in self.document.findall(nodes.table):
+            if not any(table.findall(nodes.thead)):  # an overview of the API
+                continue
             head, *rows = table.findall(nodes.row)
             longest = sorted(max(len(cell.astext()) for cell in row) for row in rows)
             if not rows or longest[len(longest) // 2] < 25:  # a table of numbers
@@ -210,6 +215,30 @@ class StackedTables(SphinxTransform):
                     if column.astext() and cell.astext():
                         cell[0].insert(0, nodes.inline("", f"{column.astext()}: ",
                                                        classes=["column"]))
+
+
+class LinkedNames(SphinxTransform):
+    """Links the names of the API's first page."""
+
+    default_priority = 400
+
+    def apply(self):
+        names = {*gluon_amp.__all__, "parallel"} if self.env.docname == "api" else ()
+        for code in list(self.document.findall(nodes.literal)):
+            if code.astext().partition(".")[0] not in names:
+                continue
+            link = pending_xref("", refdomain="py", reftype="obj", refexplicit=True, refwarn=False,
+                                reftarget=f"gluon_amp.{code.astext()}")
+            code.replace_self(link)
+            link += code
+
+
+def short_names(app, domain, kind, content):
+    """Removes modules from the names of types that are returned, and not imported."""
+    for signature in content.parent.findall(desc_signature):
+        for module in list(signature.findall(desc_addname)):
+            if re.match(INTERNAL, module.astext()):
+                signature.remove(module)
 
 
 def darkened(path, app):
@@ -248,10 +277,12 @@ def _figures():
 def setup(app):
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
     app.connect("autodoc-process-docstring", remove_any, priority=900)  # after it
+    app.connect("object-description-transform", short_names)
     app.connect("source-read", read_page)
     app.connect("build-finished", finish_notebooks)
     app.connect("build-finished", write_live_page)
     app.add_transform(DarkImages)
     app.add_transform(WholeWords)
     app.add_transform(StackedTables)
+    app.add_transform(LinkedNames)
     app.connect("builder-inited", draw_figures)

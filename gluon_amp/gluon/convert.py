@@ -74,15 +74,13 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     Args:
         net: a gluon Block.
         policy: "float16", the default (float16 parameters, for optimizers with master weights),
-            "mixed_float16"
-            (float32 parameters, cast where used), "pure_float16"; on CPUs "bfloat16",
-            "mixed_bfloat16", "tf32", "mixed_float8"; "float32" undoes a conversion; Apex's "O0" to
-            "O3"; or a `gluon_amp.Policy`.
+            "mixed_float16" (float32 parameters, cast where used) or "pure_float16"; on CPUs
+            "bfloat16", "mixed_bfloat16", "tf32" or "mixed_float8"; "float32", which undoes a
+            conversion; Apex's "O0" to "O3"; or a `gluon_amp.Policy`.
         keep: what stays float32: blocks, classes of blocks, operators (`gluon_amp.ops`), and
             regular expressions for the whole name of a block or of a node (an operator of the
-            graph). A network that has not run is
-            traced for the names of its nodes. A kept block that was never hybridized runs
-            imperatively and may read shapes and values.
+            graph). A network that has not run is traced for the names of its nodes. A kept block
+            that was never hybridized runs imperatively and may read shapes and values.
         like: a file of parameters of a converted network, such as "net.params": converts with the
             policy and `keep` recorded in net.params.json. By default, parameters that the network
             has loaded must have the same policy, and what they keep must be kept. False does not

@@ -1,4 +1,6 @@
 """Matches the entries of `keep=`: regular expressions against whole names, and operators."""
+from __future__ import annotations
+
 import ctypes
 import re
 from dataclasses import dataclass
