@@ -223,9 +223,14 @@ def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: 
 
 
 def float32_numbers(masters: Any) -> Callable[[Parameter], Array]:
-    """Returns what returns a parameter's master weights in these Trainers, or else its values."""
+    """Returns what returns a parameter's master weights in these Trainers, or else its values.
+
+    Values that are not trained, such as moving averages, may differ between devices: their mean is
+    returned, as MXNet saves it.
+    """
     trainers = {} if masters is None else trainers_of(masters)
-    return lambda p: trainers[p].master(p) if p in trainers else to_float32(p._reduce())
+    return lambda p: trainers[p].master(p) if p in trainers and p.grad_req != "null" else \
+        to_float32(p._reduce())
 
 
 def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:
