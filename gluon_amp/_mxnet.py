@@ -78,8 +78,9 @@ def _import_mxnet() -> Any:
             raise ImportError(f"MXNet needs the system's {missing}: apt install "
                               f"{_SYSTEM[missing]}") from error
         build = next((name[6:] for name in builds if name.startswith("mxnet-cu")), "cu112")
-        raise ImportError(f"MXNet does not load: {error}. Its CUDA 11 libraries come with "
-                          f"{pip_install(build)}") from error
+        problems = load.prepared.problems if load.prepared else []
+        remedy = "; ".join(problems) or f"Its CUDA 11 libraries come with {pip_install(build)}"
+        raise ImportError(f"MXNet does not load: {error}. {remedy}") from error
     load.check()
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)

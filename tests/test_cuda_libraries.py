@@ -63,6 +63,13 @@ def test_problem_names_gpu_reason_and_command(installed, gpus, settings, reason,
     assert "pip install '.[cu" in choice.problem
 
 
+def test_newer_cuda_without_runtime_of_cuda_11_needs_that_alone(chosen):
+    """As on Colab, whose CUDA 12 and PyTorch stay."""
+    choice = chosen((12,), A100, without=["libcudart.so.11.0"])
+    assert choice.problem.endswith(
+        "libcudart.so.11.0 not found): pip install nvidia-cuda-runtime-cu11==11.8.89")
+
+
 def test_why_says_what_was_not_chosen(chosen):
     assert chosen([13], H100).why == (
         "not CUDA 11: libcublas.so.11, libcusolver.so.11, libcufft.so.10, libnvrtc.so.11.2, "

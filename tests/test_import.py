@@ -134,6 +134,15 @@ def test_missing_system_library_is_named_with_its_package(name, library_, said,
     assert [part for part in said if part not in message] == []
 
 
+def test_problem_of_the_visible_gpus_is_the_remedy(machine):
+    install(machine, "mxnet-cu112", code="""
+from types import SimpleNamespace
+from gluon_amp.cuda import load
+load.prepared = SimpleNamespace(problems=["no CUDA libraries serve T4: pip install this"])
+raise OSError("libcudart.so.11.0: cannot open shared object file")""")
+    assert on_machine(machine).endswith("no CUDA libraries serve T4: pip install this")
+
+
 @pytest.mark.parametrize(("module", "package"), [("requests", "requests"),
                                                  ("distutils", "setuptools")])
 def test_missing_dependency_of_mxnet_is_named(module, package):

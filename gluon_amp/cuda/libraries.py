@@ -35,6 +35,7 @@ _SINCE = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 _CUDA_13_FROM = 75  # it has no code for older GPUs
 _CUDNN_FOR_9 = 8600  # the first cuDNN 8 for capability 9.0
 INSTALL = {11: pip_install("cu112"), 13: pip_install("cu13")}
+_RUNTIME = "libcudart.so.11.0"  # the one library that newer ones do not replace
 
 
 class Function(NamedTuple):
@@ -114,15 +115,17 @@ def choose(devices: Optional[Devices]) -> Choice:
     reasons: List[str] = []
     newest = max(gpus, key=lambda gpu: _SINCE.get(gpu.capability, (0, 0)), default=None)
     order = (13, 12, 11) if newest and newest.capability >= 100 else (11, 13, 12)
+    remedy = INSTALL[11 if order[0] == 11 else 13]
     for cuda in order:
         paths, missing = _locate(cuda, places)
+        if cuda > 11 and missing == [_RUNTIME] and not _unsuitable(cuda, paths, gpus, devices):
+            remedy = "pip install nvidia-cuda-runtime-cu11==11.8.89"
         why_not = f"{', '.join(missing)} not found" if missing \
             else _unsuitable(cuda, paths, gpus, devices)
         if not why_not:
             why = "; ".join([*reasons, f"CUDA {cuda} serves"])
             return Choice(cuda, paths, f"{why} {_names(gpus)}" if gpus else why)
         reasons.append(f"not CUDA {cuda}: {why_not}")
-    remedy = INSTALL[11 if order[0] == 11 else 13]
     return Choice(11, _locate(11, places)[0], "; ".join(reasons),
                   f"no CUDA libraries serve {_names(gpus)} ({'; '.join(reasons)}): {remedy}"
                   if gpus else "")
