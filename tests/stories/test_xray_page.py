@@ -49,6 +49,16 @@ SCRIPT = START + """
     seen.module = rowsOf("forward");
     [...document.querySelectorAll(".tree button")].find(b => b.textContent === "dense1").click();
     seen.all = rowsOf("forward").length;
+    const drawn = () => Object.keys(places).filter(name => places[name][0] === at("#forward"))
+      .sort((a, b) => places[a][1] - places[b][1]);
+    seen.drawn = [drawn()];
+    at("input[name=order][value=worst]").click();
+    seen.drawn.push(drawn());
+    at("input[name=order][value=place]").click();
+    change(search, "dense1");
+    seen.filtered = [drawn(), [...document.querySelectorAll(".tensors tbody tr")]
+      .filter(row => !row.hidden).map(row => row.cells[0].textContent)];
+    change(search, "");
     click(at("#forward"), 20, 28);
     await tick();
     seen.clicked = [decodeURIComponent(location.hash), text("#selected a")];
@@ -167,6 +177,19 @@ def test_module_selects_its_tensors(seen):
     assert seen["module"]
     assert all(name.startswith("net_dense1_") for name in seen["module"])
     assert seen["all"] > len(seen["module"])
+
+
+def test_rows_are_ordered_by_computation_or_fault(seen):
+    placed, worst = seen["drawn"]
+    assert placed[0].startswith("data")
+    assert worst[0].startswith("net_sq")
+    assert sorted(placed) == sorted(worst)
+
+
+def test_filter_selects_by_name(seen):
+    drawn, listed = seen["filtered"]
+    assert set() < set(drawn) < set(listed)  # the list has gradients, too
+    assert all("dense1" in name for name in listed)
 
 
 def test_each_tensor_has_an_address(seen):
