@@ -8,14 +8,17 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_type_hints
 
 import gluon_amp
 import numpy as np
 from docutils import nodes
-from gluon_amp import annotations
+from gluon_amp import annotations as aliases
 from PIL import Image
 from sphinx.addnodes import desc_addname, desc_signature, pending_xref
+from sphinx.domains.python import PyObject
 from sphinx.transforms import SphinxTransform
+from sphinx.util.typing import stringify_annotation
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -77,15 +80,21 @@ for name, value in {
 INTERNAL = r"gluon_amp\.(graph|inspection|reports|cuda|tools|training\.lr_find)\."
 # Types without a page: from other packages, and parts of results
 nitpick_ignore_regex = [
-    ("py:class", "|".join([*annotations.__all__, "DataIter", "GivenLossScale"])),
+    ("py:class", "|".join([*aliases.__all__, "DataIter"])),
     ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
     ("py:class", r"gluon_amp\.(graph|inspection|reports|cuda|tools|training)\.\w+\.\w+")]
 
 
 def remove_any(app, what, name, obj, options, lines):
-    """Removes types that are Any: MXNet has no type hints."""
+    """Writes the types of a class's arguments like those of functions, and removes types that are
+    Any: MXNet has no type hints."""
+    annotations = app.env.current_document.autodoc_annotations
+    if isinstance(obj, type) and name in annotations:
+        hints = get_type_hints(obj.__init__)
+        annotations[name].update((parameter, stringify_annotation(hints[parameter], "smart"))
+                                 for parameter in annotations[name].keys() & hints)
     nothing = r"\[(?:str, )?~?(?:typing\.)?Any(?:, ~?(?:typing\.)?Any)*\]"
-    for types in app.env.current_document.autodoc_annotations.values():
+    for types in annotations.values():
         for parameter, hint in list(types.items()):
             types[parameter] = re.sub(nothing, "", hint)
             if hint.endswith("Any"):
@@ -218,17 +227,20 @@ class StackedTables(SphinxTransform):
 
 
 class LinkedNames(SphinxTransform):
-    """Links the names of the API's first page."""
+    """Links code such as `amp.convert(net)`, and the names on the API's first page, to the API."""
 
     default_priority = 400
 
     def apply(self):
-        names = {*gluon_amp.__all__, "parallel"} if self.env.docname == "api" else ()
+        module = r"(?:(?:gluon_)?amp\.)" + ("?" if self.env.docname == "api" else "")
+        public = "|".join(name for name in gluon_amp.__all__ if name != "data")
+        name = re.compile(rf"{module}({public}|(?:data|parallel)\.\w+)(?:\(.*\))?")
         for code in list(self.document.findall(nodes.literal)):
-            if code.astext().partition(".")[0] not in names:
+            found = name.fullmatch(code.astext())
+            if not found or isinstance(code.parent, (nodes.reference, nodes.title, pending_xref)):
                 continue
-            link = pending_xref("", refdomain="py", reftype="obj", refexplicit=True, refwarn=False,
-                                reftarget=f"gluon_amp.{code.astext()}")
+            link = pending_xref("", refdomain="py", reftype="obj", refexplicit=True,
+                                reftarget=f"gluon_amp.{found[1]}")
             code.replace_self(link)
             link += code
 
@@ -275,6 +287,9 @@ def _figures():
 
 
 def setup(app):
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # instead of Variables
     app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
     app.connect("autodoc-process-docstring", remove_any, priority=900)  # after it
     app.connect("object-description-transform", short_names)
