@@ -40,6 +40,12 @@ def train(log, epochs=1, steps=5, loss_scale=128, bad=(), plain=False):
     return losses, norms
 
 
+def trainer_of():
+    net = gluon.nn.Dense(1, in_units=1)
+    net.initialize()
+    return amp.Trainer(net.collect_params(), "sgd")
+
+
 def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -136,9 +142,7 @@ def test_trainer_of_mxnet_and_numbers_as_losses(tmp_path):
     assert step["gradient_norm"] is None
     assert "loss_scale" not in step
     log = amp.Log(None, interval=1)
-    net = gluon.nn.Dense(1, in_units=1)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd")
+    trainer = trainer_of()
     log.step(trainer, 2.0)
     log.step(trainer, [nd.ones(3), nd.zeros(1)], lr=lambda: 7, mine=1.5)
     assert [line["loss"] for line in log.lines] == [2.0, 0.75]
@@ -188,10 +192,66 @@ def test_missing_tensorboard_is_one_error(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    with pytest.raises(ImportError, match=r"gluon-amp\[tensorboard\]"):
+    with pytest.raises(ImportError, match=r"pip install .\.\[tensorboard\]"):
         amp.Log(None, tensorboard=str(tmp_path))
 
 
-def test_invalid_interval_is_refused():
+def test_invalid_numbers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="interval must be a whole number"):
         amp.Log(None, interval=0)
+    path = tmp_path / "log.jsonl"
+    amp.Log(path).epoch()
+    for begin in ("1", 1.0, -1):
+        with pytest.raises(ValueError, match="begin must be a whole number"):
+            amp.Log(path, begin=begin)
+    assert len(read(path)) == 2
+
+
+def test_numbers_of_numpy_and_mxnet_are_numbers_in_the_file(tmp_path):
+    path = tmp_path / "log.jsonl"
+    values = {"a": np.int64(3), "b": np.float32(0.5), "c": np.bool_(True), "d": mx.np.array(2.5),
+              "e": nd.array([4.0]), "f": np.arange(2), "g": [1.0, float("nan"), np.float32("inf")],
+              "h": {"i": (np.float64(1), nd.ones(2))}, "j": np.float32("nan")}
+    plain = {"a": 3, "b": 0.5, "c": True, "d": 2.5, "e": 4.0, "f": [0, 1], "g": [1.0, None, None],
+             "h": {"i": [1.0, [1.0, 1.0]]}, "j": None}
+    arguments = {"lr": np.float32(0.5), "folder": tmp_path}
+    log = amp.Log(path, arguments, interval=1)
+    log.step(trainer_of(), np.ones(3), np.int64(2), **values)
+    line = log.epoch(validation_accuracy=np.float32(0.75), validation_loss=nd.ones(1), **values)
+    assert {name: line[name] for name in plain} == plain
+    assert (line["err_top1"], line["validation_loss"]) == (0.25, 1.0)
+
+    def refused(text):
+        raise AssertionError(f"{text} is not JSON")
+
+    for _ in range(2):
+        head, *lines = (json.loads(line, parse_constant=refused)
+                        for line in path.read_text().splitlines())
+        assert head["arguments"] == {"lr": 0.5, "folder": str(tmp_path)}
+        assert lines == log.lines
+        assert {name: lines[0][name] for name in plain} == plain
+        log = amp.Log(path, arguments, begin=1)
+        log.epoch()
+
+
+@pytest.mark.parametrize("value", [object(), [{1}], {"a": gluon.nn.Dense}])
+def test_value_that_json_lacks_is_refused_and_leaves_no_line(value, tmp_path):
+    path = tmp_path / "log.jsonl"
+    for begin in (None, 1):  # the second continues the file
+        log = amp.Log(path, begin=begin)
+        before = path.read_bytes()
+        with pytest.raises(TypeError, match="a log has numbers, strings, booleans"):
+            log.epoch(mine=value)
+        assert path.read_bytes() == before
+        log.epoch(mine=1)
+        assert log.lines == read(path)[1:]
+        assert [line["mine"] for line in log.lines] == [1] * (1 if begin is None else 2)
+
+
+@pytest.mark.parametrize("loss", [[], None, "3", [1.0, None], np.ones(0), [nd.array([])]])
+def test_loss_that_is_no_number_is_refused(loss):
+    log = amp.Log(None, interval=1)
+    with pytest.raises(TypeError, match=r"loss must be an array that is not empty.*Received: "):
+        log.step(trainer_of(), loss)
+    assert log.steps == 0
+    assert log.lines == []

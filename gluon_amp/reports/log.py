@@ -4,11 +4,13 @@ from __future__ import annotations
 import json
 import logging
 import math
+import numbers
 import os
 import sys
 import time
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
 
+from .._mxnet import np
 from ..checks import whole_number
 from ..files import replace_text
 from .events import EventFile
@@ -45,7 +47,7 @@ class Log:
 
     Raises:
         FileExistsError: the file exists, and `begin` is not given.
-        ValueError: the file that is resumed is damaged.
+        ValueError: the file that is resumed is damaged, or an argument is invalid.
     """
 
     def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
@@ -60,9 +62,9 @@ class Log:
         self._shows = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
         self.lines: List[Dict[str, Any]] = []
         self._resumes = False
+        self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
         if self.path is not None:
             self._start_file(self.path, begin)
-        self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
         self.steps: int = next((line["steps"] for line in reversed(self.lines)
                                 if "steps" in line), 0)
         self._last: Any = None  # the Trainer or Module of the last step
@@ -71,7 +73,7 @@ class Log:
         self._events = None
         if tensorboard is not None and rank == 0:
             self._events = EventFile(tensorboard)
-            self._events.add(0, "arguments", json.dumps(self.arguments, default=str))
+            self._events.add(0, "arguments", _json(self.arguments, str))
 
     def _start_file(self, path: str, begin: Optional[int]) -> None:
         if begin is None and os.path.exists(path):
@@ -84,9 +86,8 @@ class Log:
             self._write_file(path)
 
     def _write_file(self, path: str) -> None:
-        head = {"version": VERSION, "arguments": self.arguments}
-        replace_text(path, "".join(json.dumps(line, default=str) + "\n"
-                                   for line in (head, *self.lines)))
+        head = _json({"version": VERSION, "arguments": self.arguments}, str)
+        replace_text(path, "".join(f"{line}\n" for line in (head, *map(_json, self.lines))))
 
     def _start_epoch(self) -> None:
         self._batch = self._samples = self._due = 0
@@ -103,14 +104,18 @@ class Log:
             loss: the loss: an array, a list of arrays, or a number. Arrays are read with the line.
             samples: the number of examples of the step.
             values: further fields, or other values of those; each may be a function.
+
+        Raises:
+            TypeError: a value is none that JSON has, and no array.
         """
+        mean = _mean(loss)
         skipped = getattr(trainer, "skipped", 0)
         if trainer is self._last:
             updated = skipped == self._skipped
         else:  # MXNet's Trainers skip no step
             updated = getattr(getattr(trainer, "_step", None), "updated", True)
         self._last, self._skipped = trainer, skipped
-        self._losses.append(_mean(loss))
+        self._losses.append(mean)
         self._batch += 1
         self._samples += samples
         self.steps += 1
@@ -129,8 +134,7 @@ class Log:
                 **{name: value() if callable(value) else value for name, value in found.items()}}
         if not updated:
             line["skip"] = True
-        self._add("step", line, self.steps - 1)
-        self._show(line)
+        self._show(self._add("step", line, self.steps - 1))
 
     def _read_losses(self) -> float:
         """Reads the losses since the last line, and returns their mean."""
@@ -150,6 +154,9 @@ class Log:
             values: results, such as `validation_accuracy` (the line has `err_top1`, 1 minus
                 it), `validation_loss`, `accuracy` (of the training) or a measure of your own, such
                 as `validation_perplexity`.
+
+        Raises:
+            TypeError: as `step`.
         """
         if self._losses:
             self._read_losses()
@@ -165,7 +172,7 @@ class Log:
         found.update(values)
         if "validation_accuracy" in found:
             found["err_top1"] = 1 - found.pop("validation_accuracy")
-        if not math.isfinite(found.get("validation_loss") or 0):
+        if found.get("validation_loss") is not None and _plain(found["validation_loss"]) is None:
             log.warning("epoch %d: the network's predictions are not finite. They use the batch "
                         "norms' moving averages, which lag in the first steps: a deep float16 "
                         "network may exceed 65504 until they have converged", self._epoch)
@@ -177,16 +184,16 @@ class Log:
         return line
 
     def _add(self, kind: str, line: Dict[str, Any], at: int) -> Dict[str, Any]:
-        """Adds a line. JSON has no infinities and no NaN: they become null."""
-        line = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in line.items()}
-        self.lines.append(line)
+        """Adds a line, and returns it as the file has it."""
+        text = _json(line)
         if self.path is not None and self._resumes:
             self._write_file(self.path)
             self._resumes = False
-        elif self.path is not None:
+        if self.path is not None:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text + "\n")
+        line = json.loads(text)
+        self.lines.append(line)
         if self._events is not None:
             for name, value in line.items():
                 if name not in _NOT_DRAWN and isinstance(value, (int, float)):
@@ -251,14 +258,42 @@ class Log:
         return arguments, found[1:]
 
 
+def _plain(value: Any) -> Any:
+    """Returns a value of Python for a scalar or an array. JSON has no infinities and no NaN: they
+    become None."""
+    if hasattr(value, "asnumpy"):
+        value = value.asnumpy()
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.item() if value.size == 1 else value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {_plain(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _refuse(value: object) -> NoReturn:
+    raise TypeError("a log has numbers, strings, booleans, None, arrays, and lists and dicts of "
+                    f"these. Received: {value!r}")
+
+
+def _json(line: Mapping[str, Any], other: Callable[[Any], Any] = _refuse) -> str:
+    """Returns a line of JSON. `other` returns what to write for values that JSON lacks."""
+    return json.dumps(_plain(line), default=other, allow_nan=False)
+
+
 def _mean(loss: Any) -> Any:
     """Returns the mean of a loss, on its device; reading it is left to the next line."""
     losses: Sequence[Any] = loss if isinstance(loss, (list, tuple)) else [loss]
-    means = [one.astype("float32").mean() if hasattr(one, "asnumpy") else float(one)
+    sizes = [getattr(one, "size", 1) for one in losses]
+    if not losses or not all(size and (hasattr(one, "asnumpy") or isinstance(
+            one, (numbers.Real, np.ndarray))) for one, size in zip(losses, sizes)):
+        raise TypeError("loss must be an array that is not empty, a list of such arrays, or a "
+                        f"number. Received: {loss!r}")
+    means = [one.astype("float32").mean() if hasattr(one, "asnumpy") else float(np.mean(one))
              for one in losses]
     if len(means) == 1:
         return means[0]
-    sizes = [getattr(one, "size", 1) for one in losses]
     return sum(_number(one) * size for one, size in zip(means, sizes)) / sum(sizes)
 
 
