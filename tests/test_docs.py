@@ -446,8 +446,11 @@ def test_notebook_lines_fit_80_columns(page):
 
 
 def test_first_page_shows_an_xray(built):
-    assert '<iframe class="live" src="live_xray.html"' in (built / "index.html").read_text()
+    tensor = "net_batch_dot0_amp_cast_float16"
+    first = (built / "index.html").read_text()
+    assert f'<iframe class="live" src="live_xray.html#{tensor}"' in first
     page = (built / "live_xray.html").read_text()
+    assert f'"{tensor}"' in page
     assert "overflow begins in net_batch_dot0" in page
     assert "amp.convert(net, keep=[" in page
     assert str(ROOT) not in page
@@ -457,6 +460,12 @@ def test_every_public_name_is_in_reference(built):
     reference = "".join(page.read_text() for page in (built / "api").glob("*.html"))
     for name in gluon_amp.__all__:
         assert re.search(rf'id="(module-)?gluon_amp\.{name}"', reference), name
+    overview, guide = ((built / page).read_text() for page in ("api.html", "guide.html"))
+    linked = re.findall(r'href="api/\w+.html#gluon_amp\.(\w+)[."]', overview)
+    assert set(linked) == {*gluon_amp.__all__, "parallel"}
+    assert 'href="api/networks.html#gluon_amp.convert"' in guide
+    assert '<span class="column">' in overview  # on a phone, before cells of tables with headings
+    assert '<span class="column">' not in (built / "api" / "xray.html").read_text()
 
 
 def test_reference_describes_every_name(built):
@@ -464,7 +473,8 @@ def test_reference_describes_every_name(built):
     entries = re.findall(r'(?s)<dt class="sig [^>]*id="([\w.]+)">.*?</dt>\s*<dd>(<p>)?', reference)
     assert len(entries) > 80
     assert [name for name, text in entries if not text] == []
-    assert "ForwardRef" not in reference
+    assert not re.search(r"ForwardRef|gluon_amp\.inspection|Union\[",
+                         re.sub("<[^>]*>", "", reference))
 
 
 def test_docstring_examples_are_code_blocks(built):
