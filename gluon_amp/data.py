@@ -4,7 +4,7 @@ Float16 represents integers exactly up to 2048: a label of 2049 becomes 2048.
 """
 from __future__ import annotations
 
-from typing import Any, Hashable, Iterator, List
+from typing import Any, Hashable, Iterable, Iterator, List
 
 from mxnet.io import DataBatch, DataDesc, DataIter
 
@@ -44,19 +44,26 @@ class CastIter(DataIter):
     Args:
         data_iter: any DataIter.
         dtype: "float16" or "float32".
+
+    Raises:
+        TypeError: `data_iter` is no DataIter, such as a DataLoader, which takes `Cast`.
     """
 
     def __init__(self, data_iter: DataIter, dtype: str = "float16") -> None:
         """See the class for the arguments."""
+        lacking = [name for name in ("batch_size", "provide_data", "provide_label", "next", "reset")
+                   if not hasattr(data_iter, name)]
+        if lacking:
+            raise TypeError("CastIter takes a DataIter of mx.io or mx.image; a dataset of Gluon "
+                            "takes data.Cast. Received: "
+                            f"{type(data_iter).__name__}, without {', '.join(lacking)}")
         super().__init__(data_iter.batch_size)
         self.data_iter, self.dtype = data_iter, _floating(dtype)
 
     @property
     def provide_data(self) -> List[Any]:
         """Names, shapes and types of a batch's data after the cast."""
-        return [DataDesc(d.name, d.shape, np.dtype(self.dtype).type
-                         if _is_float(d.dtype) else d.dtype, d.layout)
-                for d in self.data_iter.provide_data]
+        return _cast_descriptions(self.data_iter.provide_data, self.dtype)
 
     @property
     def provide_label(self) -> List[DataDesc]:
@@ -72,9 +79,11 @@ class CastIter(DataIter):
         batch = self.data_iter.next()
         for label in batch.label or []:
             check_label(label)
+        data, label = batch.provide_data, batch.provide_label  # of its bucket
         return DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
-                         batch.index, batch.bucket_key, self.provide_data,
-                         self.provide_label)
+                         batch.index, batch.bucket_key,
+                         self.provide_data if data is None else _cast_descriptions(data, self.dtype),
+                         self.provide_label if label is None else label)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -83,9 +92,9 @@ class CastIter(DataIter):
 def check_label(label: Array) -> None:
     """Refuses float16 labels above 2048, which may be rounded class indices."""
     dtype: Any = getattr(label, "dtype", type(label))
-    if dtype_name(dtype) != "float16":
+    if dtype_name(dtype) != "float16" or not getattr(label, "size", 1):
         return
-    largest = float(label.max().asscalar() if isinstance(label, mx.nd.NDArray) else np.max(label))
+    largest = float(np.max(label.asnumpy() if isinstance(label, mx.nd.NDArray) else label))
     if largest > FLOAT16.counts_to:
         raise ValueError(f"labels are float16, which counts to {FLOAT16.counts_to} only: keep them "
                          f"as they were, float32 or int32. Received: a label of {largest:g}")
@@ -101,7 +110,17 @@ def _is_float(dtype: Hashable) -> bool:
     return dtype_name(dtype) in ("float16", "float32", "float64")
 
 
+def _cast_descriptions(given: Iterable[Any], dtype: str) -> List[DataDesc]:
+    """Returns descriptions of data after the cast. MXNet accepts pairs of name and shape, too."""
+    descriptions = [d if isinstance(d, DataDesc) else DataDesc(*d) for d in given]
+    return [DataDesc(d.name, d.shape, np.dtype(dtype).type if _is_float(d.dtype) else d.dtype,
+                     d.layout) for d in descriptions]
+
+
 def _cast(data: Array, dtype: str) -> Any:
+    if not hasattr(data, "dtype"):
+        raise TypeError("data is cast in arrays of MXNet or numpy. Received: "
+                        f"{type(data).__name__}")
     if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
         return data
     if isinstance(data, mx.nd.NDArray) and dtype == "float16":

@@ -49,8 +49,31 @@ def test_module_accepts_cast_iterator(rng):
     assert module.get_params()[0]["fc_weight"].dtype == np.float16
 
 
+def test_bucketing_module_accepts_cast_iterator():
+    sentences = [[1, 2, 3]] * 4 + [[1, 2, 3, 4, 5, 6]] * 4
+    it = amp.data.CastIter(mx.rnn.BucketSentenceIter(sentences, 4, buckets=[4, 10]))
+    batches = list(it)
+    assert sorted(batch.bucket_key for batch in batches) == [4, 10]
+    for batch in batches:
+        assert [a.shape for a in batch.data] == [d.shape for d in batch.provide_data]
+        assert [a.shape for a in batch.label] == [d.shape for d in batch.provide_label]
+        assert [d.dtype for d in batch.provide_data] == [np.float16]
+    it.reset()
+
+    def bucket(length):
+        words = mx.sym.Embedding(mx.sym.var("data"), input_dim=10, output_dim=4, name="words")
+        out = mx.sym.FullyConnected(mx.sym.reshape(words, (-1, 4)), num_hidden=10, name="out")
+        label = mx.sym.reshape(mx.sym.var("softmax_label"), (-1,))
+        net = amp.convert_symbol(mx.sym.SoftmaxOutput(out, label, name="softmax"))
+        return net, ("data",), ("softmax_label",)
+
+    module = amp.BucketingModule(bucket, 10, loss_scale=64)
+    module.fit(it, num_epoch=1)
+    assert module.get_params()[0]["out_weight"].dtype == np.float16
+
+
 @pytest.mark.parametrize("label", [np.array([1, 2050], "float16"), nd.array([3e4], dtype="float16"),
-                                   np.float16(4096)])
+                                   mx.np.array([3e4], dtype="float16"), np.float16(4096)])
 def test_large_float16_labels_are_refused(label):
     with pytest.raises(ValueError, match=r"labels are float16, which counts to 2048 only"):
         amp.data.Cast()(np.zeros(3, "float32"), label)
@@ -64,14 +87,14 @@ class _Batches(mx.io.DataIter):
     def __init__(self, label):
         super().__init__(1)
         self.label = label
-        self.provide_data, self.provide_label = [mx.io.DataDesc("data", (1, 3))], []
+        self.provide_data, self.provide_label = [("data", (1, 3))], []
 
     def next(self):
         return mx.io.DataBatch([nd.zeros((1, 3))], [self.label], 0)
 
 
 def test_small_float16_labels_and_other_types_are_accepted():
-    for label in (np.array([2048], "float16"), np.array([10 ** 6], "int64"), 7, 3.5):
+    for label in (np.array([2048], "float16"), np.zeros(0, "float16"), np.array([10 ** 6], "int64"), 7, 3.5):
         assert amp.data.Cast()(np.zeros(3, "float32"), label)[1] is label
 
 
@@ -79,3 +102,13 @@ def test_small_float16_labels_and_other_types_are_accepted():
 def test_other_types_are_refused(make):
     with pytest.raises(ValueError, match=r"dtype must be float16 or float32. Received: 'int8'"):
         make("int8")
+
+
+def test_other_data_is_refused():
+    loader = gluon.data.DataLoader(gluon.data.ArrayDataset(np.ones((2, 1))), 1)
+    for given, name in ((None, "NoneType"), (loader, "DataLoader"), ([], "list")):
+        with pytest.raises(TypeError, match=rf"CastIter takes a DataIter.*Received: {name}, without"):
+            amp.data.CastIter(given)
+    for given in ([1, 2], None, 0.5):
+        with pytest.raises(TypeError, match=r"arrays of MXNet or numpy. Received: "):
+            amp.data.Cast()(given)
