@@ -23,7 +23,7 @@ namespace {
 
 enum { kHalf = 2 };                                              // cuDNN's number
 enum { kToDevice = 1 };                                          // the CUDA runtime's
-enum { kPlain = 0, kHalfOfBlas = 2, kSumsInFloat = 68, kDefault = -1 };  // cuBLAS's
+enum { kPlain = 0, kHalfOfBlas = 2, kSumsInFloat = 68, kTensorOp = 99 };  // cuBLAS's
 
 // Functions that MXNet loads, or cuDNN has.
 struct Library {
@@ -89,7 +89,7 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
   return (ones->blas || !library.create(&ones->blas)) && ones->grow(library, (int)rows) &&
          !library.stream(handle, &stream) && !library.set_stream(ones->blas, stream) &&
          !library.multiply(ones->blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones->data,
-                           kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kDefault);
+                           kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kTensorOp);
 }
 
 }  // namespace
