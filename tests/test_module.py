@@ -111,6 +111,37 @@ def test_scale_without_loss_or_head_gradients_is_refused():
         mod.backward()
 
 
+@pytest.mark.parametrize("scale", [64, "dynamic"])
+def test_update_without_new_gradients_is_refused(scale, tmp_path):
+    """The gradients would be divided by no scale, or again by that of an earlier step."""
+    states, mod = str(tmp_path / "states"), made(net(), loss_scale=scale)
+    mod.save_optimizer_states(states)
+    buckets = bucketing(loss_scale=scale)
+    buckets.forward_backward(words(3))
+    buckets.update()
+    mod.forward_backward(batch())
+    mod.update()
+    for module in (mod, buckets):
+        before = values(module)
+        with pytest.raises(RuntimeError, match=r"update\(\) needs new gradients"):
+            module.update()
+        assert same(values(module), before)
+    mod.forward_backward(batch())
+    mod.load_optimizer_states(states)
+    with pytest.raises(RuntimeError, match=r"update\(\) needs new gradients"):
+        mod.update()
+    mod.forward_backward(batch())
+    assert mod.update()
+
+
+def test_written_gradients_are_refused_with_advice_for_modules():
+    mod = made(net(), loss_scale=64)
+    mod.forward_backward(batch())
+    mod._exec_group.grad_arrays[0][0][:] = 0
+    with pytest.raises(RuntimeError, match=r"ignores\. To clip them, give clip_norm=$"):
+        mod.update()
+
+
 def test_cast_behind_loss_is_still_a_loss():
     sym = S.Cast(net(), dtype="float32", name="out")
     assert learn(made(sym, loss_scale=64), batch())

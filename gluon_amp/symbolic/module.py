@@ -271,8 +271,15 @@ class _Module:
 
     @in_one_thread
     def update(self) -> bool:
-        """Updates unless a gradient is not finite. Returns whether it updated."""
+        """Updates unless a gradient is not finite. Returns whether it updated.
+
+        Raises:
+            RuntimeError: it has a loss scale, and there was no backward pass since the last update.
+        """
         module = self._module()
+        if self._step.scaling and not self._step.begun:
+            raise RuntimeError("update() needs new gradients: call forward_backward(batch), or "
+                               "forward and backward, before each update")
         if self._fitting_states:
             files.give_states(*self._fitting_states)
             self._fitting_states = None

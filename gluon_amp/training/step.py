@@ -411,9 +411,10 @@ class Step:
             raise RuntimeError(
                 f"the gradients{in_names(dict.fromkeys(written))} were written between the "
                 f"backward pass and the step. They are multiplied by the loss scale, {scale:g}, "
-                "which such a write ignores. To clip them, call "
-                "trainer.clip_norm(max_norm, batch_size), or give clip_norm=. To change them, "
-                "modify the arrays that trainer.unscale() returns")
+                "which such a write ignores. " + (
+                    "To clip them, call trainer.clip_norm(max_norm, batch_size), or give "
+                    "clip_norm=. To change them, modify the arrays that trainer.unscale() returns"
+                    if self._marked else "To clip them, give clip_norm="))
 
     # ---- between the backward pass and the update
 
