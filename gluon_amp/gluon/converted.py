@@ -525,7 +525,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         symbol = graph.symbol()
         kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
                  **dict.fromkeys(symbol.list_auxiliary_states(), "aux")}
-        numbers = float32_numbers(masters) if remove_amp_cast else value_of
+        numbers = float32_numbers(self, masters) if remove_amp_cast else value_of
         arrays = {f"{kinds[name]}:{name}": numbers(parameter)
                   for name, parameter in self.collect_params().items() if name in kinds}
         save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))

@@ -185,7 +185,7 @@ def wrap_files() -> None:
     def export(self: Any, path: str, epoch: int = 0, remove_amp_cast: bool = True,
                masters: Any = None, *, original: Any) -> None:
         low = [p.name for p in self.collect_params().values() if is_16bit(p.dtype)]
-        if masters is not None and trainers_of(masters) and low:
+        if trainers_of(masters, self) and low:
             raise ValueError("masters= of export is for converted networks, and for float32 ones, "
                              f"whose weights are their master weights. Received 16-bit: {low[:3]}")
         original(self, path, epoch, remove_amp_cast)
@@ -193,7 +193,7 @@ def wrap_files() -> None:
     @wrap(mx.gluon.Block, "load_parameters")
     def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, original: Any,
                         **kwargs: Any) -> None:
-        trainers = {} if masters is None else trainers_of(masters)
+        trainers = trainers_of(masters, self)
         original(self, filename, *args, **kwargs)
         _write_masters(self, filename, trainers)
         vars(self).pop(_NOTE, None)
@@ -215,20 +215,20 @@ def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: 
         deduplicate: whether a shared parameter is saved once.
         masters: Trainers whose master weights are saved instead of 16-bit weights.
     """
-    parameters, numbers = net._collect_params_with_prefix(), float32_numbers(masters)
+    parameters, numbers = net._collect_params_with_prefix(), float32_numbers(net, masters)
     if deduplicate:
         last = {p: name for name, p in parameters.items()}
         parameters = {name: p for p, name in last.items()}
     save_arrays(filename, {name: numbers(p) for name, p in parameters.items()}, record_of(net))
 
 
-def float32_numbers(masters: Any) -> Callable[[Parameter], Array]:
+def float32_numbers(net: Block, masters: Any) -> Callable[[Parameter], Array]:
     """Returns what returns a parameter's master weights in these Trainers, or else its values.
 
     Values that are not trained, such as moving averages, may differ between devices: their mean is
     returned, as MXNet saves it.
     """
-    trainers = {} if masters is None else trainers_of(masters)
+    trainers = trainers_of(masters, net)
     return lambda p: trainers[p].master(p) if p in trainers and p.grad_req != "null" else \
         to_float32(p._reduce())
 

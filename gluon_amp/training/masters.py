@@ -69,11 +69,18 @@ def write(trainer: Trainer, parameter: Parameter, value: Any) -> None:
         narrow(master, weight)
 
 
-def trainers_of(given: Union[Trainer, Sequence[Trainer]]) -> Dict[Any, Trainer]:
+def trainers_of(given: Union[Trainer, Sequence[Trainer], None],
+                net: mx.gluon.Block) -> Dict[Any, Trainer]:
     """Returns the Trainer of each parameter, of one or several Trainers in `masters=`."""
+    if given is None:
+        return {}
     trainers = list(given) if isinstance(given, (list, tuple)) else [given]
     wrong = [type(one).__name__ for one in trainers if not hasattr(one, "master")]
     if wrong:
         raise TypeError("masters takes a gluon_amp.Trainer, or a list of these. Received: "
                         f"{', '.join(wrong)}")
-    return {parameter: trainer for trainer in trainers for parameter in trainer._params}
+    found = {parameter: trainer for trainer in trainers for parameter in trainer._params}
+    if found and not found.keys() & set(net.collect_params().values()):
+        raise ValueError("masters takes the Trainer of this network. Received: one that trains "
+                         "none of its parameters")
+    return found
