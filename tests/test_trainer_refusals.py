@@ -80,12 +80,14 @@ def test_float16_losses_are_refused():
         trainer.backward(0.5)
 
 
-@pytest.mark.parametrize("call", [
-    lambda t: t.step(1), lambda t: t.update(1), lambda t: t.unscale(), lambda t: t.clip_norm(1)])
-def test_methods_require_trainer_backward(call):
+@pytest.mark.parametrize(("name", "call"), [
+    ("step", lambda t: t.step(1)), ("update", lambda t: t.update(1)),
+    ("unscale", lambda t: t.unscale()), ("clip_norm", lambda t: t.clip_norm(1))])
+def test_methods_require_trainer_backward(name, call):
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
-    with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):
+    with pytest.raises(RuntimeError, match=rf"{name}\(\) needs new gradients: call "
+                       r"trainer.backward\(loss\), not loss.backward\(\)"):
         call(trainer)
     recorded(net, ones(), ones()).backward()  # which applies no scale
     with pytest.raises(RuntimeError, match=r"call trainer.backward\(loss\), not loss.backward\(\)"):

@@ -169,7 +169,8 @@ def restore(net: Block) -> Block:
 
     Raises:
         TypeError: `net` is not a Block.
-        ValueError: a Trainer has taken a step with its 16-bit parameters.
+        ValueError: MXNet's own Trainer has taken a step with its 16-bit parameters. A
+            gluon_amp.Trainer refuses its next step instead.
     """
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")

@@ -155,8 +155,9 @@ class Trainer(mx.gluon.Trainer):
         """Computes scaled gradients.
 
         While the first dynamic scale is searched, this checks the gradients. If they overflow, it
-        repeats the backward pass at lower scales, so that no step is skipped. Your own arrays
-        with grad_req="add" get the sum of these passes. Calls before one step share one scale.
+        repeats the backward pass at lower scales, so that no step is skipped; if they overflow at
+        every scale, it logs a warning, and `step` skips the update. Your own arrays with
+        grad_req="add" get the sum of these passes. Calls before one step share one scale.
 
         Args:
             loss: a loss, or a list with the loss of each device. They stay unscaled.
@@ -165,7 +166,6 @@ class Trainer(mx.gluon.Trainer):
         Raises:
             ValueError: the network has loss heads, such as `SoftmaxOutput`, whose gradients
                 no loss scale reaches.
-            LossScaleError: the gradients overflow at every scale.
         """
         _backward("backward()", loss, [self], retain_graph)
 
@@ -199,7 +199,7 @@ class Trainer(mx.gluon.Trainer):
             RuntimeError: something else has written into the scaled gradients.
             UserWarning: no backward pass has reached a parameter; `gluon.Trainer` raises it, too.
         """
-        self._check_step(batch_size, ignore_stale_grad)
+        self._check_step("step()", batch_size, ignore_stale_grad)
         self._check_and_rescale_grad(self._scale / batch_size)
         self._broadcast_parameters()
         if ignore_stale_grad:
@@ -217,7 +217,7 @@ class Trainer(mx.gluon.Trainer):
     @in_one_thread
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
-        self._check_step(batch_size, ignore_stale_grad)
+        self._check_step("update()", batch_size, ignore_stale_grad)
         if ignore_stale_grad:
             self._check_reached()
         super().update(batch_size, ignore_stale_grad)
@@ -253,10 +253,10 @@ class Trainer(mx.gluon.Trainer):
         self._step.next_max_norm = max_norm
         return self._step.multiplier(rescale_grad) * self._step.norm(gradients)
 
-    def _check_step(self, batch_size: object, ignore_stale_grad: bool) -> None:
+    def _check_step(self, call: str, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
-        self._check_own_weights("step()")
-        self._step.check_new("step()")
+        self._check_own_weights(call)
+        self._step.check_new(call)
         if self._step.scaling:
             self._step.to_use(ignore_stale_grad)  # raises if some are stale
         self._step.count_writes()
@@ -591,7 +591,6 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     Raises:
         TypeError: `trainers` is not a list of Trainers.
         ValueError: Trainers share parameters, or some have a loss scale and some have none.
-        LossScaleError: the gradients overflow at every scale.
     """
     found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
     wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
