@@ -205,6 +205,23 @@ def test_passes_of_one_step_add_up_and_repeated_pass_counts_once(tmp_path):
     assert gradient["loss_scale"] == trainer.loss_scale < 2.0 ** 24
 
 
+@pytest.mark.parametrize("scale", [None, 2.0 ** 24])
+def test_passes_of_scale_loss_are_observed_with_their_scale(scale, tmp_path):
+    net, file = dense(), tmp_path / "a.jsonl"
+    given = scale and amp.DynamicLossScale(scale)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=given)
+    with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
+        with autograd.record():
+            loss = LOSS(net(nd.ones((3, 6))), nd.arange(3))
+            with amp.scale_loss(loss, trainer) as scaled:
+                autograd.backward(scaled)
+        assert trainer.step(3) == (scale is None)  # the gradients overflow
+        monitor.step()
+    gradient, = (line for line in lines(file) if line["tensor"] == "net_dense_weight")
+    assert gradient["loss_scale"] == (scale or 1)
+    assert (gradient["overflow"] > 0) == (scale is not None)
+
+
 def test_gluon_trainer_is_supported(tmp_path):
     net, file = dense("mixed_bfloat16"), tmp_path / "a.jsonl"
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})

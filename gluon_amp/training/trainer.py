@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 from .._mxnet import mx
@@ -614,27 +615,29 @@ def _backward(call: str, loss: Arrays,
     losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
     steps = [trainer._step for trainer in trainers]
 
-    def after_pass(scale: float) -> None:
-        for trainer in trainers:
-            if trainer.after_pass is not None:
-                trainer.after_pass(scale)
-
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
         for trainer in trainers:
             stack.enter_context(trainer._step.in_thread(call))
             stack.enter_context(weights_unwritten(trainer._optimizer))
         if not steps[0].scaling:
             run_backward(losses, retain_graph=retain_graph)
-            after_pass(1.0)
+            _after_pass(trainers, 1.0)
             for step in steps:
                 step.reset()  # results of `unscale` and `clip_norm`
                 step.end(1.0, [loss.detach() for loss in losses])
             return
         scale = _begin(trainers, losses)
         parameters = [p for trainer in trainers for p in trainer._params]
-        if AutogradPass(steps, scale, losses, parameters, after_pass, retain_graph).run_and_check():
+        if AutogradPass(steps, scale, losses, parameters, partial(_after_pass, trainers),
+                        retain_graph).run_and_check():
             for step in steps:
                 step.loss_heads_checked = True
+
+
+def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
+    for trainer in trainers:
+        if trainer.after_pass is not None:
+            trainer.after_pass(scale)
 
 
 def _begin(trainers: Sequence[Trainer], losses: List[Array]) -> float:
@@ -669,6 +672,7 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
     if not trainer._step.scaling:
         yield loss
+        _after_pass([trainer], 1.0)
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
@@ -680,5 +684,6 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         with weights_unwritten(trainer._optimizer):
             yield scaled if several else scaled[0]
         trainer._step.note_written()
+        _after_pass([trainer], scale)
         trainer._step.end(scale, [one.detach() for one in losses])
         trainer._step.guard(trainer._step.new())
