@@ -159,6 +159,8 @@ def test_files_of_several_trainers(tmp_path):
     for write in net.save_parameters, net.export:
         with pytest.raises(TypeError, match=r"masters takes a gluon_amp\.Trainer"):
             write(path, masters=net)
+        with pytest.raises(ValueError, match="one that trains none of its parameters"):
+            write(path, masters=trainer_of(network()))
     with pytest.raises(ValueError, match=r"masters= writes float32 parameters"):
         net.export(path, remove_amp_cast=False, masters=trainers)
 
@@ -248,7 +250,8 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
         net.save_parameters(path, masters=trainer)
         with autograd.train_mode():
             net(data.as_in_context(devices[0]) * 100)  # moves averages of the batch norm
-        for call in (lambda: train(net, trainer, 1), lambda: trainer.save_states(path),
+        for call in (lambda: train(net, trainer, 1), amp.scale_loss(data, trainer).__enter__,
+                     lambda: trainer.step(1), lambda: trainer.save_states(path),
                      lambda: trainer.load_states(path), averaged.__enter__):
             with pytest.raises(RuntimeError, match="in the `with` block of AveragedWeights"):
                 call()
@@ -257,7 +260,6 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
     for name in before[0]:
         assert all(np.array_equal(a, b) for a, b in zip(before[0][name], after[0][name]))
         assert np.array_equal(before[1][name], after[1][name])
-    # the refused step had a backward pass, which the other network has, too
     for net, trainer in zip(nets, trainers):
         train(net, trainer, 3, begin=3)
     assert all(np.array_equal(a, masters(nets[1], trainers[1])[n])

@@ -167,6 +167,7 @@ class Trainer(mx.gluon.Trainer):
         Raises:
             ValueError: the network has loss heads, such as `SoftmaxOutput`, whose gradients
                 no loss scale reaches.
+            RuntimeError: the network has the averages of AveragedWeights.
         """
         _backward("backward()", loss, [self], retain_graph)
 
@@ -618,6 +619,7 @@ def _backward(call: str, loss: Arrays,
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
         for trainer in trainers:
             stack.enter_context(trainer._step.in_thread(call))
+            trainer._check_own_weights(call)
             stack.enter_context(weights_unwritten(trainer._optimizer))
         if not steps[0].scaling:
             run_backward(losses, retain_graph=retain_graph)
@@ -670,6 +672,7 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     if not isinstance(trainer, Trainer):
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
+    trainer._check_own_weights("scale_loss()")
     if not trainer._step.scaling:
         yield loss
         _after_pass([trainer], 1.0)
