@@ -112,6 +112,9 @@ def test_invalid_arguments_are_refused():
     with pytest.raises(ValueError, match=r"parameters of its own\. Received in several: "):
         amp.backward(loss, [one, one])
     without = net.trainers(None, None)[1]
+    scale = amp.DynamicLossScale()
+    with pytest.raises(ValueError, match="Received: one DynamicLossScale in several Trainers"):
+        amp.backward(loss, net.trainers(scale, scale))
     with pytest.raises(ValueError, match="Valid: all Trainers with a loss scale, or all"):
         amp.backward(loss, [one, without])
     one, other = net.trainers(1024, 16)

@@ -107,6 +107,8 @@ class LossScale:
 class DynamicLossScale(LossScale):
     """A loss scale that grows while gradients are finite and backs off after an overflow.
 
+    Each step of a Trainer or Module updates it, so that each needs an object of its own.
+
     Args:
         initial: the first scale.
         growth_factor: multiplies the scale after `growth_interval` finite steps in a row.

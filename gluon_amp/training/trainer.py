@@ -20,7 +20,7 @@ from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
 from .backward import AutogradPass, check_losses, run_backward
-from .loss_scale import GivenLossScale
+from .loss_scale import DynamicLossScale, GivenLossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_scalable,
@@ -592,7 +592,8 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
 
     Raises:
         TypeError: `trainers` is not a list of Trainers.
-        ValueError: Trainers share parameters, or some have a loss scale and some have none.
+        ValueError: Trainers share parameters or a dynamic loss scale, or some have a loss scale
+            and some have none.
     """
     found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
     wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
@@ -608,6 +609,10 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     if len({trainer._step.scaling for trainer in found}) > 1:
         raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
                          "scale, or all with loss_scale=None")
+    scales = [t._step.loss_scale for t in found if isinstance(t._step.loss_scale, DynamicLossScale)]
+    if len({id(scale) for scale in scales}) < len(scales):
+        raise ValueError("each Trainer needs a dynamic loss scale of its own, which its step "
+                         "updates. Received: one DynamicLossScale in several Trainers")
     _backward("gluon_amp.backward()", loss, found, retain_graph)
 
 
