@@ -79,10 +79,11 @@ class CastIter(DataIter):
         batch = self.data_iter.next()
         for label in batch.label or []:
             check_label(label)
-        data, label = batch.provide_data, batch.provide_label  # of its bucket
+        data, label = self.provide_data, batch.provide_label
+        if batch.provide_data is not None:  # of its bucket
+            data = _cast_descriptions(batch.provide_data, self.dtype)
         return DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
-                         batch.index, batch.bucket_key,
-                         self.provide_data if data is None else _cast_descriptions(data, self.dtype),
+                         batch.index, batch.bucket_key, data,
                          self.provide_label if label is None else label)
 
     def __iter__(self) -> Iterator[Any]:
