@@ -196,6 +196,15 @@ def test_missing_tensorboard_is_one_error(tmp_path, monkeypatch):
         amp.Log(None, tensorboard=str(tmp_path))
 
 
+def test_closed_log_is_refused(tmp_path):
+    with amp.Log(tmp_path / "log.jsonl", interval=1) as log:
+        log.epoch()
+    for add in (log.epoch, lambda: log.step(trainer_of(), 1.0)):
+        with pytest.raises(RuntimeError, match=r"log.jsonl is closed.*begin="):
+            add()
+    assert len(read(tmp_path / "log.jsonl")) == 2
+
+
 def test_invalid_numbers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="interval must be a whole number"):
         amp.Log(None, interval=0)

@@ -302,6 +302,18 @@ def test_unsupported_arguments_are_refused(tmp_path):
         amp.Monitor(net, trainer, file, 1)
 
 
+def test_closed_monitor_observes_nothing(tmp_path):
+    net, trainer = made()
+    monitor = amp.Monitor(net, trainer, tmp_path / "a.jsonl", 1)
+    monitor.close()
+    with pytest.raises(RuntimeError, match=r"Monitor of .*a\.jsonl is closed"):
+        monitor.step()
+    with amp.Monitor(net, trainer, tmp_path / "b.jsonl", 1) as other:
+        train(net, trainer, batches(), 1, other)
+    assert monitor.steps == 0
+    assert lines(tmp_path / "b.jsonl")
+
+
 def test_two_networks_are_observed_at_once(tmp_path):
     data, label = nd.ones((3, 6)), nd.arange(3)
 

@@ -114,7 +114,7 @@ class Monitor:
         self._layers = _layers(layers)
         self._observer = self._create_observer()
         self._observing = ExitStack()
-        self.steps = 0
+        self.steps, self._closed = 0, False
         self._path = os.fspath(path)
         self._places, self._clock = Places(net), Clock()
         self._append(self._head())  # raises now if the file is not writable
@@ -139,7 +139,13 @@ class Monitor:
         return [{**head(self._net, self._trainer, self._record), **blocks}]
 
     def step(self) -> None:
-        """Counts a step, and writes its statistics if it was observed. Call it after each step."""
+        """Counts a step, and writes its statistics if it was observed. Call it after each step.
+
+        Raises:
+            RuntimeError: the Monitor is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the Monitor of {self._path} is closed: a new one appends to it")
         self.steps += 1
         if self.steps % self.interval == 0:
             self._observer.deliver(float(getattr(self._trainer, "loss_scale", 1.0)))
@@ -152,6 +158,7 @@ class Monitor:
 
     def close(self) -> None:
         """Stops observing and closes the files."""
+        self._closed = True
         self._observing.close()
         if self._events is not None:
             self._events.close()

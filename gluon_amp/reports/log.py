@@ -61,7 +61,7 @@ class Log:
         self._interval = whole_number(interval, "interval", 1)
         self._shows = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
         self.lines: List[Dict[str, Any]] = []
-        self._resumes = False
+        self._resumes = self._closed = False
         self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
         if self.path is not None:
             self._start_file(self.path, begin)
@@ -107,7 +107,9 @@ class Log:
 
         Raises:
             TypeError: a value is none that JSON has, and no array.
+            RuntimeError: the log is closed.
         """
+        self._check_open()
         mean = _mean(loss)
         skipped = getattr(trainer, "skipped", 0)
         if trainer is self._last:
@@ -156,8 +158,9 @@ class Log:
                 as `validation_perplexity`.
 
         Raises:
-            TypeError: as `step`.
+            TypeError, RuntimeError: as `step`.
         """
+        self._check_open()
         if self._losses:
             self._read_losses()
         seconds = self._ended - self._began
@@ -211,8 +214,14 @@ class Log:
             print(f"\r\x1b[Kepoch {self._epoch}, step {self._batch}: {', '.join(shown)}", end="",
                   file=sys.stderr, flush=True)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"the log {self.path or ''} is closed. Valid: another Log, with "
+                               "begin= to continue the file")
+
     def close(self) -> None:
         """Ends the log: closes TensorBoard's files."""
+        self._closed = True
         if self._events is not None:
             self._events.close()
             self._events = None
