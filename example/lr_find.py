@@ -44,6 +44,9 @@ def main(arguments=None):
                         None if ranks.rank else args.plot)
     if ranks.rank:
         return
+    if not found.rates:
+        print("no rate has a finite loss")
+        return
     print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {args.plot}")
     print("proposed: " + ("none, the loss did not fall" if found.suggestion is None
                           else f"{found.suggestion:.2g}"))

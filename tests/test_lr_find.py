@@ -1,5 +1,6 @@
 """amp.lr_find: suggests a rate, draws it, and restores the network and trainer."""
 import pickle
+from pathlib import Path
 
 import gluon_amp as amp
 import mxnet as mx
@@ -121,7 +122,8 @@ def test_no_suggestion_if_loss_does_not_decrease(batches):
 @pytest.mark.parametrize("kind", ["png", "svg"])
 def test_plot_has_requested_file_type(kind, batches, tmp_path):
     path = tmp_path / f"rates.{kind}"
-    amp.lr_find(*made(), LOSS, batches, plot=str(path))
+    with autograd.record():  # a sweep records for itself
+        amp.lr_find(*made(), LOSS, batches, plot=path if kind == "png" else str(path))
     assert {"png": b"\x89PNG", "svg": b"<?xml"}[kind] in path.read_bytes()[:10]
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
@@ -129,13 +131,34 @@ def test_plot_has_requested_file_type(kind, batches, tmp_path):
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"start": 0}, "start must be a positive"), ({"start": 2, "end": 1}, "start must be below end"),
     ({"steps": 5}, "steps must be a whole number from 10 on. Received: 5"),
-    ({"batches": []}, "needs batches that can be iterated again")])
+    ({"batches": []}, "needs batches that can be iterated again"),
+    ({"batches": 3}, r"batches is a list of tuples.*Received: int"),
+    ({"net": None}, "net must be a gluon Block. Received: NoneType"),
+    ({"trainer": None}, "trainer must be a gluon_amp.Trainer, or MXNet's. Received: NoneType"),
+    ({"plot": "a"}, "suffix .png or .svg. Received: 'a'"),
+    ({"plot": Path("a.xyz")}, "suffix .png or .svg. Received: 'a.xyz'"),
+    ({"plot": "none/a.png"}, "No such file or directory: 'none/a.png'")])
 def test_bad_arguments_are_refused(kwargs, message, batches):
     net, trainer = made()
-    before = everything(net, trainer)
-    with pytest.raises(ValueError, match=message):
-        amp.lr_find(net, trainer, LOSS, **{"batches": batches, **kwargs})
+    before, calls = everything(net, trainer), []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    given = {"net": net, "trainer": trainer, "loss_fn": LOSS, "batches": batches, **kwargs}
+    with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+        amp.lr_find(**given)
+    assert not calls
     assert same(before, everything(net, trainer))
+
+
+@pytest.mark.parametrize("cls", [amp.Trainer, gluon.Trainer])
+def test_loss_that_is_never_finite_draws_nothing(cls, batches, tmp_path, caplog):
+    path = tmp_path / "rates.png"
+    found = amp.lr_find(*made("float32", cls), lambda out, y: out.sum() * float("nan"), batches,
+                        plot=path)
+    assert (found.rates, found.suggestion) == ([], None)
+    assert "no rate has a finite loss" in caplog.text
+    with pytest.raises(ValueError, match="no rate has a finite loss"):
+        found.plot(path)
+    assert not path.exists()
 
 
 def test_high_first_loss_is_not_mistaken_for_decrease(batches):
