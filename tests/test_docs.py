@@ -451,7 +451,7 @@ def test_first_page_shows_an_xray(built):
     assert f'<iframe class="live" src="live_xray.html#{tensor}"' in first
     page = (built / "live_xray.html").read_text()
     assert f'"{tensor}"' in page
-    assert "overflow begins in net_batch_dot0" in page
+    assert 'overflow begins in <a href="#net_batch_dot0">net_batch_dot0</a>' in page
     assert "amp.convert(net, keep=[" in page
     assert str(ROOT) not in page
 

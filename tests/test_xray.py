@@ -249,7 +249,8 @@ def test_save_writes_page_table_and_one_line_per_tensor_and_step(tmp_path):
         text = file.read()
     assert "http" not in text
     assert re.search(r'<p class="verdict error">.*\n.*\n<div class=code><pre>', text)
-    assert f"<span class=tag>Error</span> <b>{view.findings[0].node}:</b>" in text
+    node = view.findings[0].node
+    assert f'<span class=tag>Error</span> <b><a href="#{node}">{node}</a>:</b>' in text
     assert view.keep_line.replace("'", "&#x27;") in text
     assert [w.name for w in view.after.weights] == [w.name for w in view.weights] != []
     assert sorted(view.after.numbers) == view.numbers == [0, 1]

@@ -3,9 +3,11 @@ import csv
 import json
 import math
 import os
+import re
 from contextlib import suppress
 from html import escape
 from typing import Any, Dict, Iterator, List, Optional, Tuple
+from urllib.parse import quote
 
 from .._mxnet import np
 from ..files import new_folder, replace_text
@@ -229,6 +231,7 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
 
 _ORDER = ("verdict", "keep", "change", "error", "warning", "good", "note")
 _TAGGED = ("error", "warning", "note", "change")
+_NAMES = re.compile(r"(?:gradient of )?\w+(?:\.\w+)*(?: input \d+|\[\d+\])?")  # of tensors
 
 
 def page(view: Any) -> str:
@@ -290,7 +293,13 @@ def _shown(value: object, form: str) -> str:
 
 def _advice(view: Any) -> str:
     """Returns the result as HTML: the verdict, what to keep, then the rest by severity, which is a
-    word, too."""
+    word, too. Names of tensors are links to them."""
+    names = {tensor.name for tensor in view.tensors}
+
+    def linked(text: str) -> str:
+        return _NAMES.sub(lambda found: f'<a href="#{quote(found[0])}">{found[0]}</a>'
+                          if found[0] in names else found[0], escape(text))
+
     parts = []
     for kind, about, line in sorted(said(view), key=lambda each: _ORDER.index(each[0])):
         if kind == "keep":
@@ -299,7 +308,7 @@ def _advice(view: Any) -> str:
             continue
         style = f"verdict {view.severity}" if kind == "verdict" else kind
         tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in _TAGGED else ""
-        head = f"<b>{escape(about)}:</b> " if about else ""
+        head = f"<b>{linked(about)}:</b> " if about else ""
         shown = line if about else line[:1].upper() + line[1:].rstrip(".")
-        parts.append(f'<p class="{style}">{tag}{head}{escape(shown)}.</p>')
+        parts.append(f'<p class="{style}">{tag}{head}{linked(shown)}.</p>')
     return "\n".join(parts)

@@ -67,6 +67,9 @@ SCRIPT = START + """
     await tick();
     seen.linked = [link.textContent, decodeURIComponent(location.hash.slice(1)),
                    text("#selected a")];
+    [...document.querySelectorAll(".good a")].pop().click();  // the gradient that limits the scale
+    await tick();
+    seen.advised = [text(".good"), text("#selected a")];
     at("#selected button").click();
     seen.closed = at("#selected").hidden;
     at(".copy").click();
@@ -198,6 +201,10 @@ def test_each_tensor_has_an_address(seen):
     name, linked, said = seen["linked"]
     assert linked == name
     assert said.startswith(f"{name} (")
+    advice, said = seen["advised"]
+    name = said.partition(" (")[0]
+    assert name.startswith("gradient of ")
+    assert f"({name})" in advice
     assert seen["closed"]
 
 
