@@ -219,6 +219,24 @@ def test_batch_size_argument_reaches_trainer_step():
     assert weights(2) == weights(None) != weights(8)
     with pytest.raises(ValueError, match="batch_size must be a whole number"):
         weights(-1)
+    with pytest.raises(ValueError, match="batch_size is for the steps of trainer="):
+        amp.xray(two_layers(), rows(1), LOSS, batch_size=2)
+
+
+@pytest.mark.parametrize("with_trainer", [False, True])
+def test_xray_and_explain_pause_a_recording(with_trainer):
+    """MXNet refuses writes to arrays of a graph that is being recorded."""
+    def shown():
+        net = two_layers()
+        net(rows(1)[0][0])
+        trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64) if with_trainer else None
+        assert amp.explain(net, rows(1)[0], LOSS) is None
+        return str(amp.xray(net, rows(2), LOSS, trainer))
+
+    with autograd.record():
+        recorded = shown()
+        assert autograd.is_recording()
+    assert recorded == shown()
 
 
 def waiting_trainer(net):

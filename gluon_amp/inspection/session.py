@@ -155,6 +155,7 @@ class Session:
 
     def __enter__(self) -> "Session":
         with self._around as stack:
+            stack.enter_context(mx.autograd.pause())  # of a caller that records
             stack.enter_context(counted_apart())
             stack.enter_context(cached_ops_freed(self.blocks))
             self._find_graphs()

@@ -63,6 +63,9 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     whole_number(steps, "steps", least=1)
     if batch_size is not None:
         whole_number(batch_size, "batch_size", least=1)
+        if trainer is None:
+            raise ValueError("batch_size is for the steps of trainer=. Received: "
+                             f"batch_size={batch_size}, trainer=None")
     if positive_number(underflow, "underflow") >= 1:
         raise ValueError("underflow is a share of a gradient's norm, below 1. "
                          f"Received: {underflow}")
