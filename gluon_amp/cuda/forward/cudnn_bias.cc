@@ -37,28 +37,29 @@ struct Library {
       of_cublas<decltype(multiply)>("cublasGemmEx");
   int (*allocate)(void**, size_t) = runtime<int (*)(void**, size_t)>("cudaMalloc");
   int (*clear_error)() = runtime<int (*)()>("cudaGetLastError");
+  int (*device)(int*) = runtime<int (*)(int*)>("cudaGetDevice");
   int (*stream)(Handle, Stream*) = (int (*)(Handle, Stream*))forward_symbol("cudnnGetStream");
   int (*copy)(Out, In, size_t, int) = runtime<int (*)(Out, In, size_t, int)>("cudaMemcpy");
+  int (*wait)(Stream) = runtime<int (*)(Stream)>("cudaStreamSynchronize");
 
   bool complete() const {
-    return create && set_stream && multiply && allocate && clear_error && stream && copy;
+    return create && set_stream && multiply && allocate && clear_error && device && stream && copy && wait;
   }
 };
 
-// For each of cuDNN's handles, which one thread uses at a time.
+// On a device, for all threads.
 struct Ones {
-  Blas blas = nullptr;
   void* data = nullptr;
   int count = 0;
 
-  // Fills memory for `wanted` ones. False if there is none. Earlier memory stays, because a CUDA graph may have its
-  // address; it is at most half as large.
+  // Fills memory for `wanted` ones, and waits, because other streams read it. False if there is none. Earlier memory
+  // stays, because a CUDA graph may have its address; it is at most half as large.
   bool grow(const Library& library, int wanted) {
     if (count >= wanted) return true;
     const std::vector<uint16_t> ones(std::max<size_t>(wanted, 2 * (size_t)count), 0x3c00);  // in float16
     void* made = nullptr;
     if (library.allocate(&made, ones.size() * sizeof ones[0]) ||
-        library.copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice)) {
+        library.copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice) || library.wait(nullptr)) {
       library.clear_error();
       return false;
     }
@@ -79,16 +80,20 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
       rows > INT32_MAX)
     return false;
   static std::mutex mutex;
-  static auto& kept = *new std::map<Handle, Ones>;
-  Ones* ones;
+  static auto& handles = *new std::map<Handle, Blas>;  // of cuDNN's handles, which one thread uses at a time
+  static auto& filled = *new std::map<int, Ones>;
+  Blas blas;
+  void* ones;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    ones = &kept[handle];
+    Blas& its = handles[handle];
+    int device;
+    if ((!its && library.create(&its)) || library.device(&device) || !filled[device].grow(library, (int)rows)) return false;
+    blas = its, ones = filled[device].data;
   }
   Stream stream;
-  return (ones->blas || !library.create(&ones->blas)) && ones->grow(library, (int)rows) &&
-         !library.stream(handle, &stream) && !library.set_stream(ones->blas, stream) &&
-         !library.multiply(ones->blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones->data,
+  return !library.stream(handle, &stream) && !library.set_stream(blas, stream) &&
+         !library.multiply(blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones,
                            kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kTensorOp);
 }
 
