@@ -51,17 +51,17 @@ _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel"
 
 # Names of mx.contrib.amp, and their equivalents.
 _CONTRIB = {
-    "init": "nothing: gluon_amp.convert(net) converts one network after its creation",
-    "init_trainer": "gluon_amp.Trainer(...) instead of gluon.Trainer(...)",
-    "unscale": "trainer.unscale(), of a gluon_amp.Trainer",
-    "convert_hybrid_block": "gluon_amp.convert(net)",
-    "convert_bucketing_module": "gluon_amp.BucketingModule, of symbols that "
+    "init": "No call is needed: gluon_amp.convert(net) converts one network after its creation",
+    "init_trainer": "Use gluon_amp.Trainer(...) instead of gluon.Trainer(...)",
+    "unscale": "Use trainer.unscale(), of a gluon_amp.Trainer",
+    "convert_hybrid_block": "Use gluon_amp.convert(net)",
+    "convert_bucketing_module": "Use gluon_amp.BucketingModule, of symbols that "
                                 "gluon_amp.convert_symbol has converted",
     **dict.fromkeys(("list_lp16_ops", "list_fp32_ops", "list_lp16_fp32_ops",
                      "list_conditional_fp32_ops", "list_widest_type_cast",
                      "list_loss_output_functions", "list_lp16_use_fp32_params"),
-                    "gluon_amp.types(net), which lists what each operator of a network runs "
-                    "in")}
+                    "Use gluon_amp.types(net), which lists what each operator of a network "
+                    "runs in")}
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -71,5 +71,5 @@ def __getattr__(name: str) -> NoReturn:
     elif name == "recipes":
         hint = ". It has moved: the scripts' module is example/recipes.py of the checkout"
     elif name in _CONTRIB:
-        hint = f", which mx.contrib.amp has. Use {_CONTRIB[name]}"
+        hint = f", which mx.contrib.amp has. {_CONTRIB[name]}"
     raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{hint}")

@@ -35,7 +35,7 @@ def test_moved_name_reports_its_new_location(name):
 
 @pytest.mark.parametrize("name", [n for n in contrib_amp.__all__ if n not in PUBLIC])
 def test_contrib_amp_name_reports_its_replacement(name):
-    with pytest.raises(AttributeError, match=r"which mx\.contrib\.amp has\. Use") as caught:
+    with pytest.raises(AttributeError, match=r"contrib\.amp has\. (Use|No call is)") as caught:
         getattr(gluon_amp, name)
     named = re.findall(r"gluon_amp\.(\w+)", str(caught.value))
     assert named

@@ -223,6 +223,13 @@ def test_batch_size_argument_reaches_trainer_step():
         amp.xray(two_layers(), rows(1), LOSS, batch_size=2)
 
 
+@pytest.mark.parametrize("net", [None, nn.Dense(4, in_units=6)])
+def test_errors_name_the_function_that_was_called(net):
+    for name, given in (("xray", rows(1)), ("search", rows(1)), ("explain", rows(1)[0])):
+        with pytest.raises(TypeError, match=f"^{name} takes a network that gluon_amp"):
+            getattr(amp, name)(net, given, LOSS)
+
+
 @pytest.mark.parametrize("with_trainer", [False, True])
 def test_xray_and_explain_pause_a_recording(with_trainer):
     """MXNet refuses writes to arrays of a graph that is being recorded."""

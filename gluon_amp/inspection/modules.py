@@ -63,18 +63,18 @@ def bound_module(module: Module) -> Module:
     """Returns the MXNet Module with the symbol; of a BucketingModule, the current one."""
     module = getattr(module, "_curr_module", module)
     if not isinstance(module, mx.mod.Module) or not (module.binded and module.params_initialized):
-        raise ValueError("xray needs a Module that is bound and has parameters: call bind and "
+        raise ValueError("the Module must be bound and have parameters: call bind and "
                          f"init_params. Received: {type(module).__name__}")
     if any(context.device_type == "gpu" for context in module._context):
-        raise ValueError("xray runs on CPUs only, where results are counted before they are "
+        raise ValueError("the Module must be on CPUs, where results are counted before they are "
                          "rounded. Received: a Module on a GPU")
     if module._state_names:
-        raise ValueError("xray does not support Modules with states. Received: state_names="
+        raise ValueError("a Module with states is not supported. Received: state_names="
                          f"{module._state_names}")
     sparse = sorted(node.name for node in sparse_nodes(Graph.read(module._symbol))
                     if node.is_variable)
     if sparse:
-        raise ValueError("xray supports dense arrays only. Received: a Module with the sparse "
+        raise ValueError("the Module must have dense arrays only. Received: the sparse "
                          f"variables {listed(sparse)}")
     return module
 
@@ -85,7 +85,7 @@ def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
         raise TypeError("batches of a Module are mx.io.DataBatch, as its iterator returns them. "
                         f"Received: {type(batch).__name__}")
     if bucket is not None and batch.bucket_key not in (None, bucket):
-        raise ValueError("xray supports one bucket of a BucketingModule, the current one: "
+        raise ValueError("batches must be of the current bucket of the BucketingModule, "
                          f"{bucket!r}. Received: a batch of {batch.bucket_key!r}")
     data, labels = list(batch.data or []), list(batch.label or [])
     wanted = len(module.data_names), len(module.label_names)
@@ -132,8 +132,8 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
         kept |= differs
         differs = _others(clean, types, policy, parameters, kept, wanted)
     if differs:
-        raise ValueError("xray supports only the casts of convert_symbol, and this symbol has "
-                         "others: convert the float32 symbol with convert_symbol, and list in "
+        raise ValueError("the symbol must have no casts but those of convert_symbol: "
+                         "convert the float32 symbol with convert_symbol, and list in "
                          "keep= what stays float32")
     return clean, policy, kept
 
@@ -230,7 +230,7 @@ class HeadLosses:
         self.labels: List[Entry] = [head.inputs[1] for head in self.heads if _has_label(head)]
         self._last: List[_Loss] = []  # of each head that starts gradients
         if not any(head.op in LOSSES for head in self.heads):
-            raise ValueError("xray needs a Module with losses in its symbol. Valid: "
+            raise ValueError("the Module must have losses in its symbol. Valid: "
                              f"{', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(head.name for head in self.heads)}")
 

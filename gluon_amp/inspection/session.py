@@ -46,7 +46,7 @@ class Batch(NamedTuple):
         """Returns a batch as the user gives it."""
         parts = list(given) if isinstance(given, (list, tuple)) else [given]
         if storage_types(parts):
-            raise ValueError("xray, explain and search support dense arrays only. Received: "
+            raise ValueError("batches must have dense arrays only. Received: "
                              f"{', '.join(storage_types(parts).values())} data")
         made = cls(parts, []) if len(parts) == 1 else cls(parts[:-1], parts[-1:])
         if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
@@ -140,10 +140,10 @@ class Session:
                  most: int, who: str) -> None:
         self.net, given, self.loss_fn = as_block(net, batches, loss_fn)
         first = _first_of(given, most, who)
-        _check(self.net)
+        _check(self.net, who)
         self.batches = [Batch.of(batch) for batch in first]
         if any(array.ctx.device_type == "gpu" for array in self.batches[0].data):
-            raise ValueError("xray runs on CPUs only, where results are counted before they are "
+            raise ValueError(f"{who} runs on CPUs only, where results are counted before they are "
                              "rounded. Received: data on a GPU")
         self.blocks = hybrid_blocks(self.net)
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
@@ -433,21 +433,21 @@ def _first_of(batches: Iterable[Any], count: int, who: str) -> List[Any]:
     return found
 
 
-def _check(net: Network) -> None:
-    """Refuses networks that an X-ray does not support."""
+def _check(net: Network, who: str) -> None:
+    """Refuses networks that an X-ray does not support; `who` is the caller."""
     blocks = list(blocks_in(net)) if isinstance(net, ConvertedBlock) else []
     if not any(isinstance(b, ConvertedHybridBlock) for b in blocks):
         plain = isinstance(net, mx.gluon.Block) and not blocks
         hint = ", which is float32: convert it to a 16-bit policy" if plain else ""
-        raise TypeError("xray takes a network that gluon_amp.convert has converted, with a "
+        raise TypeError(f"{who} takes a network that gluon_amp.convert has converted, with a "
                         "HybridBlock in it, whose graph it inspects. "
                         f"Received: {type(net).__name__}{hint}")
     if net._amp.policy.is_float32:
         raise ValueError("the network is float32: convert it to a 16-bit policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:
-        raise ValueError("xray inspects graphs, and a plain Block has parameters of its own: move "
-                         f"them into a HybridBlock. Received: {', '.join(own[:5])}")
+        raise ValueError(f"{who} inspects graphs, and a plain Block has parameters of its own: "
+                         f"move them into a HybridBlock. Received: {', '.join(own[:5])}")
 
 
 def mean_and_total(loss: Array) -> Tuple[float, float]:
