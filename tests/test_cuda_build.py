@@ -347,7 +347,8 @@ def test_missing_wheel_names_the_command(place):
 def test_missing_header_is_named(tmp_path):
     packages = cuda_trees.tools(tmp_path)
     (packages / "cudnn" / "include" / "cudnn.h").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks cudnn.h: pip install '.\[cuda-build"):
+    with pytest.raises(FileNotFoundError, match=r"lacks cudnn.h: pip install '.\[cuda-build\]' .* "
+                       "new virtual environment"):
         toolkit.find(packages)
 
 

@@ -16,7 +16,8 @@ from typing import List, NamedTuple, Optional
 from ..checks import pip_install
 
 HERE = Path(__file__).with_name("headers")
-INSTALL = pip_install("cuda-build")
+# beside CUDA 12 or 13, it would overwrite their libnccl.so.2
+INSTALL = f"{pip_install('cuda-build')} and a new virtual environment"
 # Headers that MXNet's CUDA files include, by the package that has them.
 _PACKAGES = {"cuda_runtime": "cuda_runtime.h", "cuda_nvcc": "crt/host_config.h",
              "cublas": "cublas_v2.h", "cudnn": "cudnn.h", "cufft": "cufft.h",
@@ -57,8 +58,8 @@ def find(packages: Optional[Path] = None) -> Toolkit:
     version = re.search(r"#define CUDART_VERSION\s+(\d+)", runtime)
     if version is None or version.group(1) != "11080":
         raise ValueError(f"{packages}/cuda_runtime must be of CUDA 11.8 (CUDART_VERSION 11080). "
-                         f"Received: {version.group(1) if version else 'no version'}. In a new "
-                         f"virtual environment: {INSTALL}")
+                         f"Received: {version.group(1) if version else 'no version'}. "
+                         f"{INSTALL}")
     nvcc = compiler(_nvcc(packages))
     if not nvcc.version.startswith("13."):
         raise ValueError(f"building kernels needs nvcc 13. Received: {nvcc.path}, version "
