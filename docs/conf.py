@@ -201,7 +201,7 @@ class WholeWords(SphinxTransform):
 
     def apply(self):
         for code in self.document.findall(nodes.literal):
-            if len(code.astext()) <= 24 and " " not in code.astext():
+            if len(code.astext()) <= 26 and " " not in code.astext():
                 code["classes"].append("whole")
 
 
