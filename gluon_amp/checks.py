@@ -44,6 +44,14 @@ def whole_number(value: object, what: str, least: int) -> int:
     return int(value)
 
 
+def iterator(given: Iterable[Any], what: str) -> Iterator[Any]:
+    """Returns an iterator, or raises TypeError."""
+    try:
+        return iter(given)
+    except TypeError:
+        raise TypeError(f"{what}. Received: {type(given).__name__}") from None
+
+
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two sequences have the same objects."""
     return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -133,7 +133,8 @@ class Policy:
     def _check_high_precision(self) -> None:
         given = self.high_precision
         names = (given,) if isinstance(given, str) else given
-        if not isinstance(names, (tuple, list, set, frozenset)) or not set(names) <= set(GEMMS):
+        if not isinstance(names, (tuple, list, set, frozenset)) \
+                or not all(each in GEMMS for each in names):
             raise ValueError(f"policy {self.name}: unknown high_precision. Valid: "
                              f"{', '.join(GEMMS)}, or a sequence of these. Received: {given!r}")
         object.__setattr__(self, "high_precision", tuple(each for each in GEMMS if each in names))

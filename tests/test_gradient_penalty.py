@@ -300,6 +300,14 @@ def test_critics_and_arguments_that_are_refused():
         amp.gradient_penalty(net, x, x[:3])
     with pytest.raises(TypeError, match=r"arrays of MXNet. Received: numpy\.ndarray"):
         amp.gradient_penalty(net, SAMPLES)
+    for other in ("int32", "float64"):
+        with pytest.raises(TypeError, match=rf"x must be float32.*16 bits. Received: {other}"):
+            amp.gradient_penalty(net, x.astype(other))
+    net.cast("float64")
+    with pytest.raises(TypeError, match=r"x must be float64.*Received: float32"):
+        amp.gradient_penalty(net, x)
+    assert amp.gradient_penalty(net, x.astype("float64")).dtype == np.float64
+    net.cast("float32")
     with pytest.raises(ValueError, match="target other than 0 must be a positive"):
         amp.gradient_penalty(net, x, target=-1)
     pairs = Calling(lambda F, x: (x, x))

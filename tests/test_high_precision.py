@@ -222,7 +222,7 @@ def test_unsupported_product_is_refused():
         net(nd.ones((2, 1, 3)))
 
 
-@pytest.mark.parametrize("given", ["backward", ["forward", "x"], 1, None])
+@pytest.mark.parametrize("given", ["backward", ["forward", "x"], [["x"]], 1, None])
 def test_unknown_product_name_is_refused(given):
     with pytest.raises(ValueError, match=r"unknown high_precision\. Valid: forward, data_gradient, "
                                          r"weight_gradient, or a sequence of these\. Received: "):

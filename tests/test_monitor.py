@@ -282,6 +282,11 @@ def test_unsupported_arguments_are_refused(tmp_path):
     file = tmp_path / "a.jsonl"
     with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*Dense"):
         amp.Monitor(nn.Dense(2), trainer, file)
+    with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*NoneType"):
+        amp.Monitor(None, trainer, file)
+    for record in ("sums", ["times"]):
+        with pytest.raises(ValueError, match=r"record must be one of statistics.*Received: "):
+            amp.Monitor(net, trainer, file, record=record)
     with pytest.raises(TypeError, match=r"trainer is a gluon_amp\.Trainer, or MXNet's.*str"):
         amp.Monitor(net, "sgd", file)
     for interval in (0, 1.5, True):
@@ -289,6 +294,8 @@ def test_unsupported_arguments_are_refused(tmp_path):
             amp.Monitor(net, trainer, file, interval)
     with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
         amp.Monitor(net, trainer, file, layers=[3])
+    with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
+        amp.Monitor(net, trainer, file, layers=3)
     with pytest.raises(ValueError, match=r"'\[' is not a regular expression"):
         amp.Monitor(net, trainer, file, layers="[")
     with pytest.raises(ValueError, match="layers is empty"):

@@ -594,7 +594,7 @@ def test_wrong_calls_are_refused(tmp_path):
     net(nd.ones((1, 3)))
     with pytest.raises(ValueError, match=r"dtype must be float16, bfloat16 or float32\. Rec"):
         amp.export_onnx(net, file, (1, 3), "int8")
-    for shapes in ((0, 3), 3, {"data": 3}):
+    for shapes in ((0, 3), 3, {"data": 3}, [], (), [()]):
         with pytest.raises(ValueError, match=r"for each input: data.*\. Received: "
                                              + re.escape(repr(shapes))):
             amp.export_onnx(net, file, shapes)
@@ -604,6 +604,11 @@ def test_wrong_calls_are_refused(tmp_path):
         amp.export_onnx(nn.Sequential(), file, (1, 3))
     with pytest.raises(ValueError, match=r"missing fullyconnected\w*_weight"):
         amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3))
+    for params in (3, [{}], ["x", {}]):
+        with pytest.raises(TypeError, match=r"must be a dict of arrays, or \(arg_params, a"):
+            amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3), params=params)
+    with pytest.raises(TypeError, match=r"calibration is an iterable of arrays.*Received: int"):
+        amp.export_onnx(net, file, (1, 3), calibration=3)
     amp.convert(net, "mixed_bfloat16")
     with pytest.raises(ValueError, match=r"Valid: dtype='bfloat16' or 'float32', or .* float16 or"):
         amp.export_onnx(net, file, (1, 3))

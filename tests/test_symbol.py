@@ -324,3 +324,10 @@ def test_model_zoo_networks_convert_as_symbols(name, rng):
     module.set_params(args, aux)
     module.forward(mx.io.DataBatch([x]))
     check_near(module.get_outputs()[0].asnumpy(), wanted, 0.02)
+
+
+@pytest.mark.parametrize("keep", [3, None])
+def test_keep_of_another_type_is_refused(keep):
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+    with pytest.raises(TypeError, match=f"keep takes.*Received: {type(keep).__name__}"):
+        amp.convert_symbol(symbol, keep=keep)

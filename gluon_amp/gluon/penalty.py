@@ -10,7 +10,7 @@ from mxnet.gluon import nn
 from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Block
 from ..checks import listed, positive_number
-from ..cpu.arrays import is_16bit
+from ..cpu.arrays import dtype_name, is_16bit
 from ..graph.graph import Graph
 from ..graph.kinks import at_both_ends
 from .converted import ConvertedBlock, ConvertedHybridBlock, blocks_in, parameters_in
@@ -30,7 +30,7 @@ def gradient_penalty(critic: Block, x: Array, *args: Array, target: float = 1.0)
     Args:
         critic: a network, converted or not, that can be hybridized, without batch norm, dropout
             and max pooling. Its output has a row for each sample.
-        x: the samples.
+        x: the samples, in 16 bits or in the type of the critic's parameters.
         args: further inputs of the critic, such as labels, with a row for each sample.
         target: the wanted norm: 1 for WGAN-GP; 0 for R1, the squared norm.
 
@@ -87,6 +87,11 @@ def _check(critic: Block, x: Array, args: Sequence[Array]) -> None:
         raise ValueError("gradient_penalty computes in float32. Valid: a float32 network, or one "
                          "that gluon_amp.convert has converted. Received: 16-bit parameters "
                          f"{listed(low)}")
+    types = {"float64" if dtype_name(p.dtype) == "float64" else "float32"
+             for block in blocks for p in block.params.values()} or {"float32", "float64"}
+    if not is_16bit(x.dtype) and dtype_name(x.dtype) not in types:
+        raise TypeError(f"x must be {' or '.join(sorted(types))}, as the critic computes, or have "
+                        f"16 bits. Received: {dtype_name(x.dtype)}")
     mixing = [block.name for block in blocks if _mixes_samples(block)]
     if mixing and autograd.is_recording():
         raise ValueError("gradient_penalty needs a critic that computes each sample by itself, and "

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Set, Tuple
 
 from .._mxnet import mx
-from ..checks import nearest
+from ..checks import iterator, nearest
 from .graph import Graph
 
 
@@ -118,7 +118,8 @@ def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
     """
     operators = operators_in(graph)
     kept: Set[str] = set()
-    for entry in [keep] if isinstance(keep, Operators) else keep:
+    for entry in [keep] if isinstance(keep, Operators) else iterator(
+            keep, "keep takes regular expressions for names, and gluon_amp.ops(...)"):
         if isinstance(entry, Operators):
             found = entry.among(operators)
         elif isinstance(entry, str):

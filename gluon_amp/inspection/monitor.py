@@ -97,7 +97,7 @@ class Monitor:
                  layers: Optional[Iterable[Union[str, Block]]] = None,
                  tensorboard: Optional[str] = None, record: str = "statistics") -> None:
         """See the class for the arguments."""
-        self._blocks = hybrid_blocks(net)
+        self._blocks = hybrid_blocks(net) if isinstance(net, mx.gluon.Block) else []
         if not self._blocks and not plain_graphs(net):
             raise TypeError("Monitor takes a network that gluon_amp.convert has converted, with a "
                             "HybridBlock in it, or a hybridized one. Received: "
@@ -105,7 +105,7 @@ class Monitor:
         if not isinstance(trainer, mx.gluon.Trainer):
             raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
                             f"Received: {type(trainer).__name__}")
-        if record not in _MEASURES:
+        if record not in tuple(_MEASURES):
             raise ValueError(f"record must be one of {', '.join(_MEASURES)}. Received: {record!r}")
         if tensorboard is not None and record == "times":
             raise ValueError("tensorboard= takes statistics. Received: record='times'")
@@ -242,6 +242,8 @@ def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pa
     """Returns regular expressions for the names of the selected operators."""
     if given is None:
         return None
+    if not isinstance(given, Iterable) and not isinstance(given, mx.gluon.Block):
+        raise TypeError(f"layers takes blocks and regular expressions. Received: {given!r}")
     made = []
     for layer in [given] if isinstance(given, (str, mx.gluon.Block)) else given:
         if isinstance(layer, mx.gluon.Block):

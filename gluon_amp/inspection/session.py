@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Block, LossFunction, Network
+from ..checks import iterator
 from ..cpu.arrays import all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import (
@@ -422,11 +423,7 @@ class NetworkCopy:
 
 def _first_of(batches: Iterable[Any], count: int, who: str) -> List[Any]:
     """Returns the first `count` batches at most."""
-    try:
-        given = iter(batches)
-    except TypeError:
-        raise TypeError("batches is a list of tuples (data, label), or an iterable of them. "
-                        f"Received: {type(batches).__name__}") from None
+    given = iterator(batches, "batches is a list of tuples (data, label), or an iterable of them")
     found = list(itertools.islice(given, count))
     if not found:
         raise ValueError(f"{who} needs at least one batch. Received: none")

@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 from mxnet import autograd
 
 from .._mxnet import mx
+from ..checks import iterator
 from ..cpu import library
 from ..formats import Format
 from ..graph.build import build, cached_op
@@ -74,7 +75,8 @@ def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
         found[key] = found[key] + counts if key in found else counts
 
     read()  # discards earlier counts
-    for batch in batches:
+    for batch in iterator(
+            batches, "calibration is an iterable of arrays, or of sequences of arrays"):
         given = _arrays(batch, data)
         labels = [name for name in fed if name not in given]  # not read in predictions
         shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(

@@ -187,7 +187,11 @@ def _calibrated(graph: Graph, arrays: Mapping[str, Array], calibration: Optional
 
 def _symbol(symbol: Symbol, params: Any, dtype: str,
             calibration: Optional[Iterable[Any]] = None) -> _Network:
-    arg_params, aux_params = params if isinstance(params, (tuple, list)) else (params or {}, {})
+    parts = params if isinstance(params, (tuple, list)) else ({} if params is None else params, {})
+    if len(parts) != 2 or not all(isinstance(part, Mapping) for part in parts):
+        raise TypeError("params must be a dict of arrays, or (arg_params, aux_params). "
+                        f"Received: {params!r}")
+    arg_params, aux_params = parts
     everything = {**arg_params, **aux_params}
     auxiliary = set(symbol.list_auxiliary_states())
     args = {n: a for n, a in everything.items() if n not in auxiliary}
@@ -306,7 +310,7 @@ def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
     several = shapes if _are_several(shapes) else [shapes]
     given = dict(several) if isinstance(several, Mapping) else dict(zip(names, several))
     if len(several) != len(names) or set(given) != set(names) or not all(
-            _is_list(shape) and shape.count(None) < 2
+            _is_list(shape) and len(shape) and shape.count(None) < 2
             and all(isinstance(n, valid) and (n is None or n > 0) for n in shape)
             for shape in given.values()):
         raise ValueError("shapes must be a tuple of sizes from 1 on, with one None for any batch "

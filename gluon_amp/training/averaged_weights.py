@@ -1,6 +1,7 @@
 """`AveragedWeights`: exponential and stochastic averages of master weights."""
 from __future__ import annotations
 
+import numbers
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .._mxnet import mx
@@ -45,13 +46,15 @@ class AveragedWeights:
         if not isinstance(trainer, Trainer):
             raise TypeError("AveragedWeights takes a gluon_amp.Trainer. Received: "
                             f"{type(trainer).__module__}.{type(trainer).__name__}")
-        if decay is not None and not (isinstance(decay, float) and 0 < decay < 1):
+        given: Any = decay  # mypy takes no float for a Real
+        if given is not None and not (isinstance(given, numbers.Real) and 0 < float(given) < 1):
             raise ValueError("decay must be a number between 0 and 1, or None. Received: "
                              f"{decay!r}")
         sparse = [p.name for p in trainer._params if p._stype != "default"]
         if sparse:
             raise ValueError(f"AveragedWeights takes dense parameters. Received sparse: {sparse}")
-        self.trainer, self.decay = trainer, decay
+        self.trainer = trainer
+        self.decay = None if decay is None else float(decay)
         self.every = whole_number(every, "every", 1)
         self.updates = self.count = 0  # of the Trainer, and of the averages
         self._averages: Dict[int, Any] = {}  # by the numbers of parameters in the Trainer

@@ -24,7 +24,7 @@ from typing import Any, Iterable, Iterator, List, Optional, Union
 from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
-from ..checks import imports_of, positive_number, whole_number
+from ..checks import imports_of, iterator, positive_number, whole_number
 from ..cpu.scales import scales_of
 from ..files import check_target, replace_file
 from .loss_scale import LossScaleError
@@ -190,12 +190,10 @@ def _steepest(rates: List[float], losses: List[float]) -> Optional[float]:
 
 
 def _endless(batches: Iterable[Any]) -> Iterator[Any]:
-    if not isinstance(batches, Iterable):
-        raise TypeError("batches is a list of tuples (data, label), or an iterable of them. "
-                        f"Received: {type(batches).__name__}")
     while True:
         empty = True
-        for batch in batches:
+        for batch in iterator(
+                batches, "batches is a list of tuples (data, label), or an iterable of them"):
             empty = False
             yield batch
         if empty:
