@@ -81,11 +81,6 @@ def in_names(names: Iterable[str], most: int = 5) -> str:
     return f" in {listed(names, most)}" if names else ""
 
 
-def nearest(name: str, names: Sequence[str], most: int = 5) -> List[str]:
-    """Returns the names most similar to `name`, or the first ones if none is similar."""
-    return difflib.get_close_matches(name, names, n=most, cutoff=0.3) or list(names[:most])
-
-
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
     bare = {one.lstrip("-"): one for one in names}  # the dashes would make all flags similar

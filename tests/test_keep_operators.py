@@ -1,4 +1,6 @@
 """`keep=amp.ops(...)`: all nodes of an operator stay float32."""
+import re
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -119,13 +121,28 @@ def test_xray_repeats_kept_operators():
 
 
 def test_invalid_operators_are_refused():
-    with pytest.raises(ValueError, match=r"no operator 'batchdot'\. Near it: batch_dot"):
+    with pytest.raises(ValueError, match=r"no operator 'batchdot'\. Did you mean batch_dot"):
         amp.ops("batchdot")
+    with pytest.raises(ValueError, match=r"no operator 'Nope'$"):  # and none has a similar name
+        amp.ops("Nope")
     with pytest.raises(TypeError, match="names of operators"):
         amp.ops(np.tanh)
     with pytest.raises(ValueError, match="at least one operator"):
         amp.ops()
-    with pytest.raises(ValueError, match=r"amp.ops\('dot'\) matches nothing.*Near it: Fully"):
+    with pytest.raises(ValueError, match=r"amp.ops\('dot'\) matches nothing.* are FullyConn"):
         amp.convert(nn.Dense(2), keep=amp.ops("dot"))
     with pytest.raises(ValueError, match=r"amp.ops\('Pooling'\) matches nothing in this symbol"):
         amp.convert_symbol(mx.sym.tanh(mx.sym.var("x")), keep=amp.ops("Pooling"))
+
+
+@pytest.mark.parametrize("name", ["FullyConnected", "batch_dot", "np.matmul", "_plus_scalar"])
+def test_name_of_an_operator_is_refused_with_the_remedy(name):
+    said = re.escape(f"keep=gluon_amp.ops({name!r})") + "$"
+    with pytest.raises(ValueError, match=said):
+        amp.convert(nn.Dense(2), keep=[name])
+    with pytest.raises(ValueError, match=said):
+        amp.convert_symbol(mx.sym.tanh(mx.sym.var("x")), keep=name)
+    with pytest.raises(ValueError, match=r"matches nothing in this network\. Did you mean .*dense"):
+        amp.convert(nn.Dense(2), keep="dense")
+    with pytest.raises(ValueError, match=r"'zzz' matches nothing in this network$"):
+        amp.convert(nn.Dense(2), keep="zzz")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Set, Tuple
 
 from .._mxnet import mx
-from ..checks import iterator, nearest
+from ..checks import did_you_mean, iterator, listed
 from .graph import Graph
 
 
@@ -55,8 +55,8 @@ def ops(*names: str) -> Operators:
                             f"Received: {name!r}")
         of_name = _registered().get(name)
         if not of_name:
-            raise ValueError(f"MXNet has no operator {name!r}. Near it: "
-                             f"{', '.join(nearest(name, sorted(_registered())))}")
+            raise ValueError(f"MXNet has no operator {name!r}"
+                             f"{did_you_mean(name, sorted(_registered()))}")
         found |= of_name
     return Operators(names, frozenset(found))
 
@@ -136,10 +136,14 @@ def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
 
 def matches_none(entry: Operators, operators: Mapping[str, str], where: str = "network") -> str:
     """Returns an error message for operators that a graph does not have."""
-    return matches_nothing(repr(entry), entry.given[0], set(operators.values()), where)
+    return f"keep: {entry!r} matches nothing in this {where}, whose operators are " \
+           f"{listed(sorted(set(operators.values())))}"
 
 
 def matches_nothing(what: str, word: str, names: Iterable[str], where: str = "network") -> str:
-    """Returns an error message that lists similar names."""
-    near = ", ".join(nearest(word, sorted(filter(None, names))))
-    return f"keep: {what} matches nothing in this {where}. Near it: {near}"
+    """Returns an error message for a name, with similar ones, or for an operator's with `ops`."""
+    if word in _registered():
+        remedy = f". All nodes of the operator: keep=gluon_amp.ops({word!r})"
+    else:
+        remedy = did_you_mean(word, sorted(filter(None, names)))
+    return f"keep: {what} matches nothing in this {where}{remedy}"

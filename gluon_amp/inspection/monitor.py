@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional, Type, Union
 
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
-from ..checks import nearest, whole_number
+from ..checks import did_you_mean, whole_number
 from ..formats import BFLOAT16, FLOAT32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
@@ -189,8 +189,8 @@ class Monitor:
             names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
                                          for block in self._graphs() if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
-            raise ValueError("layers match no operator of the network. Similar names: "
-                             f"{', '.join(nearest(wanted, names))}. Received: {wanted!r}")
+            raise ValueError("layers match no operator of the network. "
+                             f"Received: {wanted!r}{did_you_mean(wanted, names)}")
         if not self._observer.passes:
             log.warning("Monitor: no statistics of step %d, because the network did not train",
                         self.steps)
