@@ -31,9 +31,10 @@ def main(cache):
                         "-m", "pytest", "-q", "-p", "no:cacheprovider",
                         ROOT / "tests" / "gpu" / "test_gpu_networks.py",
                         ROOT / "tests" / "gpu" / "test_gpu_operators.py"], check=True)
-    subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--cudnn", "9", "--compute", "--log",
-                    cache / "log-rnn.jsonl", *RUN, "-m", "pytest", "-q", "-p", "no:cacheprovider",
-                    "-k", "rnn or RNN or lstm or gru or bidirectional or norms or layouts",
+    subprocess.run([*RUN, "-m", "gluon_amp.cuda", "--devices", "2", "--cudnn", "9", "--compute",
+                    "--log", cache / "log-rnn.jsonl", *RUN, "-m", "pytest", "-q", "-p",
+                    "no:cacheprovider", "-k",
+                    "rnn or RNN or lstm or gru or bidirectional or norms or layouts",
                     ROOT / "tests" / "gpu_computing"], check=True)
 
 
