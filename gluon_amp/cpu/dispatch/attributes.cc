@@ -1,4 +1,4 @@
-// Creates attributes through MXNet's C API, because NodeAttrs must not be copied here (native.h, 2).
+// Reads attributes, and creates them through MXNet's C API, because NodeAttrs must not be copied here (native.h, 2).
 // They are never changed in place: graphs and threads share them.
 #include "dispatch/attributes.h"
 
@@ -17,6 +17,11 @@ std::set<std::string>& constants() {
   return *made;
 }
 
+locale_t c_locale() {
+  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+  return c;
+}
+
 bool is_constant(const Operator& op, const std::string& key) {
   return constants().count(key) ||
          ((key == "start" || key == "stop") && constants().count(op.name() + "." + key));
@@ -25,9 +30,8 @@ bool is_constant(const Operator& op, const std::string& key) {
 // A constant rounded to a 16-bit type, in decimal without an exponent, which MXNet parses with an error; empty
 // if that changes nothing or the text is not a number.
 std::string rounded(const std::string& text, int type) {
-  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   char* end;
-  const float number = strtof_l(text.c_str(), &end, c);
+  const float number = parse_float(text.c_str(), &end);
   if (end == text.c_str() || *end) return "";
   Number16 bits;
   float made;
@@ -35,7 +39,7 @@ std::string rounded(const std::string& text, int type) {
   kernels_of(type)->widen(&bits, &made, 1);
   if (made == number || made != made) return "";
   char digits[200];
-  const locale_t before = uselocale(c);
+  const locale_t before = uselocale(c_locale());
   const int places = type == mshadow::kFloat16 ? 24 : 133;  // exact
   std::snprintf(digits, sizeof digits, "%.*f", places, made);
   uselocale(before);
@@ -84,6 +88,35 @@ struct Cache {
 };
 
 }  // namespace
+
+float parse_float(const char* text, char** end) { return strtof_l(text, end, c_locale()); }
+
+float number(const NodeAttrs& attrs, const char* key, float otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? parse_float(found->c_str()) : otherwise;
+}
+
+bool flag(const NodeAttrs& attrs, const char* key, bool otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found == "True" || *found == "true" || *found == "1" : otherwise;
+}
+
+std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise) {
+  const std::string* found = find(attrs, key);
+  return found ? *found : otherwise;
+}
+
+std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
+  std::vector<int64_t> made;
+  const std::string* text = find(attrs, key);
+  for (const char* at = text ? text->c_str() : ""; *at;) {
+    char* end;
+    const long long value = std::strtoll(at, &end, 10);
+    if (end != at) made.push_back(value);
+    at = end == at ? at + 1 : end;
+  }
+  return made;
+}
 
 nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts) {
   std::vector<const char*> keys, values;

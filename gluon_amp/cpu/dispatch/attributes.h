@@ -1,4 +1,4 @@
-// Copies of a node's attributes, also with constants rounded to a 16-bit type.
+// Numbers in texts, and copies of a node's attributes, also with constants rounded to a 16-bit type.
 #pragma once
 #include "engine.h"
 
@@ -6,6 +6,9 @@ namespace gluon_amp {
 
 // Names and values of attributes.
 using Texts = std::vector<std::pair<std::string, std::string>>;
+
+// A number in the C locale, as strtof.
+float parse_float(const char* text, char** end = nullptr);
 
 // A new node without inputs, made by MXNet, which parses its attributes.
 nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts);

@@ -1,10 +1,9 @@
 // The table of settings.
 #include "dispatch/settings.h"
 
-#include <locale.h>
-#include <stdlib.h>
-
 #include <atomic>
+
+#include "dispatch/attributes.h"
 
 namespace gluon_amp {
 
@@ -134,11 +133,10 @@ int64_t settings_count() {
 }
 
 Grid grid_of(const char* text) {
-  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
   float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
   for (float& number : numbers) {
     char* end;
-    const float read = strtof_l(text, &end, c);
+    const float read = parse_float(text, &end);
     if (end == text) break;
     number = read;
     text = end;

@@ -1,11 +1,9 @@
 // Operators that MXNet does not have: casts outside graphs, synchronization of master weights with their
 // weights, optimizers' updates, and sums of squares. Also MXNet's multi-precision updates of SGD and NAG.
-#include <locale.h>
-#include <stdlib.h>
-
 #include <algorithm>
 #include <numeric>
 
+#include "dispatch/attributes.h"
 #include "operators/own.h"
 
 namespace gluon_amp {
@@ -124,15 +122,15 @@ float mxnets_number(const NodeAttrs& attrs, const char* key, float otherwise) {
 }
 
 // Comma-separated numbers, one for each weight. MXNet parses lists correctly.
-std::vector<float> numbers(const NodeAttrs& attrs, const char* key, size_t count, bool lists) {
-  static const locale_t c = newlocale(LC_ALL_MASK, "C", nullptr);
+std::vector<float> per_weight(const NodeAttrs& attrs, const char* key, size_t count, bool lists) {
   const std::string* text = find(attrs, key);
   const char* at = text ? text->c_str() : "";
   if (*at == '(' || *at == '[') ++at;
   std::vector<float> made;
   while (*at && made.size() < count) {
     char* end;
-    made.push_back(lists ? strtof_l(at, &end, c) : dmlc::strtof(at, &end));
+    made.push_back(lists ? parse_float(at, &end) : dmlc::strtof(at, &end));
+    if (end == at) throw dmlc::Error(std::string(key) + " needs numbers. Received: " + *text);
     at = *end ? end + 1 : end;
   }
   if (made.size() != count) throw dmlc::Error(std::string(key) + " needs a number for each weight");
@@ -160,9 +158,9 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
             const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
   const size_t count = out.size();
   const UpdateRule& rule = rule_of(attrs);
-  const auto rates = numbers(attrs, "lrs", count, rule.lists);
-  const auto decays = numbers(attrs, "wds", count, rule.lists);
-  const auto steps = numbers(attrs, "steps", rule.rule == kLamb ? count : 0, true);
+  const auto rates = per_weight(attrs, "lrs", count, rule.lists);
+  const auto decays = per_weight(attrs, "wds", count, rule.lists);
+  const auto steps = per_weight(attrs, "steps", rule.rule == kLamb ? count : 0, true);
   const bool masters = has_masters(attrs);
   const size_t first_state = masters ? 3 : 2;
   std::vector<Update> updates(count);
@@ -195,7 +193,7 @@ bool mxnets_update(const Call& call) {
       return true;
     }
   const auto given = [&](const char* one, const char* many) {
-    return lists ? numbers(call.attrs, many, count, true)
+    return lists ? per_weight(call.attrs, many, count, true)
                  : std::vector<float>(count, mxnets_number(call.attrs, one, 0));
   };
   const auto rates = given("lr", "lrs"), decays = given("wd", "wds");
