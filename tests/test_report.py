@@ -111,6 +111,8 @@ def test_stopped_and_resumed_runs_are_noted(tmp_path):
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"accuracy": 76}, "accuracy is between 0 and 1. Received: 76"),
     ({"accuracy": float("nan")}, "accuracy is between 0 and 1"), ({"logs": []}, "one log or more"),
+    ({"accuracy": "0.7"}, "accuracy is between 0 and 1. Received: '0.7'"),
+    ({"margin": None}, "between 0 and 100. Received: None"),
     ({"margin": 0}, "margin is a number of points between 0 and 100. Received: 0"),
     ({"margin": float("nan")}, "margin is a number of points")])
 def test_bad_arguments_are_refused_and_nothing_is_written(kwargs, message, tmp_path):

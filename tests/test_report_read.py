@@ -251,7 +251,10 @@ def test_recording_of_a_monitor_is_refused_with_its_command(record, command, tmp
         read_logs([path])
     with open(path, "a") as file:  # a log with other lines, too
         file.write('{"epoch": 0, "err_top1": 0.5}\n')
-    assert top1(read_logs([path])[0]) == numbered([0.5])
+    for paths in ([path], path, Path(path)):
+        assert top1(read_logs(paths)[0]) == numbered([0.5])
+    with pytest.raises(TypeError, match=r"logs are a path, or a list of paths. Received: int"):
+        read_logs(3)
 
 
 def test_folders_pipes_and_missing_files_are_refused(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from functools import partial
 from pathlib import Path
@@ -25,9 +26,9 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     recipe: is there a difference, and is it smaller than the margin?
 
     Args:
-        logs: files: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes, TensorBoard's
-            event files (with the extra `tensorboard`), CSV of errors by epoch (a column `epoch`,
-            and columns such as fp16_top1_err, fp16_img_s).
+        logs: a path, or several: logs of GluonCV and of MXNet's Module, log.jsonl of our recipes,
+            TensorBoard's event files (with the extra `tensorboard`), CSV of errors by epoch (a
+            column `epoch`, and columns such as fp16_top1_err, fp16_img_s).
         folder: the folder to write, created if needed.
         title: the title of the report.
         accuracy: the target of the time to accuracy: 0.76 for 76 %. By default the highest whole
@@ -43,14 +44,13 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     Raises:
         ValueError: a file is not a training log, or an argument is out of range.
     """
-    if accuracy is not None and not 0 < accuracy < 1:
-        raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy}")
-    if not 0 < margin < 100:
-        raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin}")
-    logs = [logs] if isinstance(logs, (str, Path)) else list(logs)
-    if not logs:
-        raise ValueError("report needs one log or more. Received: none")
+    if accuracy is not None and not _is_between(accuracy, 1):
+        raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy!r}")
+    if not _is_between(margin, 100):
+        raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin!r}")
     runs = read_logs(logs)
+    if not runs:
+        raise ValueError("report needs one log or more. Received: none")
     for run in runs if claim_speed else []:
         run.arguments["claim_speed"] = True
 
@@ -60,6 +60,11 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     for name, content in files.items():
         replace_file(str(folder / name), partial(_write, content))
     return folder / "report.html"
+
+
+def _is_between(value: object, most: int) -> bool:
+    """Whether a value is a number between 0 and `most`."""
+    return isinstance(value, numbers.Real) and 0 < float(value) < most
 
 
 def _files(runs: List[Run], title: str, accuracy: Optional[float],

@@ -21,15 +21,16 @@ from __future__ import annotations
 import ast
 import codecs
 import json
+import os
 import re
 from collections import Counter
 from functools import lru_cache, partial
 from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Union
 
-from ..checks import counted
+from ..checks import counted, iterator
 from . import events, tables
 from .runs import Epoch, Run, measurable, plain
 
@@ -75,11 +76,11 @@ NO_METRICS = {*sum(TOP1 + TOP5, ()), *LOSS, *SECONDS, "speed", "lr", "loss-scale
 READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
 
-def read_logs(paths: Iterable[Any]) -> List[Run]:
+def read_logs(paths: Union[Iterable[Any], str, os.PathLike[str]]) -> List[Run]:
     """Returns the runs of these logs.
 
     Args:
-        paths: as `logs` of `report`.
+        paths: as `logs` of `report`: one path, or several.
 
     Returns:
         A list of `Run`.
@@ -87,7 +88,9 @@ def read_logs(paths: Iterable[Any]) -> List[Run]:
     Raises:
         ValueError: a file is no log, or is damaged; the message names its first unreadable line.
     """
-    paths = [Path(path) for path in paths]
+    if isinstance(paths, (str, os.PathLike)):
+        paths = [paths]
+    paths = [Path(path) for path in iterator(paths, "logs are a path, or a list of paths")]
     runs: List[Run] = []
     folder: Optional[Path] = None  # of the last run, if it is of TensorBoard's files
     for path, name in zip(paths, _names(paths)):
