@@ -19,29 +19,29 @@ class View:
     """The result of an X-ray.
 
     Attributes:
-        tensors: all tensors, in order of computation.
-        weights: the parameters.
-        window: the loss scales that fit, with the tensors that limit them.
-        loss_scale: its (low, high); low is above high if no scale fits all gradients.
         findings: the nodes that the format does not suit: overflow first, gradients last.
         keep: the value for `convert(net, keep=view.keep)`, with which there are no findings.
         changes: changes at the source of findings, which the X-ray has tried.
         first_overflow: the first tensor that is not finite; None if all are finite.
+        loss_scale: (low, high) of `window`; low is above high if no scale fits all gradients.
+        window: the loss scales that fit, with the tensors that limit them.
+        after: the X-ray of the network with `keep`; None if nothing is to keep.
+        notes: further results as sentences.
+        goes_forward: whether no forward tensor overflows.
+        tensors: all tensors, in order of computation.
+        weights: the parameters.
         losses: the loss of each step.
         reference_losses: the loss of each float32 step.
         steps: for each step, its loss scale, and counts by tensor.
         numbers: for each step, the number of its batch.
-        scale: the loss scale of the gradients' counts: that of the first step with finite
-            gradients, or 2^16.
         left_out: the indices of batches without advice, because data, parameters or the float32
             loss are not finite.
-        notes: further results as sentences.
-        converts: the start of `keep_line`.
+        scale: the loss scale of the gradients' counts: that of the first step with finite
+            gradients, or 2^16.
         underflow: the share of a gradient's norm that may underflow at the low end of a window.
-        goes_forward: whether no forward tensor overflows.
-        training: the training's loss scales, and whether it checks gradients.
         outcome: what the training does, the start of `verdict`.
-        after: the X-ray of the network with `keep`; None if nothing is to keep.
+        converts: the start of `keep_line`.
+        training: the training's loss scales, and whether it checks gradients.
     """
     name: str
     tensors: List[Tensor]
