@@ -9,15 +9,15 @@ from .._mxnet import np
 from ..annotations import Shape
 from . import detection
 from .recurrent import recurrent
-from .writer import Operator, Rule
+from .writer import Operator, Row
 
-ROWS: Dict[str, Rule] = {}
+ROWS: Dict[str, Row] = {}
 Write = Callable[[Operator], Any]
 
 
 def row(*names: str, wide: bool = False) -> Callable[[Write], Write]:
     def put(write: Write) -> Write:
-        ROWS.update(dict.fromkeys(names, Rule(write, wide)))
+        ROWS.update(dict.fromkeys(names, Row(write, wide)))
         return write
     return put
 

@@ -46,8 +46,8 @@ def refuse(node: Node, why: str) -> NoReturn:
     raise ValueError(f"export_onnx cannot export {node.name} ({node.op}): {why}")
 
 
-class Rule(NamedTuple):
-    """The ONNX rule of an operator.
+class Row(NamedTuple):
+    """How an operator is written in ONNX.
 
     Attributes:
         write: adds its nodes, and returns the names of its outputs.
@@ -107,7 +107,7 @@ class Writer:
                                               self.types[entry])
         return self.names[entry]
 
-    def write(self, node: Node, row: Rule) -> None:
+    def write(self, node: Node, row: Row) -> None:
         """Adds a node of MXNet."""
         entries = list(takewhile(self.types.__contains__, (Entry(node, i) for i in count())))
         low = {*TYPES_16BIT} & {self.types[e] for e in (*node.inputs, *entries)}

@@ -294,7 +294,7 @@ class _Module:
         self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
         self._step.sum(group.param_names)
         gradients = self._step.to_use()
-        used = {(g.number, g.device): g.array for g in gradients}
+        used = {(g.index, g.device): g.array for g in gradients}
         grad_arrays = [[used.get((i, device)) for device in range(len(grads))]
                        for i, grads in enumerate(group.grad_arrays)]
         rescale_grad = optimizer.rescale_grad

@@ -69,24 +69,25 @@ class Gradient:
     """The gradient of one parameter on one device.
 
     Attributes:
+        index: the parameter's, as the optimizer has it.
         own: the gradient.
         array: for the update: the gradient or its replacement.
         adds: whether backward passes add to it.
         is_new: whether a backward pass has written it since the last step.
     """
-    __slots__ = ("adds", "array", "device", "is_new", "name", "number", "own", "weight")
+    __slots__ = ("adds", "array", "device", "index", "is_new", "name", "own", "weight")
 
-    def __init__(self, number: int, name: str, device: int, weight: Any, own: Any,
+    def __init__(self, index: int, name: str, device: int, weight: Any, own: Any,
                  adds: bool) -> None:
-        self.number, self.name, self.device, self.weight = number, name, device, weight
+        self.index, self.name, self.device, self.weight = index, name, device, weight
         self.own = self.array = own
         self.adds, self.is_new = adds, False
 
 
-def gradients_of(number: int, name: str, weights: Sequence[Any], gradients: Sequence[Any],
+def gradients_of(index: int, name: str, weights: Sequence[Any], gradients: Sequence[Any],
                  adds: bool) -> List[Gradient]:
     """Returns the gradients of a parameter with these arrays on its devices."""
-    return [Gradient(number, name, device, *arrays, adds)
+    return [Gradient(index, name, device, *arrays, adds)
             for device, arrays in enumerate(zip(weights, gradients))]
 
 
@@ -437,11 +438,11 @@ class Step:
         self.stage = Stage.SUMMED
         on_devices: Dict[Any, List[Any]] = {}
         for gradient in self._find():
-            key = gradient.number if keys is None else keys[gradient.number]
+            key = gradient.index if keys is None else keys[gradient.index]
             on_devices.setdefault(key, []).append(gradient.own)
         sums = self.workers.sum(on_devices.items())
         for gradient in self._gradients if sums else ():
-            key = gradient.number if keys is None else keys[gradient.number]
+            key = gradient.index if keys is None else keys[gradient.index]
             if key in sums:
                 gradient.array = sums[key][gradient.device]
 
@@ -577,7 +578,7 @@ class Step:
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()
         if self.workers.sums:  # devices have the same gradient, which counts once
-            counted = {g.number: s for g, s in zip(gradients, counted)}.values()
+            counted = {g.index: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
     def _clipped(self, multiplier: float, gradients: Sequence[Gradient],

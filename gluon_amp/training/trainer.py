@@ -286,7 +286,7 @@ class Trainer(mx.gluon.Trainer):
         def prepare() -> Callable[[float], None]:
             updates = []
             for device, updater in enumerate(self._updaters):
-                mine = [(g.number, g.array, g.weight) for g in gradients if g.device == device]
+                mine = [(g.index, g.array, g.weight) for g in gradients if g.device == device]
                 if mine:
                     updates.append(prepared(updater, *zip(*mine)))
 
@@ -489,7 +489,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _reached(self) -> Tuple[List[int], List[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
-        reached = {g.number for g in self._step.to_use()}
+        reached = {g.index for g in self._step.to_use()}
         flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
         return sorted(reached), [i for i, column in enumerate(zip(*flags)) if any(column)]
 
