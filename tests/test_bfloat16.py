@@ -121,7 +121,8 @@ LAYERS = {
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
-    """Near float32's results for the same values: within some roundings of the largest."""
+    """Near float32's results for the same values: twice the largest errors, which attention has,
+    0.0054 of the norm and 0.0063 of the largest element."""
     make, shape = LAYERS[name]
     mx.random.seed(3)
     net = make()
@@ -146,7 +147,9 @@ def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
                      if p.grad_req != "null"]
         made.append([out.asnumpy(), *gradients, *([data.grad.asnumpy()] if shape else [])])
     for ours, theirs in zip(*made):
-        np.testing.assert_allclose(ours, theirs, atol=0.02 * np.abs(theirs).max(), rtol=0)
+        apart = np.abs(ours - theirs)
+        assert np.linalg.norm(apart) <= 0.011 * np.linalg.norm(theirs)
+        assert apart.max() <= 0.013 * np.abs(theirs).max()
 
 
 def test_batch_norm_keeps_float32_parameters():

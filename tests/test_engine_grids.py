@@ -85,7 +85,11 @@ def test_operator_rounds_once_to_bfloat16(name, rng):
 
 
 def assert_near(ours, theirs):
-    np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.02 * np.abs(theirs).max())
+    """Twice the largest errors on a CPU with AVX-512: 0.0022 of the norm, 0.003 of the
+    largest element."""
+    apart = np.abs(ours.astype(np.float32) - theirs)
+    assert np.linalg.norm(apart) <= 0.0045 * np.linalg.norm(theirs)
+    assert apart.max() <= 0.006 * np.abs(theirs).max()
     assert np.array_equal(bfloat16(ours), ours)
 
 
