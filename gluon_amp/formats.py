@@ -185,7 +185,7 @@ class Format:
         return float("inf" if self.infinities else "nan")
 
     @property
-    def for_engine(self) -> str:
+    def _for_engine(self) -> str:
         """The format's parameters for the engine: `Grid` in cpu/kernels/kernels.h."""
         return (f"{self.fraction} {self.smallest_normal!r} {self.largest!r} "
                 f"{self._above_largest!r} {self._of_infinity!r} {ROUNDINGS.index(self.rounding)}")

@@ -162,7 +162,7 @@ def test_dropout_mask_is_same_on_every_grid(grid, rng):
 def test_accumulated_gradient_is_rounded_before_and_after_sum(rng):
     """As in the body of a loop, whose variables may be on the grid."""
     x, head = (bfloat16(rng.standard_normal(200)) for _ in "xy")
-    grid = FORMATS["bfloat16"].for_engine
+    grid = FORMATS["bfloat16"]._for_engine
     node = Node("square", "op", {}, [Entry(Node("null", "x"))])
     node.settings = {"inputs": "1", "outputs": "1",
                      **{f"{what}_grid": grid for what in ("output", "gradient", "back")}}

@@ -470,7 +470,8 @@ def test_engine_rounding_matches_formats_py(format_, rounding):
         ours = variant(format_, rounding, saturate)
         x = around(format_)
         numbers = mx.nd.array(x, dtype="float32")
-        engines = library.call("_gluon_amp_round_to_grid", [numbers], grid=ours.for_engine, key=key)
+        grid = ours._for_engine
+        engines = library.call("_gluon_amp_round_to_grid", [numbers], grid=grid, key=key)
         expected = ours.round(x, key) if rounding == "stochastic" else ours.round(x)
         assert_same(engines.asnumpy(), expected, x)
 

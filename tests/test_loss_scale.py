@@ -334,7 +334,7 @@ def searched(limit, initial=2.0 ** 16, **kwargs):
     """A scale after a search in which gradients overflow above a limit; the number of passes, and
     the scales that were tried."""
     scale, tried = DynamicLossScale(initial, **kwargs), []
-    passes = scale.search(lambda s: bool(tried.append(s)) or s > limit)
+    passes = scale._search(lambda s: bool(tried.append(s)) or s > limit)
     return scale, passes, tried
 
 

@@ -214,7 +214,7 @@ class _GraphBuilder:
         gradient = policy.gradient if node.rounds_inputs else back
         grids = {"output": policy.activation, "product": policy.product, "gradient": gradient,
                  "back": back}
-        new.settings.update((f"{key}_grid", format_.for_engine) for key, format_ in grids.items())
+        new.settings.update((f"{key}_grid", format_._for_engine) for key, format_ in grids.items())
         for key, entries in (("inputs", node.inputs), ("outputs", self._outputs(node))):
             new.settings[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
 

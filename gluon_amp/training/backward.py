@@ -105,7 +105,7 @@ class BackwardPass:
             self._search(least)
             for step in self._searching:
                 if step.scale == least.loss_scale.scale:
-                    step.loss_scale.lower_to(step.scale)
+                    step.loss_scale._lower_to(step.scale)
         if self.repeats:
             self.finish()
         for step in self.steps:
@@ -137,7 +137,7 @@ class BackwardPass:
             self.repeat(scale)
             return step.overflow_anywhere(self.gradients)
 
-        before, passes = step.loss_scale.scale, step.loss_scale.search(overflows)
+        before, passes = step.loss_scale.scale, step.loss_scale._search(overflows)
         if passes:
             found = as_power(step.loss_scale.scale)
             log.info("loss scale %s found in %d backward passes", found, passes)

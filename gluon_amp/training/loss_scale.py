@@ -79,16 +79,16 @@ class LossScale:
         """Updates the scale after a step. Returns False if it never changes."""
         return False
 
-    def search(self, overflows: Callable[[float], bool]) -> int:
-        """See `DynamicLossScale.search`."""
+    def _search(self, overflows: Callable[[float], bool]) -> int:
+        """See `DynamicLossScale._search`."""
         return 0
 
-    def nothing_fits(self, parameters: Iterable[str]) -> str:
-        """See `DynamicLossScale.nothing_fits`."""
+    def _nothing_fits(self, parameters: Iterable[str]) -> str:
+        """See `DynamicLossScale._nothing_fits`."""
         return ""
 
-    def lower_to(self, scale: float) -> None:
-        """See `DynamicLossScale.lower_to`."""
+    def _lower_to(self, scale: float) -> None:
+        """See `DynamicLossScale._lower_to`."""
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""
@@ -173,13 +173,13 @@ class DynamicLossScale(LossScale):
             self.overflows += 1
             self.finite_steps = 0
         elif self.scale <= self.minimum:
-            raise LossScaleError(self.nothing_fits(parameters))
+            raise LossScaleError(self._nothing_fits(parameters))
         else:
             self.scale = max(self.scale * self.backoff_factor, self.minimum)
             self.finite_steps = 0
         return True
 
-    def nothing_fits(self, parameters: Iterable[str]) -> str:
+    def _nothing_fits(self, parameters: Iterable[str]) -> str:
         """Returns the error message for gradients that overflow at the smallest scale."""
         return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
                f"{self.minimum!r}: normalize the labels, take a mean instead of a sum in the " \
@@ -189,7 +189,7 @@ class DynamicLossScale(LossScale):
                "that is not finite, and states if float32 is not finite either; " \
                "gluon_amp.xray(net, [batch], loss_fn) names what to keep"
 
-    def search(self, overflows: Callable[[float], bool]) -> int:
+    def _search(self, overflows: Callable[[float], bool]) -> int:
         """Searches the scale of a step whose backward pass overflowed at the current one.
 
         It divides the scale until nothing overflows, then tries larger scales in between.
@@ -230,7 +230,7 @@ class DynamicLossScale(LossScale):
         self.finite_steps = 0
         return passes
 
-    def lower_to(self, scale: float) -> None:
+    def _lower_to(self, scale: float) -> None:
         """Lowers the scale to the result of another search."""
         if scale < self.scale:
             self.scale, self.finite_steps = max(scale, self.minimum), 0

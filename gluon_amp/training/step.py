@@ -347,7 +347,7 @@ class Step:
 
     def nothing_fits(self, gradients: Sequence[Gradient]) -> None:
         """Warns that the gradients of a search overflow at all scales."""
-        text = self.loss_scale.nothing_fits(_not_finite(gradients, self._sums(gradients)()))
+        text = self.loss_scale._nothing_fits(_not_finite(gradients, self._sums(gradients)()))
         self.warn_once("nothing fits", text + self._circumstances(gradients))
 
     def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
