@@ -157,14 +157,14 @@ def _above_0(values):
     return all(value > 0 for value in values)
 
 
-positive = flag_type(int, lambda n: n >= 1, "must be a whole number from 1 on")
-whole = flag_type(int, lambda n: n >= 0, "must be a whole number from 0 on")
-decimal = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number from 0 on")
-above_0 = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number above 0")
+positive = flag_type(int, lambda n: n >= 1, "must be an integer >= 1")
+whole = flag_type(int, lambda n: n >= 0, "must be an integer >= 0")
+decimal = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number >= 0")
+above_0 = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number > 0")
 share = flag_type(float, lambda x: 0 <= x <= 1, "must be a number from 0 to 1")
 numbers = flag_type(lambda text: [int(part) for part in text.split(",") if part],
                     lambda values: min(values, default=0) >= 0,
-                    "must be whole numbers, such as 0,2")
+                    "must be integers >= 0, such as 0,2")
 decimals = flag_type(_floats, lambda values: True, "must be numbers, such as 0.5 or 0.5,0.4,0.4")
 deviations = flag_type(decimals, _above_0, "must be above 0")
 three_numbers = flag_type(str, lambda text: len(decimals(text)) == 3,

@@ -29,7 +29,8 @@ def imports_of(extra: str, what: str) -> Iterator[None]:
 
 
 def positive_number(value: Any, what: str) -> float:
-    """Returns a positive number that float32 holds, as its inverse, or raises ValueError."""
+    """Returns a number that is a normal number of float32, and its inverse, too. Raises ValueError
+    for others."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not number or not 2.0 ** -126 <= value <= 2.0 ** 126:
         raise ValueError(f"{what} must be a positive, finite number, from 2^-126 to 2^126. "
@@ -40,7 +41,7 @@ def positive_number(value: Any, what: str) -> float:
 def whole_number(value: object, what: str, least: int) -> int:
     """Returns an integer of at least `least`, or raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"{what} must be a whole number from {least} on. Received: {value!r}")
+        raise ValueError(f"{what} must be an integer >= {least}. Received: {value!r}")
     return int(value)
 
 
@@ -60,7 +61,7 @@ def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def positive(text: str) -> int:
     """The type of a command's positive integer arguments."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on. Received: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1. Received: {text!r}")
     return int(text)
 
 

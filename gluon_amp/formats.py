@@ -50,8 +50,8 @@ class Format:
             bits = getattr(self, what)
             if isinstance(bits, bool) or not isinstance(bits, (int, np.integer)) \
                     or not least <= bits <= most:
-                raise ValueError(f"{what} must be a whole number of bits from {least} to {most}. "
-                                 f"Received: {bits!r}")
+                raise ValueError(f"{what} must be an integer from {least} to {most}. Received: "
+                                 f"{bits!r}")
             object.__setattr__(self, what, int(bits))
         if self.exponent == 8 and not self.infinities:
             raise ValueError("a format of 8 exponent bits without infinities would go beyond "
@@ -134,7 +134,7 @@ class Format:
             raise ValueError("stochastic rounding, and only that, takes a key. Received: "
                              f"rounding={self.rounding!r}, key={key}")
         if key is not None and (not isinstance(key, (int, np.integer)) or not 0 <= key < 2 ** 64):
-            raise ValueError(f"key must be a whole number of 64 bits. Received: {key!r}")
+            raise ValueError(f"key must be an integer of 64 bits. Received: {key!r}")
         given = values.asnumpy() if isinstance(values, mx.nd.NDArray) else np.asarray(values)
         if given.dtype.kind not in "fiub" or given.dtype.itemsize > 8:
             raise TypeError(f"round takes numbers of 64 bits at most. Received: {given.dtype}")

@@ -132,11 +132,11 @@ def test_help_of_subcommand_has_valid_examples(name, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["train"], "train"), (["doctr"], "Did you mean doctor?"),
-    (["doctor", "--batch-size", "0"], "a whole number from 1 on. Received: '0'"),
-    (["doctor", "--image-shape", "3,x"], "whole numbers, such as 3,224,224. Received: '3,x'"),
+    (["doctor", "--batch-size", "0"], "an integer >= 1. Received: '0'"),
+    (["doctor", "--image-shape", "3,x"], "integers >= 1, such as 3,224,224. Received: '3,x'"),
     (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
-    (["demo", "--epochs", "-1"], "a whole number from 1 on. Received: '-1'"),
-    (["demo", "--epochs", "many"], "a whole number from 1 on. Received: 'many'"),
+    (["demo", "--epochs", "-1"], "an integer >= 1. Received: '-1'"),
+    (["demo", "--epochs", "many"], "an integer >= 1. Received: 'many'"),
     (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs? ")])
 def test_bad_usage_is_reported_in_one_line(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:

@@ -166,7 +166,7 @@ def test_command_line_overrides_flags_from_file(name, text, tmp_path,
 
 @pytest.mark.parametrize(("name", "text", "message"), [
     ("flags.yaml", "batchsize: 8", "there is no flag --batchsize. Did you mean --batch-size"),
-    ("flags.yaml", "batch-size: 0", "--batch-size: must be a whole number from 1 on. Received"),
+    ("flags.yaml", "batch-size: 0", "--batch-size: must be an integer >= 1. Received"),
     ("flags.yaml", "[1, 2]", "must map names of flags to values. Received: list"),
     ("flags.yaml", "a: [", "flags.yaml is not valid YAML"),
     ("flags.json", "{", "Expecting property name"),
@@ -181,16 +181,16 @@ def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(("script", "flags", "message"), [
-    ("image_classification", "--lr nan", "must be a finite number from 0 on. Received: 'nan'"),
+    ("image_classification", "--lr nan", "must be a finite number >= 0. Received: 'nan'"),
     ("image_classification", "--label-smoothing 2", "must be a number from 0 to 1"),
-    ("image_classification", "--mixup-alpha 0", "must be a finite number above 0"),
-    ("image_classification", "--resume-epoch -1", "must be a whole number from 0 on"),
+    ("image_classification", "--mixup-alpha 0", "must be a finite number > 0"),
+    ("image_classification", "--resume-epoch -1", "must be an integer >= 0"),
     ("image_classification", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
     ("image_classification", "--batchsize=8", "unrecognized arguments: --batchsize=8. Did you mean "
      "--batch-size"),
-    ("fine_tune", "--freeze -1", "must be a whole number from 0 on. Received: '-1'"),
+    ("fine_tune", "--freeze -1", "must be an integer >= 0. Received: '-1'"),
     ("train_imagenet", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
-    ("train_imagenet", "--num-examples -5", "must be a whole number from 1 on. Received: '-5'"),
+    ("train_imagenet", "--num-examples -5", "must be an integer >= 1. Received: '-5'"),
     ("train_imagenet", "--momentum 9", "must be a number from 0 to 1. Received: '9'"),
     ("image_classification", "--conf /dev/null", "unrecognized arguments: --conf"),
     ("image_classification", "--dtyp float16", "Did you mean --dtype"),
@@ -201,7 +201,7 @@ def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatc
     ("fine_tune", "--pretrained a --model resnet18_v1", "unrecognized arguments: --model"),
     ("fine_tune", "--pretrained a --last-gamma", "unrecognized arguments: --last-gamma"),
     ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
-    ("train_imagenet", "--load-epoch 0", "--load-epoch: must be a whole number from 1 on"),
+    ("train_imagenet", "--load-epoch 0", "--load-epoch: must be an integer >= 1"),
     ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
 def test_invalid_flag_is_one_line(script, flags, message, capsys):
     with pytest.raises(SystemExit):

@@ -165,8 +165,8 @@ def test_margin_adds_headroom(rng):
 
 @pytest.mark.parametrize(("more", "said"), [
     ({"scaling": "last"}, "unknown scaling. Valid: None, delayed, current. Received: 'last'"),
-    ({"history": 0}, "history must be a whole number from 1 on. Received: 0"),
-    ({"margin": -1}, "margin must be a whole number from 0 on. Received: -1"),
+    ({"history": 0}, "history must be an integer >= 1. Received: 0"),
+    ({"margin": -1}, "margin must be an integer >= 0. Received: -1"),
     ({"product": "float16"}, "scaling is for products whose format differs"),
     ({"activation": "float8_e4m3"}, "scaling is for products whose format differs")])
 def test_scaling_arguments_are_checked(more, said):

@@ -225,8 +225,8 @@ def test_policy_behaviour_depends_on_formats_not_name():
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    (("f", 1, 3), "exponent must be a whole number of bits from 2 to 8. Received: 1"),
-    (("f", 5, 0), "fraction must be a whole number of bits from 1 to 23. Received: 0"),
+    (("f", 1, 3), "exponent must be an integer from 2 to 8. Received: 1"),
+    (("f", 5, 0), "fraction must be an integer from 1 to 23. Received: 0"),
     (("f", 8, 7, False), "would go beyond float32"),
     (("f", 5, 2, True, False, "up"), "rounding must be one of nearest, zero"),
     (("f", 5, 2, True, "no"), "saturate must be True or False. Received: 'no'"),
@@ -287,7 +287,7 @@ def test_products_accumulate_as_a_gpu(rng):
     ({"compute": "float16", "accumulate": "K80"}, "unknown GPU. Valid: V100, T4, .*'K80'"),
     ({"compute": "bfloat16", "accumulate": "V100"}, "accumulate='V100' is for float16 products"),
     ({"compute": "float16", "split": 4}, "split is for accumulate="),
-    ({"compute": "float16", "accumulate": "V100", "split": 0}, "split must be a whole number")])
+    ({"compute": "float16", "accumulate": "V100", "split": 0}, "split must be an integer")])
 def test_unsupported_accumulation_is_refused(roles, said):
     with pytest.raises(ValueError, match=said):
         amp.Policy("mine", **roles)

@@ -206,12 +206,12 @@ def test_closed_log_is_refused(tmp_path):
 
 
 def test_invalid_numbers_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="interval must be a whole number"):
+    with pytest.raises(ValueError, match="interval must be an integer"):
         amp.Log(None, interval=0)
     path = tmp_path / "log.jsonl"
     amp.Log(path).epoch()
     for begin in ("1", 1.0, -1):
-        with pytest.raises(ValueError, match="begin must be a whole number"):
+        with pytest.raises(ValueError, match="begin must be an integer"):
             amp.Log(path, begin=begin)
     assert len(read(path)) == 2
 

@@ -130,7 +130,7 @@ def test_plot_has_requested_file_type(kind, batches, tmp_path):
 
 @pytest.mark.parametrize(("kwargs", "message"), [
     ({"start": 0}, "start must be a positive"), ({"start": 2, "end": 1}, "start must be below end"),
-    ({"steps": 5}, "steps must be a whole number from 10 on. Received: 5"),
+    ({"steps": 5}, "steps must be an integer >= 10. Received: 5"),
     ({"batches": []}, "needs batches that can be iterated again"),
     ({"batches": 3}, r"batches is a list of tuples.*Received: int"),
     ({"net": None}, "net must be a gluon Block. Received: NoneType"),

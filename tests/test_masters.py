@@ -360,7 +360,7 @@ def test_invalid_decay_is_refused(decay):
 def test_other_arguments_are_checked():
     net = network()
     assert amp.AveragedWeights(trainer_of(net), np.float32(0.5)).decay == 0.5
-    with pytest.raises(ValueError, match="every must be a whole number"):
+    with pytest.raises(ValueError, match="every must be an integer"):
         amp.AveragedWeights(trainer_of(net), every=0)
     with pytest.raises(TypeError, match=r"takes a gluon_amp\.Trainer"):
         amp.AveragedWeights(gluon.Trainer(net.collect_params(), "sgd"))

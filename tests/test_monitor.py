@@ -290,7 +290,7 @@ def test_unsupported_arguments_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"trainer is a gluon_amp\.Trainer, or MXNet's.*str"):
         amp.Monitor(net, "sgd", file)
     for interval in (0, 1.5, True):
-        with pytest.raises(ValueError, match="interval must be a whole number from 1 on"):
+        with pytest.raises(ValueError, match="interval must be an integer >= 1"):
             amp.Monitor(net, trainer, file, interval)
     with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
         amp.Monitor(net, trainer, file, layers=[3])

@@ -322,8 +322,8 @@ def test_gpu_names_ignore_case_and_spaces(rng):
 @pytest.mark.parametrize(("arguments", "error", "said"), [
     ({"gpu": "K80"}, ValueError, "unknown GPU. Valid: V100, T4, A2, .*Received: 'K80'"),
     ({"gpu": None}, ValueError, "unknown GPU. Valid: .*Received: None"),
-    ({"split": 0}, ValueError, "split must be a whole number of products.*Received: 0"),
-    ({"split": 2.5}, ValueError, "split must be a whole number of products.*Received: 2.5"),
+    ({"split": 0}, ValueError, "split must be an integer >= 1, or None.*Received: 0"),
+    ({"split": 2.5}, ValueError, "split must be an integer >= 1, or None.*Received: 2.5"),
     ({"split": True}, ValueError, "split must be .*Received: True"),
     ({"a": np.ones((3, 4), "float32")}, TypeError, "a must be a float16 array. Received: float32"),
     ({"b": mx.nd.ones((4, 5))}, TypeError, "b must be a float16 array. Received: float32"),

@@ -217,7 +217,7 @@ def test_batch_size_argument_reaches_trainer_step():
         return [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
 
     assert weights(2) == weights(None) != weights(8)
-    with pytest.raises(ValueError, match="batch_size must be a whole number"):
+    with pytest.raises(ValueError, match="batch_size must be an integer"):
         weights(-1)
     with pytest.raises(ValueError, match="batch_size is for the steps of trainer="):
         amp.xray(two_layers(), rows(1), LOSS, batch_size=2)

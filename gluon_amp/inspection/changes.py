@@ -61,7 +61,7 @@ _RISES = 3.0  # threshold in dB: by how much another loss scale must improve gra
 _DIFFER = 8  # threshold: the spread of all numbers over that of a column
 _NORMAL = 3  # threshold: the exponent of data or labels that are normalized
 _EPSILONS = (1e-6, 1e-5, 1e-4, 1e-3)
-_INDICES = 4096  # labels that are whole numbers up to this may be indices of classes
+_INDICES = 4096  # labels that are integers up to this may be indices of classes
 
 
 def _same(given: Any) -> Any:

@@ -313,7 +313,7 @@ def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
             _is_list(shape) and len(shape) and shape.count(None) < 2
             and all(isinstance(n, valid) and (n is None or n > 0) for n in shape)
             for shape in given.values()):
-        raise ValueError("shapes must be a tuple of sizes from 1 on, with one None for any batch "
+        raise ValueError("shapes must be a tuple of sizes >= 1, with one None for any batch "
                          f"size, for each input: {', '.join(names)}. Received: {shapes!r}")
     return {name: tuple(given[name]) for name in names}
 

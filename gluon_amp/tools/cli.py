@@ -109,7 +109,7 @@ def _shape(text: str) -> Tuple[int, ...]:
     try:
         return tuple(map(positive, text.split(",")))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError("must be whole numbers, such as 3,224,224. Received: "
+        raise argparse.ArgumentTypeError("must be integers >= 1, such as 3,224,224. Received: "
                                          f"{text!r}") from None
 
 

@@ -59,6 +59,5 @@ def check_split(split: Optional[int]) -> int:
     if split is None:
         return 0
     if isinstance(split, bool) or not isinstance(split, (int, np.integer)) or split < 1:
-        raise ValueError("split must be a whole number of products, 1 or more, or None. "
-                         f"Received: {split!r}")
+        raise ValueError(f"split must be an integer >= 1, or None. Received: {split!r}")
     return int(split)
