@@ -83,13 +83,21 @@ def in_names(names: Iterable[str], most: int = 5) -> str:
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
-    bare = {one.lstrip("-"): one for one in names}  # the dashes would make all flags similar
-    given = name.lstrip("-")
-    found = [one for one in bare if given and one.startswith(given)] \
-        or difflib.get_close_matches(given, list(bare), n=3)
-    close = [bare[one] for one in found[:3]]
-    return f". Did you mean {' or '.join(close)}?" if close else ""
+    """Returns a text such as ". Did you mean a or b?", or "" if no name is similar.
+
+    If no whole name is, last parts are compared, such as dense0_fwd of net0_dense0_fwd.
+    """
+    given = name.lstrip("-")  # the dashes would make all flags similar
+    whole = {one.lstrip("-"): one for one in names}
+    parts = {bare[match.end():]: one for bare, one in whole.items()
+             for match in re.finditer("[._]", bare)}
+    for candidates in (whole, parts):
+        found = [bare for bare in candidates if given and bare.startswith(given)] \
+            or difflib.get_close_matches(given, list(candidates), n=3)
+        if found:
+            close = dict.fromkeys(candidates[bare] for bare in found[:3])
+            return f". Did you mean {' or '.join(close)}?"
+    return ""
 
 
 def order_of(names: Sequence[str]) -> List[int]:
