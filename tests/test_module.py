@@ -134,6 +134,19 @@ def test_update_without_new_gradients_is_refused(scale, tmp_path):
     assert mod.update()
 
 
+def test_symbols_and_optimizers_are_checked():
+    for wrong in (None, nd.ones(2), gluon.nn.Dense(1)):
+        with pytest.raises(TypeError, match=r"Module takes a symbol\. Received: "):
+            amp.Module(wrong)
+    with pytest.raises(TypeError, match=r"BucketingModule takes a symbol\. Received: NDArray"):
+        amp.BucketingModule(lambda key: (nd.ones(2), ("data",), None), 3)
+    mod = bound(net())
+    mod.init_params()
+    mod.forward_backward(batch())
+    with pytest.raises(RuntimeError, match=r"update\(\) needs an optimizer"):
+        mod.update()
+
+
 def test_written_gradients_are_refused_with_advice_for_modules():
     mod = made(net(), loss_scale=64)
     mod.forward_backward(batch())

@@ -157,6 +157,9 @@ class _Module:
         return [self]
 
     def _bindable(self, symbol: Symbol) -> Bindable:
+        if not isinstance(symbol, mx.sym.Symbol):
+            raise TypeError(f"{type(self).__name__} takes a symbol. Received: "
+                            f"{type(symbol).__name__}")
         return Bindable.from_symbol(symbol, self._step.scaling)
 
     def init_params(self,
@@ -274,9 +277,12 @@ class _Module:
         """Updates unless a gradient is not finite. Returns whether it updated.
 
         Raises:
-            RuntimeError: it has a loss scale, and there was no backward pass since the last update.
+            RuntimeError: it has no optimizer; or it has a loss scale, and there was no backward
+                pass since the last update.
         """
         module = self._module()
+        if not self.optimizer_initialized:
+            raise RuntimeError("update() needs an optimizer: call init_optimizer before")
         if self._step.scaling and not self._step.begun:
             raise RuntimeError("update() needs new gradients: call forward_backward(batch), or "
                                "forward and backward, before each update")
