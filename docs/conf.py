@@ -88,7 +88,7 @@ nitpick_ignore_regex = [
 def remove_any(app, what, name, obj, options, lines):
     """Writes the types of a class's arguments like those of functions, and removes types that are
     Any: MXNet has no type hints."""
-    annotations = app.env.current_document.autodoc_annotations
+    annotations = app.env.temp_data.get("annotations", {})  # before Sphinx 8.2, too
     if isinstance(obj, type) and name in annotations:
         hints = get_type_hints(obj.__init__)
         annotations[name].update((parameter, stringify_annotation(hints[parameter], "smart"))
