@@ -155,3 +155,58 @@ def test_empty_arrays_give_empty_arrays(op):
         (out,), _ = run(getattr(sym, op)(*map(sym.var, arrays)), arrays)
     assert out.size == 0
     assert out.dtype == F16
+
+
+def zeros(*shape):
+    return lambda dtype: nd.zeros(shape).astype(dtype)
+
+
+def finished(call, *arrays):
+    call(*arrays)
+    nd.waitall()
+
+
+def as_np(name, **attributes):
+    return lambda *arrays: getattr(mx.np, name)(*(a.as_np_ndarray() for a in arrays), **attributes)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("call", "inputs"), [
+    (nd.LinearRegressionOutput, [zeros(0, 3), zeros(0, 3)]),
+    (nd.SoftmaxActivation, [zeros(2, 0)]), (nd.SequenceMask, [zeros(0, 4, 4)]),
+    (nd.SequenceReverse, [zeros(5, 0, 4)]), (nd.take, [zeros(3, 0), zeros(2)]),
+    (as_np("average", axis=0), [zeros(3, 0)]), (as_np("std", axis=0), [zeros(3, 0)])])
+def test_calls_with_empty_results_return(call, inputs, dtype):
+    """MXNet's code divides by the size of an axis, which ends the process."""
+    with mx.util.np_shape(True):
+        arrays = [make(dtype) for make in inputs]
+        arrays[0].attach_grad()
+        with mx.autograd.record():
+            result = call(*arrays)
+        result.backward()
+        assert result.size == arrays[0].grad.size == 0
+        nd.waitall()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("name", "call", "inputs"), [
+    ("take", lambda x, i: nd.take(x, i, mode="wrap"), [zeros(0, 3), zeros(2)]),
+    ("take", nd.take, [zeros(0, 3), zeros(2)]), ("pick", nd.pick, [zeros(4, 0), zeros(4)]),
+    ("dot", lambda x, y: nd.dot(x, y, transpose_a=True), [zeros(0, 3), zeros(0, 5)]),
+    ("SequenceLast", nd.SequenceLast, [zeros(0, 4, 4)]),
+    ("_npi_percentile", as_np("percentile", q=50), [zeros(0)]),
+    ("_npi_average", as_np("average", axis=1, returned=True), [zeros(3, 0)]),
+    ("_npi_pad", as_np("pad", pad_width=((1, 1), (0, 0)), mode="edge"), [zeros(0, 3)])])
+def test_empty_inputs_of_other_results_are_refused(name, call, inputs, dtype):
+    said = f"{name} takes no empty arrays, unless its results are empty, too. Received: inputs of"
+    with mx.util.np_shape(True), pytest.raises(mx.MXNetError, match=said):
+        finished(call, *(make(dtype) for make in inputs))
+
+
+def test_empty_results_as_numpys():
+    with mx.util.np_shape(True):
+        with pytest.raises(mx.MXNetError, match="indices out of bound"):
+            nd.take(nd.zeros((3, 0), dtype="float16"), nd.array([7]), mode="raise").wait_to_read()
+        x = nd.zeros((0, 3), dtype="float16").as_np_ndarray()
+        assert x.sum(axis=0).asnumpy().tolist() == [0, 0, 0]
+        assert np.isnan(mx.np.average(x, axis=0).asnumpy()).all()

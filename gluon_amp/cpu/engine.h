@@ -40,6 +40,7 @@ struct Operator {
   nnvm::FInferType types;
   mxnet::FInferShape shapes;
   mxnet::FResourceRequestEx resources;
+  nnvm::FNumVisibleOutputs visible;  // the outputs beyond them are for the backward pass
   const struct OwnKernel* own;  // or null
   void (*product)(const struct Call& call);  // emulates a GPU's Tensor Cores, or null
   unsigned traits;                // its row in the table of operators

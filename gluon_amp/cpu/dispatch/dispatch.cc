@@ -5,6 +5,7 @@
 // go to MXNet's function. Operator attributes that CPUs and GPUs share are wrapped only if a setting or a
 // defect of MXNet requires it.
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 
 #include "dispatch/attributes.h"
@@ -79,6 +80,67 @@ std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vec
   return made;
 }
 
+// ---- empty arrays -----------------------------------------------------------------------
+//
+// Much of MXNet's code, in float32 too, divides by the size of an axis, or reads an array that has no elements. If that
+// size is 0, the process ends, or a result depends on other memory.
+
+const mxnet::TShape& shape_of(const TBlob& array) { return array.shape_; }
+const mxnet::TShape& shape_of(const NDArray& array) { return array.shape(); }
+
+template <class T>
+bool is_empty(const T& array) {
+  return shape_of(array).Size() == 0;
+}
+
+// Whether MXNet's code does not support empty inputs where a result is not empty. `attrs`: null for operators with state,
+// which do not depend on them.
+bool refuses_empty(const Operator& op, const NodeAttrs* attrs, int type_of_result) {
+  const std::string& name = op.name();
+  const bool is_integer = type_of_result != mshadow::kFloat32 && type_of_result != mshadow::kFloat64 &&
+                          !is_16bit(type_of_result);
+  if (name == "dot") return flag(*attrs, "transpose_a", false) || flag(*attrs, "transpose_b", false);
+  if (name == "_npi_average") return flag(*attrs, "returned", false);
+  if (name == "_npi_std" || name == "_npi_var" || name == "moments") return is_integer;
+  return op.is(kRefusesEmpty);
+}
+
+template <class T>
+[[noreturn]] void refuse_empty(const Operator& op, const std::vector<T>& in, const T& result) {
+  std::ostringstream said;
+  said << op.name() << " takes no empty arrays, unless its results are empty, too. Received: inputs of the shapes";
+  for (const T& array : in) said << " " << shape_of(array);
+  said << ", which give a result of the shape " << shape_of(result);
+  throw dmlc::Error(said.str());
+}
+
+// Whether all results of a call are empty, so that no code has to run; hidden ones are zeros. Throws if MXNet's code
+// does not support the empty inputs.
+template <class T>
+bool is_empty_call(const Operator& op, const NodeAttrs* attrs, const std::vector<T>& in,
+                   const std::vector<OpReqType>& req, const std::vector<T>& out) {
+  const bool any_input = std::any_of(in.begin(), in.end(), is_empty<T>);
+  if (!any_input && std::none_of(out.begin(), out.end(), is_empty<T>)) return false;
+  const size_t visible = op.visible && attrs ? op.visible(*attrs) : out.size();
+  bool requested = false;
+  for (size_t i = 0; i < visible; ++i) {
+    if (req[i] == mxnet::kNullOp) continue;
+    requested = true;
+    if (is_empty(out[i])) continue;
+    if (any_input && refuses_empty(op, attrs, type_of(out[i]))) refuse_empty(op, in, out[i]);
+    return false;
+  }
+  if (!requested || !all_dense(out)) return false;
+  if (op.name() == "take" && word(*attrs, "mode", "clip") == "raise") return false;  // which checks its indices
+  const auto& arrays = plain_outputs(out, req);
+  for (size_t i = visible; i < arrays.size(); ++i)
+    if (req[i] != mxnet::kNullOp && !is_empty(arrays[i]))
+      std::memset(arrays[i].dptr_, 0, size(arrays[i]) * bytes_of(arrays[i].type_flag_));
+  return true;
+}
+
+// ---- one call ----------------------------------------------------------------------------
+
 // Whether an output shares memory with an input that the hand-written kernel still reads.
 bool overlaps(const Call& call, const OwnKernel& own) {
   if (own.in_place == kAnyInput) return false;
@@ -137,6 +199,7 @@ void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& s
 template <class F, class T>
 void compute(const Operator& op, const F& original, const NodeAttrs& attrs, const OpContext& context,
              const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
+  if (is_empty_call(op, &attrs, in, req, out)) return;
   const FiniteAverages finite(op, in);
   const Settings& settings = settings_of(attrs);
   const int type16 = type16_of(in, out);
@@ -279,8 +342,9 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
 template <class F, class T>
 void run_stateful(const Operator& op, const F& original, const OpStatePtr& state, const OpContext& context,
               const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  const FiniteAverages finite(op, in);
   OperatorState* made = state_of<OperatorState>(state);
+  if (is_empty_call(op, made ? &made->attrs() : nullptr, in, req, out)) return;
+  const FiniteAverages finite(op, in);
   if (!made) return original(state, context, in, req, out);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
@@ -319,6 +383,7 @@ Operator read_operator(const nnvm::Op* x) {
   op.types = attribute<nnvm::FInferType>(x, "FInferType");
   op.shapes = attribute<mxnet::FInferShape>(x, "FInferShape");
   op.resources = attribute<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
+  op.visible = attribute<nnvm::FNumVisibleOutputs>(x, "FNumVisibleOutputs");
   op.own = own_kernel(x->name);
   const auto product = emulation.products.find(x->name);
   op.product = product == emulation.products.end() ? nullptr : product->second;

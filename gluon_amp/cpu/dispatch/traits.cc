@@ -42,6 +42,14 @@ const struct { Trait trait; const char* names; } kRows[] = {
         _linalg_slogdet _npi_eig _npi_eigh _npi_eigvals _npi_eigvalsh _npi_solve
         _npi_pinv _npi_pinv_scalar_rcond _npi_tensorinv _npi_tensorsolve _npi_around
     )"},
+    // They divide by the size of an axis, read an array that has no elements, or do not write their result.
+    {kRefusesEmpty, R"(
+        RNN _backward_RNN SequenceLast _backward_SequenceLast _backward_SequenceMask _backward_SequenceReverse
+        take batch_take pick gather_nd _np_diagflat _npi_percentile _npi_pad _contrib_index_copy
+        BatchNorm BatchNorm_v1 _contrib_BatchNormWithReLU _contrib_SyncBatchNorm
+        _contrib_bipartite_matching _contrib_Proposal _contrib_MultiProposal _contrib_PSROIPooling
+        _contrib_ModulatedDeformableConvolution _backward__contrib_ModulatedDeformableConvolution
+    )"},
     {kPushesWeight, "Convolution Deconvolution FullyConnected"},
     {kHasParameters, R"(
         Convolution FullyConnected

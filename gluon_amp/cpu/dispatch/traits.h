@@ -17,7 +17,8 @@ enum Trait : unsigned {
   kForgetsBias = 64,   // oneDNN's code writes the bias gradient (2) only with the weight's (1)
   kCasts = 128,        // its `dtype` is the type of its result
   kHighPrecision = 256,// the product of each input's gradient can have a node of its own
-  kLeavesInput = 512   // it does not write elements of its output that equal the input's
+  kLeavesInput = 512,  // it does not write elements of its output that equal the input's
+  kRefusesEmpty = 1024 // it does not support empty inputs where a result is not empty
 };
 
 unsigned traits_of(const std::string& name);
