@@ -344,6 +344,35 @@ def test_several_inputs_and_outputs_have_names_and_shapes(tmp_path):
     np.testing.assert_array_equal(positive, a)
 
 
+@pytest.mark.filterwarnings("ignore:.*is not used by any computation")  # MXNet's
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("forward", [
+    lambda F, a, b: F.broadcast_mul(b, F.sum(a, axis=1, keepdims=True)),  # which reads b first
+    lambda F, a, b: (b * 2, b, b * 3), lambda F, a, b: (lambda r: (r, r))(b - a * 2),
+    lambda F, a, b: a], ids=["order", "output is input", "output twice", "no operator"])
+def test_inputs_are_those_of_the_call_in_its_order(forward, dtype, rng, tmp_path):
+    net, file = amp.convert(nn.HybridLambda(forward)), str(tmp_path / "net.onnx")
+    given = [rng.standard_normal((4, 5)).astype("float32") for _ in range(2)]
+    expected = net(*map(nd.array, given))
+    expected = expected if isinstance(expected, (list, tuple)) else [expected]
+    for shapes in ([(4, 5)] * 2, [(np.int64(4), 5)] * 2, [(None, 5)] * 2):
+        amp.export_onnx(net, file, shapes, dtype)
+        names = [one.name for one in onnx.load(file).graph.input]
+        found = run(file, dict(zip(names, given))).values()
+        for one, other in zip(found, expected):
+            np.testing.assert_allclose(one, other.asnumpy(), rtol=1e-2, atol=1e-2)
+        assert len(found) == len(expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not used by any computation")  # MXNet's
+def test_calibration_batches_are_in_the_order_of_the_call(tmp_path):
+    net = nn.HybridLambda(lambda F, a, b, unused: F.exp(b) * F.dot(a, a, transpose_b=True))
+    batch = nd.ones((4, 4)) * 300, nd.ones((4, 4)) / 10, nd.ones((4, 4))
+    net(*batch)
+    kept = amp.export_onnx(net, str(tmp_path / "net.onnx"), [(4, 4)] * 3, calibration=[batch])
+    assert any("dot" in name for name in kept)  # its results are beyond float16
+
+
 # ---- any batch size ----------------------------------------------------------
 
 # cases without an axis of any size, and the reason
@@ -594,7 +623,7 @@ def test_wrong_calls_are_refused(tmp_path):
     net(nd.ones((1, 3)))
     with pytest.raises(ValueError, match=r"dtype must be float16, bfloat16 or float32\. Rec"):
         amp.export_onnx(net, file, (1, 3), "int8")
-    for shapes in ((0, 3), 3, {"data": 3}, [], (), [()]):
+    for shapes in ((0, 3), 3, {"data": 3}, [], (), [()], (True, 3)):
         with pytest.raises(ValueError, match=r"for each input: data.*\. Received: "
                                              + re.escape(repr(shapes))):
             amp.export_onnx(net, file, shapes)

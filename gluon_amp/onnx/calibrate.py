@@ -79,8 +79,8 @@ def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
             batches, "calibration is an iterable of arrays, or of sequences of arrays"):
         given = _arrays(batch, data)
         labels = [name for name in fed if name not in given]  # not read in predictions
-        shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(
-            **{name: array.shape for name, array in {**known, **given}.items()})[0]))
+        sizes = {name: array.shape for name, array in {**known, **given}.items() if name in names}
+        shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(**sizes)[0]))
         given.update((name, mx.nd.zeros(shapes[name])) for name in labels)
         with autograd.pause():
             run(*(given[fed[at]] if is_data else at for is_data, at in inputs))

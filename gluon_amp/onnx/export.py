@@ -8,6 +8,8 @@
 """
 from __future__ import annotations
 
+import itertools
+import numbers
 import re
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -64,6 +66,7 @@ class _Network:
     arrays: Dict[str, Any]    # of its parameters
     outputs: List[str]        # their names
     kept: List[str] = field(default_factory=list)  # nodes that calibration keeps in float32
+    order: List[str] = field(default_factory=list)  # of the inputs of a block's call
 
 
 def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
@@ -144,12 +147,12 @@ def _block(net: Network, count: int, dtype: str,
     with autograd.pause(), recording_names(blocks_kept(net), recorded.add):
         made = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
     clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in made]))
-    outputs = clean.symbol().list_outputs()
+    outputs = _unique_outputs(clean.symbol())
     # in their own types; MXNet's files would hold float32
     arrays = {p.name: value_of(p) for p in parameters.values()}
     types = {**dict.fromkeys(names, "float32"),
              **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
-    kept = _calibrated(clean, arrays, calibration, dtype)
+    kept = _calibrated(clean, arrays, calibration, dtype, names)
     if dtype == "float32":
         types = {name: "float32" if t in TYPES_16BIT else t for name, t in types.items()}
         graph = clean
@@ -163,7 +166,7 @@ def _block(net: Network, count: int, dtype: str,
                      if p._differentiable and p.name not in wide and types[p.name] == "float32")
         graph = insert_casts(clean, types, policy, parameters, kept)
     return _Network(graph, types, {name: _numbers(array, types[name])
-                                   for name, array in arrays.items()}, outputs, kept)
+                                   for name, array in arrays.items()}, outputs, kept, names)
 
 
 def _check_policy(policy: Policy, dtype: str) -> None:
@@ -178,11 +181,12 @@ def _check_policy(policy: Policy, dtype: str) -> None:
 
 
 def _calibrated(graph: Graph, arrays: Mapping[str, Array], calibration: Optional[Iterable[Any]],
-                dtype: str) -> List[str]:
+                dtype: str, order: Sequence[str] = ()) -> List[str]:
     if calibration is None:
         return []
-    numbers = {name: _numbers(array, "float32") for name, array in arrays.items()}
-    return nodes_to_keep(graph, numbers, _inputs(graph, numbers), calibration, FORMATS[dtype])
+    exact = {name: _numbers(array, "float32") for name, array in arrays.items()}
+    data = _inputs(graph, exact, order)
+    return nodes_to_keep(graph, exact, data, calibration, FORMATS[dtype])
 
 
 def _symbol(symbol: Symbol, params: Any, dtype: str,
@@ -197,7 +201,7 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     args = {n: a for n, a in everything.items() if n not in auxiliary}
     aux = {n: a for n, a in everything.items() if n in auxiliary}
     check_parameters(symbol, args, aux)
-    outputs = symbol.list_outputs()
+    outputs = _unique_outputs(symbol)
     kept = _calibrated(Graph.read(symbol), everything, calibration, dtype)
     if dtype != "float32":
         recorded = record_in(symbol)
@@ -221,6 +225,16 @@ def _numbers(array: Array, dtype: str) -> Any:
     return as_type(array.asnumpy(), dtype)
 
 
+def _unique_outputs(symbol: Symbol) -> List[str]:
+    """Returns a name for each output: an output may be an input, or be there twice."""
+    taken, found = set(symbol.list_inputs()), []
+    for name in symbol.list_outputs():
+        numbered = (f"{name}_{i}" for i in itertools.count(1))
+        found.append(next(n for n in itertools.chain([name], numbered) if n not in taken))
+        taken.add(found[-1])
+    return found
+
+
 def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
     if isinstance(made, mx.sym.Symbol):
         return [made]
@@ -231,7 +245,8 @@ def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
 
 
 def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> object:
-    sizes = _sizes(_inputs(network.graph, network.arrays), shapes, (int, type(None)))
+    inputs = _inputs(network.graph, network.arrays, network.order)
+    sizes = _sizes(inputs, shapes, (numbers.Integral, type(None)))
     models = []
     for batch in SIZES:
         try:
@@ -247,7 +262,7 @@ def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> obj
 
 def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     graph = network.graph
-    inputs = _inputs(graph, network.arrays)
+    inputs = _inputs(graph, network.arrays, network.order)
     sizes = _sizes(inputs, shapes)
     found = graph.types(network.types)
     measured = _measure(graph, {**sizes, **{n: a.shape for n, a in network.arrays.items()}})
@@ -280,8 +295,8 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     return model
 
 
-def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
-    """Returns the names of the data variables."""
+def _inputs(graph: Graph, arrays: Mapping[str, Any], order: Sequence[str] = ()) -> List[str]:
+    """Returns the names of the data variables: those of a block in the order of its call."""
     data: Dict[str, None] = {}
     for node in graph.nodes():
         if node.is_variable:
@@ -289,7 +304,9 @@ def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
         read = node.inputs[:1] if node.op in _HEADS else node.inputs
         data.update((e.node.name, None) for e in read
                     if e.node.is_variable and e.node.name not in arrays)
-    return [name for name in graph.variables() if name in data]
+    data.update((e.node.name, None) for e in graph.outputs
+                if e.node.is_variable and e.node.name not in arrays)
+    return list(order) or [name for name in graph.variables() if name in data]
 
 
 def _are_several(shapes: Any) -> bool:
@@ -305,17 +322,22 @@ def _has_none(shapes: Any) -> bool:
     return _is_list(several) and (None in several or any(map(_has_none, several)))
 
 
-def _sizes(names: List[str], shapes: Any, valid: Any = int) -> Dict[str, Shape]:
+def _sizes(names: List[str], shapes: Any, valid: Any = numbers.Integral) -> Dict[str, Shape]:
     """Returns the shape of each input."""
     several = shapes if _are_several(shapes) else [shapes]
     given = dict(several) if isinstance(several, Mapping) else dict(zip(names, several))
     if len(several) != len(names) or set(given) != set(names) or not all(
             _is_list(shape) and len(shape) and shape.count(None) < 2
-            and all(isinstance(n, valid) and (n is None or n > 0) for n in shape)
+            and all(isinstance(n, valid) and not isinstance(n, bool) and (n is None or n > 0)
+                    for n in shape)
             for shape in given.values()):
         raise ValueError("shapes must be a tuple of sizes >= 1, with one None for any batch "
                          f"size, for each input: {', '.join(names)}. Received: {shapes!r}")
-    return {name: tuple(given[name]) for name in names}
+    return {name: tuple(map(_plain, given[name])) for name in names}
+
+
+def _plain(size: Any) -> Any:
+    return size if size is None else int(size)
 
 
 def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
