@@ -251,6 +251,7 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
         with autograd.train_mode():
             net(data.as_in_context(devices[0]) * 100)  # moves averages of the batch norm
         for call in (lambda: train(net, trainer, 1), amp.scale_loss(data, trainer).__enter__,
+                     lambda: amp.lr_find(net, trainer, gluon.loss.L2Loss(), [(data, data)]),
                      lambda: trainer.step(1), lambda: trainer.save_states(path),
                      lambda: trainer.load_states(path), averaged.__enter__):
             with pytest.raises(RuntimeError, match="in the `with` block of AveragedWeights"):
@@ -264,6 +265,21 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
         train(net, trainer, 3, begin=3)
     assert all(np.array_equal(a, masters(nets[1], trainers[1])[n])
                for n, a in masters(nets[0], trainers[0]).items())
+
+
+@pytest.mark.parametrize("change", [amp.restore, lambda net: net.cast("float32"),
+                                    lambda net: net.collect_params().reset_ctx(mx.cpu(1))])
+def test_network_that_is_cast_or_moved_in_the_block_gets_its_weights_back(change):
+    net = network()
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 3)
+    before = masters(net, trainer)
+    with averaged:
+        change(net)
+    for name, parameter in net._collect_params_with_prefix().items():
+        found, = parameter.list_data()
+        assert np.array_equal(found.asnumpy(), before[name].astype(found.dtype))
 
 
 def test_with_block_is_left_on_an_error():

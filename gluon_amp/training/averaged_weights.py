@@ -6,7 +6,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Parameter
-from ..checks import whole_number
+from ..checks import same_objects, whole_number
 from ..cpu.arrays import in_launches, is_16bit
 from . import masters
 from .trainer import Trainer
@@ -60,6 +60,8 @@ class AveragedWeights:
         self._averages: Dict[int, Any] = {}  # by the numbers of parameters in the Trainer
         # in the `with` block, arrays of the training and their values
         self._before: Optional[List[Tuple[Any, Any]]] = None
+        # parameters, their arrays, and the values of their master weights
+        self._given: List[Tuple[Parameter, List[Any], List[Any]]] = []
         trainer._averaged.append(self)
 
     def value(self, parameter: Parameter) -> Array:
@@ -101,7 +103,10 @@ class AveragedWeights:
         parameters = [p for p in self.trainer._params if p._data is not None]
         arrays = {id(array): array for p in parameters
                   for array in [*p.list_data(), *masters.live(self.trainer, p)]}
-        self._before = [(array, array.copy()) for array in arrays.values()]
+        copies = {key: array.copy() for key, array in arrays.items()}
+        self._before = [(array, copies[key]) for key, array in arrays.items()]
+        self._given = [(p, p.list_data(), [copies[id(a)] for a in masters.live(self.trainer, p)])
+                       for p in parameters]
         for i, average in self._averages.items():
             masters.write(self.trainer, self.trainer._params[i], average)
         return self
@@ -109,7 +114,11 @@ class AveragedWeights:
     def __exit__(self, *error: object) -> None:
         for array, before in self._before or ():
             before.copyto(array)
-        self._before = None
+        for parameter, given, values in self._given:
+            if not same_objects(parameter.list_data(), given):  # cast or moved in the block
+                for i, array in enumerate(parameter.list_data()):
+                    values[min(i, len(values) - 1)].astype(array.dtype).copyto(array)
+        self._before, self._given = None, []
 
     # ---- files
 

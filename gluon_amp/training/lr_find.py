@@ -205,6 +205,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     """Restores parameters, float8 histories, optimizer, states and loss scale at the end."""
     if isinstance(trainer, Trainer):
+        trainer._check_own_weights("lr_find()")
         trainer._broadcast_parameters()  # before the copies that are restored at the end
         trainer._step.weights_replaced = False  # there are no gradients of earlier weights
     elif not trainer._kv_initialized:

@@ -327,9 +327,9 @@ class Trainer(mx.gluon.Trainer):
         """Returns a copy of a parameter's float32 master weights.
 
         It is on the first device; all devices and workers have the same, but for moving averages.
-        Float32 weights are their own master weights. Those of 16-bit weights are created by the first step; before it, this
-        returns the weights. To write master weights, load a float32 file:
-        `net.load_parameters(file, masters=trainer)`.
+        Float32 weights are their own master weights. Those of 16-bit weights are created by the
+        first step; before it, this returns the weights. To write master weights, load a float32
+        file: `net.load_parameters(file, masters=trainer)`.
 
         Args:
             parameter: a parameter of this Trainer.
