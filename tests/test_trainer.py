@@ -1,5 +1,6 @@
 """amp.Trainer: loss scaling, gradient clipping and skipped steps; all else is as in Gluon."""
 import logging
+import pickle
 import re
 
 import gluon_amp as amp
@@ -498,6 +499,18 @@ def test_gluon_clipping_of_converted_network_is_refused(layers, scaling):
     assert trainer.step(2)
     amp.restore(net)
     clip([p.grad() for p in net.collect_params().values()], 0.1)
+
+
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+def test_pickled_network_and_trainer_continue_bitwise(policy, batches):
+    net = make(policy)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+    fit(net, trainer, batches[:2])
+    other, others = pickle.loads(pickle.dumps((net, trainer)))
+    for one, its in ((net, trainer), (other, others)):
+        fit(one, its, batches[2:])
+    assert same(net, other)
+    assert others.gradient_norm == trainer.gradient_norm
 
 
 # ---- nonfinite gradients: skipped steps, their count, names and log

@@ -182,6 +182,10 @@ class Squares:
                 group.sort(key=lambda i: str(arrays[i].dtype))
             self._groups.append((group, _squares_on(context, [arrays[i] for i in group])))
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles are of the copied arrays."""
+        return Squares, (self.arrays,)
+
     def start(self) -> None:
         """Computes the sums."""
         self._started = [start() for _, start in self._groups]
