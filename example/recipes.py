@@ -158,6 +158,8 @@ def _above_0(values):
 
 
 positive = flag_type(int, lambda n: n >= 1, "must be an integer >= 1")
+new_file = flag_type(str, lambda path: not os.path.isdir(path) and os.path.isdir(
+    os.path.dirname(os.path.realpath(path))), "must be a file in a folder that exists")
 whole = flag_type(int, lambda n: n >= 0, "must be an integer >= 0")
 decimal = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number >= 0")
 above_0 = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number > 0")
@@ -207,7 +209,7 @@ def add_step_flags(training, output, log_interval):
     add = output.add_argument
     add("--log-interval", type=positive, default=log_interval,
         help="number of steps between two log lines")
-    add("--save", metavar="FILE", help="file to save the parameters to")
+    add("--save", metavar="FILE", type=new_file, help="file to save the parameters to")
 
 
 def devices_of(gpus):

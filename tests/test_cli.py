@@ -343,6 +343,12 @@ def test_parameters_of_another_network_are_refused(files, tmp_path, capsys):
         assert "MXNet cannot read parameters from" in capsys.readouterr().err
     assert main([*xray(files, tmp_path), "--data", other]) == 1
     assert "must be a file of numpy.savez" in capsys.readouterr().err
+    larger = mx.nd.load(other)
+    larger["arg:fc_weight"] = mx.nd.ones((3, 9))
+    other = str(tmp_path / "larger.params")
+    mx.nd.save(other, larger)
+    assert main([*xray(files, tmp_path, "module"), "--params", other]) == 1
+    assert "the parameters do not fit the symbol with this data: " in capsys.readouterr().err
 
 
 def test_existing_output_is_refused(files, tmp_path, capsys):

@@ -118,6 +118,9 @@ def test_text_and_json_name_what_parts_and_what_precedes_it(float32, tmp_path, c
     assert facts["parted"]["b"]["format"] == "float16"
     assert facts["before"][0]["tensor"] == "output"
     assert main(["diff", str(float32), str(tmp_path / "b"), "--tolerance", "0.5"]) == 0
+    for wrong in ("nan", "inf", "-1"):
+        assert main(["diff", str(float32), str(tmp_path / "b"), f"--tolerance={wrong}"]) == 1
+        assert f"must be a finite number >= 0. Received: {wrong}" in capsys.readouterr().err
 
 
 def test_two_seeds_part_in_the_first_parameter(float32, tmp_path):

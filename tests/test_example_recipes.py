@@ -42,6 +42,13 @@ def test_language_model_learns_next_character(dtype, tmp_path, capsys):
     assert set(written) <= set(text.read_text())
 
 
+def test_file_that_cannot_be_saved_is_refused_before_the_training(tmp_path, capsys):
+    for path in (tmp_path, tmp_path / "none" / "net.params"):
+        with pytest.raises(SystemExit):
+            language_model.main(["--save", str(path), *SMALL])
+        assert "--save: must be a file in a folder that exists" in capsys.readouterr().err
+
+
 def test_language_model_defaults_to_text_of_python_help(capsys):
     language_model.main([*SMALL, "--steps", "2", "--characters", "0"])
     assert int(capsys.readouterr().out.split()[0]) > 100_000

@@ -229,6 +229,9 @@ def test_numbers_of_numpy_and_mxnet_are_numbers_in_the_file(tmp_path):
     line = log.epoch(validation_accuracy=np.float32(0.75), validation_loss=nd.ones(1), **values)
     assert {name: line[name] for name in plain} == plain
     assert (line["err_top1"], line["validation_loss"]) == (0.25, 1.0)
+    for wrong in ("x", np.ones(2)):
+        with pytest.raises(TypeError, match=r"validation_accuracy must be a number\. Received: "):
+            log.epoch(validation_accuracy=wrong)
 
     def refused(text):
         raise AssertionError(f"{text} is not JSON")

@@ -174,7 +174,10 @@ class Log:
             del found["gradient_norm"]
         found.update(values)
         if "validation_accuracy" in found:
-            found["err_top1"] = 1 - found.pop("validation_accuracy")
+            accuracy = _plain(found.pop("validation_accuracy"))
+            if accuracy is not None and not isinstance(accuracy, (int, float)):
+                raise TypeError(f"validation_accuracy must be a number. Received: {accuracy!r}")
+            found["err_top1"] = None if accuracy is None else 1 - accuracy
         if found.get("validation_loss") is not None and _plain(found["validation_loss"]) is None:
             log.warning("epoch %d: the network's predictions are not finite. They use the batch "
                         "norms' moving averages, which lag in the first steps: a deep float16 "

@@ -152,6 +152,8 @@ def compare(path_a: str, path_b: str, tolerance: Optional[float] = None) -> Diff
     Args:
         tolerance: the relative difference that counts as rounding; None: by format and place.
     """
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance must be a finite number >= 0. Received: {tolerance}")
     a, b = read(path_a), read(path_b)
     both = sorted(a.steps.keys() & b.steps.keys())
     made = Difference(a.head, b.head, both, sorted(a.steps.keys() - b.steps.keys()),

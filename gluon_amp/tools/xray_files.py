@@ -196,7 +196,11 @@ def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
                     label_names=model.labels, context=mx.cpu(), loss_scale="dynamic")
     module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
                 [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
-    module.set_params(model.arguments, model.auxiliary)
+    try:
+        module.set_params(model.arguments, model.auxiliary)
+    except mx.MXNetError as error:
+        raise ValueError("the parameters do not fit the symbol with this data: "
+                         f"{message(error)}") from None
     return xray(module, [mx.io.DataBatch(data, labels) for data, labels in batches])
 
 
