@@ -64,9 +64,9 @@ class _Network:
     graph: Graph
     types: Dict[str, str]     # of its variables
     arrays: Dict[str, Any]    # of its parameters
+    inputs: List[str]         # the data, of a block in the order of its call
     outputs: List[str]        # their names
     kept: List[str] = field(default_factory=list)  # nodes that calibration keeps in float32
-    order: List[str] = field(default_factory=list)  # of the inputs of a block's call
 
 
 def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
@@ -166,7 +166,7 @@ def _block(net: Network, count: int, dtype: str,
                      if p._differentiable and p.name not in wide and types[p.name] == "float32")
         graph = insert_casts(clean, types, policy, parameters, kept)
     return _Network(graph, types, {name: _numbers(array, types[name])
-                                   for name, array in arrays.items()}, outputs, kept, names)
+                                   for name, array in arrays.items()}, names, outputs, kept)
 
 
 def _check_policy(policy: Policy, dtype: str) -> None:
@@ -181,12 +181,11 @@ def _check_policy(policy: Policy, dtype: str) -> None:
 
 
 def _calibrated(graph: Graph, arrays: Mapping[str, Array], calibration: Optional[Iterable[Any]],
-                dtype: str, order: Sequence[str] = ()) -> List[str]:
+                dtype: str, inputs: Sequence[str]) -> List[str]:
     if calibration is None:
         return []
     exact = {name: _numbers(array, "float32") for name, array in arrays.items()}
-    data = _inputs(graph, exact, order)
-    return nodes_to_keep(graph, exact, data, calibration, FORMATS[dtype])
+    return nodes_to_keep(graph, exact, inputs, calibration, FORMATS[dtype])
 
 
 def _symbol(symbol: Symbol, params: Any, dtype: str,
@@ -201,11 +200,12 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     args = {n: a for n, a in everything.items() if n not in auxiliary}
     aux = {n: a for n, a in everything.items() if n in auxiliary}
     check_parameters(symbol, args, aux)
-    outputs = _unique_outputs(symbol)
-    kept = _calibrated(Graph.read(symbol), everything, calibration, dtype)
+    clean, outputs = Graph.read(symbol), _unique_outputs(symbol)
+    inputs = _inputs(clean, everything)
+    kept = _calibrated(clean, everything, calibration, dtype, inputs)
     if dtype != "float32":
         recorded = record_in(symbol)
-        wide = operator_names(Graph.read(symbol)).intersection(
+        wide = operator_names(clean).intersection(
             [*kept, *(recorded.nodes or () if recorded else ())])
         symbol, args, aux = convert_model(symbol, args, aux, dtype, map(re.escape, sorted(wide)),
                                           like=False)
@@ -217,8 +217,8 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
     if dtype == "float32" and low:
         raise ValueError("this symbol has float16 variables: export the float32 symbol that was "
                          f"converted. Received float16: {listed(low)}")
-    return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, outputs,
-                    kept)
+    return _Network(graph, types, {n: _numbers(a, types[n]) for n, a in arrays.items()}, inputs,
+                    outputs, kept)
 
 
 def _numbers(array: Array, dtype: str) -> Any:
@@ -245,8 +245,7 @@ def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
 
 
 def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> object:
-    inputs = _inputs(network.graph, network.arrays, network.order)
-    sizes = _sizes(inputs, shapes, (numbers.Integral, type(None)))
+    sizes = _sizes(network.inputs, shapes, (numbers.Integral, type(None)))
     models = []
     for batch in SIZES:
         try:
@@ -262,7 +261,7 @@ def _model_of_any_batch(onnx: ModuleType, network: _Network, shapes: Any) -> obj
 
 def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     graph = network.graph
-    inputs = _inputs(graph, network.arrays, network.order)
+    inputs = network.inputs
     sizes = _sizes(inputs, shapes)
     found = graph.types(network.types)
     measured = _measure(graph, {**sizes, **{n: a.shape for n, a in network.arrays.items()}})
@@ -295,8 +294,8 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     return model
 
 
-def _inputs(graph: Graph, arrays: Mapping[str, Any], order: Sequence[str] = ()) -> List[str]:
-    """Returns the names of the data variables: those of a block in the order of its call."""
+def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
+    """Returns the names of a symbol's data variables."""
     data: Dict[str, None] = {}
     for node in graph.nodes():
         if node.is_variable:
@@ -306,7 +305,7 @@ def _inputs(graph: Graph, arrays: Mapping[str, Any], order: Sequence[str] = ()) 
                     if e.node.is_variable and e.node.name not in arrays)
     data.update((e.node.name, None) for e in graph.outputs
                 if e.node.is_variable and e.node.name not in arrays)
-    return list(order) or [name for name in graph.variables() if name in data]
+    return [name for name in graph.variables() if name in data]
 
 
 def _are_several(shapes: Any) -> bool:
