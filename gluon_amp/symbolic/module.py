@@ -283,9 +283,7 @@ class _Module:
         module = self._module()
         if not self.optimizer_initialized:
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
-        if self._step.scaling and not self._step.begun:
-            raise RuntimeError("update() needs new gradients: call forward_backward(batch), or "
-                               "forward and backward, before each update")
+        self._step.check_new("update()")
         if self._fitting_states:
             files.give_states(*self._fitting_states)
             self._fitting_states = None

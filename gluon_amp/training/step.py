@@ -273,15 +273,19 @@ class Step:
         return new
 
     def check_new(self, call: str) -> None:
-        """Refuses a call without gradients of `trainer.backward`."""
+        """Refuses a call without gradients of `trainer.backward`, or of a Module's."""
         if not self.scaling:
             return
         self._find()
         if not self.begun:
-            raise RuntimeError(f"{call} needs new gradients: call trainer.backward(loss), not "
-                               "loss.backward(), before each step. With MXNet's Estimator, pass "
-                               "batch_processor=BatchProcessor() of gluon_amp.training.estimator")
-        self._refuse_others([g for g, marked in zip(self._gradients, self._is_marked()) if marked])
+            remedy = "call trainer.backward(loss), not loss.backward(), before each step. With " \
+                     "MXNet's Estimator, pass batch_processor=BatchProcessor() of " \
+                     "gluon_amp.training.estimator" if self._marked else \
+                     "call forward_backward(batch), or forward and backward, before each update"
+            raise RuntimeError(f"{call} needs new gradients: {remedy}")
+        if self._marked:
+            self._refuse_others([g for g, marked in zip(self._gradients, self._is_marked())
+                                 if marked])
 
     def _refuse_others(self, marked: Sequence[Gradient]) -> None:
         """Refuses gradients that another backward pass has written at an unknown scale."""
