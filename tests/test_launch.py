@@ -191,9 +191,11 @@ def test_killed_or_interrupted_launcher_ends_all(launcher, tmp_path, number):
     assert wait_until(lambda: not left_behind(tmp_path))
 
 
-@pytest.mark.parametrize(("number", "handler", "code"), [
-    (signal.SIGTERM, signal.SIG_DFL, 130), (signal.SIGHUP, signal.SIG_IGN, 3)])
-def test_signal_while_a_process_starts_loses_no_process(monkeypatch, number, handler, code):
+@pytest.mark.parametrize(("number", "handler", "program", "code"), [
+    (signal.SIGTERM, signal.SIG_DFL, SLEEPS, 130),
+    (signal.SIGHUP, signal.SIG_IGN, "raise SystemExit(3)", 3)])  # nohup: it ends nothing
+def test_signal_while_a_process_starts_loses_no_process(monkeypatch, tmp_path, number, handler,
+                                                        program, code):
     started = []
 
     class Interrupted(subprocess.Popen):
@@ -205,9 +207,8 @@ def test_signal_while_a_process_starts_loses_no_process(monkeypatch, number, han
     before = signal.signal(number, handler)
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     try:
-        program = "import sys, time; time.sleep(float(sys.argv[1])); sys.exit(3)"
-        seconds = "0" if code == 3 else "600"  # ignored signals (nohup) end nothing
-        assert launch([sys.executable, "-c", program, seconds], workers=1) == code
+        command = [sys.executable, "-c", program, str(tmp_path / "began")]
+        assert launch(command, workers=1) == code
         assert signal.getsignal(number) is handler
     finally:
         signal.signal(number, before)
