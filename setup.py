@@ -37,7 +37,7 @@ OF_ONE_TYPE = {"kernels": "_float16", "rnn": "_bfloat16"}  # files of KERNELS
 # Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
 FORWARDED = {"libcublas.so.11": (), "libcusolver.so.11": (), "libcufft.so.10": (),
              "libcudnn.so.8": ("cudnn.cc", "cudnn_bias.cc", "cudnn_convolution.cc", "cudnn_norm.cc",
-                               "cudnn_rnn.cc"),
+                               "cudnn_rnn.cc", "cudnn_workspace.cc"),
              "libnvrtc.so.11.2": ("nvrtc.cc",), "libnvToolsExt.so.1": ("nvtx.cc",)}
 # An SPDX expression has a field of its own since setuptools 77, which Python 3.8 does not have.
 LICENSE_FIELD = "license_expression" if int(setuptools.__version__.partition(".")[0]) >= 77 \

@@ -1,15 +1,9 @@
 // Batch norms of channels-last data in float16, by cuDNN's fast kernels. MXNet describes data of n rows of c channels
 // to cuDNN as n x c x 1 x 1 in NCHW, for which cuDNN's kernels are slow. Here the same memory is described as NHWC,
 // and training has the workspace without which cuDNN does not select its fast kernels.
-#include "../dl.h"
 #include "forward.h"
 
 #include <stddef.h>
-
-#include <algorithm>
-#include <map>
-#include <mutex>
-#include <vector>
 
 typedef void *Handle, *Tensor, *Activation;
 typedef const void* In;
@@ -67,35 +61,6 @@ struct Described {
     if (channels_last) cudnnDestroyTensorDescriptor(tensor);
   }
 };
-
-// Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order. Smaller memory stays,
-// because a CUDA graph may have its address; each is at least twice as large as the one before.
-struct Workspace {
-  std::vector<void*> data;
-  size_t bytes = 0;  // of the last
-};
-std::mutex g_mutex;
-std::map<Handle, Workspace>& g_workspaces = *new std::map<Handle, Workspace>;
-
-// Returns memory of `bytes`; null for 0 bytes, or if there is none.
-void* workspace(Handle handle, size_t bytes) {
-  static const auto allocate = runtime<int (*)(void**, size_t)>("cudaMalloc");
-  static const auto clear_error = runtime<int (*)()>("cudaGetLastError");
-  if (!bytes || !allocate || !clear_error) return nullptr;
-  std::lock_guard<std::mutex> lock(g_mutex);
-  Workspace& kept = g_workspaces[handle];
-  if (kept.bytes >= bytes) return kept.data.back();
-  for (const size_t size : {std::max(bytes, 2 * kept.bytes), bytes}) {
-    void* made = nullptr;
-    if (!allocate(&made, size)) {
-      kept.data.push_back(made);
-      kept.bytes = size;
-      return made;
-    }
-    clear_error();
-  }
-  return nullptr;
-}
 
 // Whether cuDNN keeps nothing from the forward to the backward pass besides mean and variance. cuDNN 9.19 does so.
 bool keeps_nothing(Handle handle, Tensor x) {
@@ -155,17 +120,4 @@ API int cudnnBatchNormalizationBackward(Handle handle, int mode, In alpha, In be
     }
   return translated(NEWER(cudnnBatchNormalizationBackward)(handle, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy,
                                                            dxd, dx, pd, scale, dscale, dbias, epsilon, mean, inverse));
-}
-
-// Frees the handle's workspaces.
-API int cudnnDestroy(Handle handle) {
-  {
-    std::lock_guard<std::mutex> lock(g_mutex);
-    const auto found = g_workspaces.find(handle);
-    if (found != g_workspaces.end()) {
-      for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
-      g_workspaces.erase(found);
-    }
-  }
-  return translated(NEWER(cudnnDestroy)(handle));
 }

@@ -3,6 +3,8 @@
 #pragma once
 #include "../dl.h"
 
+#include <stddef.h>
+
 struct Function {
   void* target;  // the newer library's function; null if it lacks it
   const char* name;
@@ -27,6 +29,9 @@ template <class F> F newer(F, const Function& function) { return (F)function.tar
 
 // For cuDNN: an error of this library; returns the status, and cudnnGetErrorString the reason.
 int forward_error(int status, const char* reason);
+
+// For cuDNN: memory of a handle's GPU, which its later calls share; null for 0 bytes, or if there is none.
+void* workspace(void* handle, size_t bytes);
 
 // A function of the CUDA runtime that libmxnet.so calls, or null.
 template <class F> F runtime(const char* name) {

@@ -1,0 +1,56 @@
+// Memory for cuDNN's functions where MXNet gives them none, or too little.
+#include "../dl.h"
+#include "forward.h"
+
+#include <stddef.h>
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace {
+
+// Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order. Smaller memory stays,
+// because a CUDA graph may have its address; each size is 8 times the one before.
+struct Workspace {
+  std::vector<void*> data;
+  size_t bytes = 0;  // of the last
+};
+std::mutex g_mutex;
+std::map<void*, Workspace>& g_workspaces = *new std::map<void*, Workspace>;
+
+}  // namespace
+
+void* workspace(void* handle, size_t bytes) {
+  static const auto allocate = runtime<int (*)(void**, size_t)>("cudaMalloc");
+  static const auto clear_error = runtime<int (*)()>("cudaGetLastError");
+  if (!bytes || !allocate || !clear_error) return nullptr;
+  std::lock_guard<std::mutex> lock(g_mutex);
+  Workspace& kept = g_workspaces[handle];
+  if (kept.bytes >= bytes) return kept.data.back();
+  size_t large = 16 << 20;
+  while (large < bytes) large *= 8;
+  for (const size_t size : {large, bytes}) {
+    void* made = nullptr;
+    if (!allocate(&made, size)) {
+      kept.data.push_back(made);
+      kept.bytes = size;
+      return made;
+    }
+    clear_error();
+  }
+  return nullptr;
+}
+
+// Frees the handle's workspaces.
+API int cudnnDestroy(void* handle) {
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    const auto found = g_workspaces.find(handle);
+    if (found != g_workspaces.end()) {
+      for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
+      g_workspaces.erase(found);
+    }
+  }
+  return translated(NEWER(cudnnDestroy)(handle));
+}
