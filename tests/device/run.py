@@ -8,6 +8,7 @@ steps that narrow the reason down run, and nothing else. --pieces restores the p
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,27 +16,35 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import Mapping, NamedTuple, Sequence
 
+AT_ONCE = 20  # processes
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import unpack  # noqa: E402
+from ways import BEFORE, ENVIRONMENT, WAYS  # noqa: E402
 
 PYTHON = (sys.executable, "-W", "ignore")
 IMPORT = "import gluon_amp, mxnet as mx; from gluon_amp.cuda import load; print(load.prepared); "
 
 
 class Step(NamedTuple):
-    """A process. `unless` is why it is left out; None: it runs."""
+    """A process. `unless` is why it is left out; None: it runs. Its turn begins with a line."""
     name: str
     seconds: int
     command: Sequence[str]
     unless: str = ""
+    variables: Mapping[str, str] = {}
 
 
 def script(name, *arguments):
     return (*PYTHON, str(HERE / name), *map(str, arguments))
+
+
+def turn(library, name, *arguments):
+    """A script that waits for its turn after the import of a library."""
+    return (*PYTHON, str(HERE / "turn.py"), library, *script(name, *arguments)[len(PYTHON):])
 
 
 def code(text):
@@ -94,74 +103,122 @@ def second_part(args):
 
 
 def third_part(args):
-    """What no GPU has measured, the most important first."""
+    """The steps of networks in each way, by turns, the most important first."""
     rows, torch = args.out / "rows.jsonl", "" if find_spec("torch") else "no PyTorch"
-    before = ("--before", args.before) if args.before else ()
-    plain, small = "float32;gluon_amp", args.small_flag
+    plain = ("float32", "gluon_amp")
 
-    def speed(network, ways, *more, rounds=1):
-        more = () if args.small and more[:1] == ("--batch",) else more
-        return Step(f"speed {' '.join(map(str, (network, *more)))}", 150, script(
-            "speed.py", network, rows, "--ways", ways, "--rounds", rounds, *before, *more, *small))
+    def batch_of(batch):
+        return ("--batch", batch) if batch and not args.small else ()
 
-    def in_torch(network, *more):
-        return Step(f"PyTorch {' '.join(map(str, (network, *more)))}", 60, script(
-            "torch_speed.py", network, rows, "--rounds", 1, *more), torch)
+    def speed(network, way, batch=None):
+        variables = dict(ENVIRONMENT.get(way, {}))
+        if way == BEFORE:
+            variables["PYTHONPATH"] = os.pathsep.join([str(args.before), args.path])
+        lacks = "no folder before" if way == BEFORE and not args.before else ""
+        return Step(f"{way}: {network} {batch or ''}".strip(), 90, turn(
+            "gluon_amp", "speed.py", network, rows, "--way", way, *batch_of(batch),
+            *args.small_flag), lacks, variables)
 
-    def kernels(network, *batch):
-        return Step(f"kernels {network}", 60, script("kernels.py", network, rows, *batch), torch)
+    def in_torch(network, batch=None, *more):
+        return Step(f"PyTorch: {network} {batch or ''} {' '.join(more)}".strip(), 90, turn(
+            "torch", "torch_speed.py", network, rows, "--rounds", 1, *batch_of(batch), *more),
+            torch)
 
-    steps = [kernels("mobilenet"), speed("mobilenet", plain), in_torch("mobilenet"),
-             speed("resnet50", "gluon_amp", "--batch", 64, rounds=2),
-             in_torch("resnet50", "--batch", 64), kernels("resnet50", 64),
-             speed("resnet50", plain, "--batch", 256), in_torch("resnet50", "--batch", 256),
-             speed("unet", plain), in_torch("unet"), speed("transformer", plain)]
+    def kernels(network, batch=None):
+        return Step(f"kernels: {network} {batch or ''}".strip(), 60, turn(
+            "gluon_amp", "kernels.py", network, rows, *(map(str, [batch] if batch else []))), torch)
+
+    half = ("--types", "float16")
+    steps = [*first_part(args)[:1], Step("verify", 60, turn(
+        "gluon_amp", "verify.py", args.out / "verify.json", *args.small_flag)),
+        speed("mobilenet", "gluon_amp"), speed("mobilenet", BEFORE)]
+    for network in ("resnet50", "bert", "lstm"):
+        steps += [*(speed(network, way) for way in WAYS), in_torch(network)]
+    steps += [speed("resnet50", BEFORE), speed("resnet50", "gluon_amp", 64),
+              in_torch("resnet50", 64, *half), kernels("resnet50", 64),
+              Step("convolutions", 60, turn("gluon_amp", "convolutions.py", rows,
+                                            *args.small_flag))]
+    again = [step for network in ("resnet50", "bert", "lstm") for step in (
+        *(speed(network, way) for way in plain), in_torch(network, None, *half))]
+    steps += [*again, kernels("mobilenet"), in_torch("mobilenet"), *again]
+    steps.append(speed("mobilenet", "float32"))
+    for network, batch in (("resnet50", 256), ("unet", None)):
+        steps += [*(speed(network, way, batch) for way in plain), in_torch(network, batch)]
+    steps += [speed("transformer", way) for way in plain]
     if find_spec("gluoncv"):
-        steps.append(speed("ssd", plain))
-    steps.append(Step("cuDNN's functions", 90, script("cudnn_calls.py", rows, *small)))
-    steps += [Step(f"torch.compile {network}", 90, script(
-        "torch_speed.py", network, rows, "--compile", "--rounds", 1), torch)
-        for network in ("resnet50", "bert")]
-    return steps
+        steps += [speed("ssd", way) for way in plain]
+    return [*steps, Step("cuDNN's functions", 90, turn("gluon_amp", "cudnn_calls.py", rows,
+                                                       *args.small_flag)),
+            *(in_torch(network, None, "--compile") for network in ("resnet50", "bert"))]
 
 
-def finish(step, file, environment):
-    """Runs a step's process; returns its exit code, or what went wrong. Its own processes end with
-    it."""
+def start(step, args, environment):
+    with open(args.out / "output.txt", "a") as file:
+        return subprocess.Popen(list(map(str, step.command)), stdin=subprocess.PIPE, stdout=file,
+                                stderr=subprocess.STDOUT, start_new_session=True,
+                                env={**environment, **step.variables})
+
+
+def end(process):
+    """Ends a process and those that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def finish(process, seconds):
+    """Gives a process its turn; returns its exit code, or what went wrong."""
     try:
-        process = subprocess.Popen(list(map(str, step.command)), stdout=file, env=environment,
-                                   stderr=subprocess.STDOUT, start_new_session=True)
-    except OSError as error:
-        return str(error)
-    try:
-        return process.wait(step.seconds)
+        process.communicate(b"\n", seconds)
+        return process.returncode
     except subprocess.TimeoutExpired:
-        return f"not ended after {step.seconds} s"
+        return f"not ended after {seconds} s"
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
 
 
-def run(step, args, environment):
-    """Runs a step, and returns whether it succeeds; a step that is left out does."""
-    output, begin = args.out / "output.txt", time.monotonic()
+def run(step, args, environment, process=None):
+    """Runs a step, whose process may have been started, and returns whether it succeeds; a step
+    that is left out does."""
+    begin = time.monotonic()
     if begin > args.end:
         step = step._replace(unless="no time")
-    step = step._replace(seconds=min(step.seconds, args.end + 20 - begin))
-    with open(output, "a") as file:
+    with open(args.out / "output.txt", "a") as file:
         file.write(f"\n==== {step.name}: {' '.join(map(str, step.command))}\n")
-        file.flush()
         if step.unless:
             file.write(f"left out: {step.unless}\n")
-            result = f"left out: {step.unless}"
-        else:
-            result = finish(step, file, environment)
+    if step.unless:
+        result = f"left out: {step.unless}"
+    else:
+        try:
+            process = process or start(step, args, environment)
+            result = finish(process, round(min(step.seconds, args.end + 20 - begin)))
+        except OSError as error:
+            result = str(error)
     seconds = round(time.monotonic() - begin, 1)
     print(f"{step.name}: {'ok' if result == 0 else result} ({seconds} s)", flush=True)
     with open(args.out / "rows.jsonl", "a") as file:
         file.write(json.dumps({"step": step.name, "result": result, "seconds": seconds}) + "\n")
     return result == 0 or bool(step.unless)
+
+
+def run_by_turns(steps, args, environment):
+    """Runs steps, and returns those that fail. The first AT_ONCE import at the same time and wait
+    for their turns. After a failed "verify", none runs."""
+    turns = [i for i, step in enumerate(steps)
+             if not step.unless and str(HERE / "turn.py") in step.command]
+    processes = {i: start(steps[i], args, environment) for i in turns[:AT_ONCE]}
+    failed = []
+    try:
+        for i, step in enumerate(steps):
+            if not run(step, args, environment, processes.get(i)):
+                failed.append(step.name)
+                if step.name == "verify":
+                    break
+    finally:
+        for process in processes.values():
+            end(process)
+    return failed
 
 
 def main():
@@ -172,6 +229,8 @@ def main():
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--part", type=int, choices=(1, 2, 3),
                         help="only this part; 3, what no GPU has measured, runs only so")
+    parser.add_argument("--only", default="", metavar="PATTERN",
+                        help="steps of part 3 whose name has the regular expression")
     parser.add_argument("--before", type=Path, help="a folder with another gluon_amp, for part 3")
     parser.add_argument("--seconds", type=int, default=3600, help="no step begins later")
     args = parser.parse_args()
@@ -184,6 +243,7 @@ def main():
         unpack.unpack(args.pieces, args.target)
         environment.update(unpack.environment(args.target))
         print(f"unpacked in {time.monotonic() - begin:.1f} s", flush=True)
+    args.path = environment.get("PYTHONPATH", "")
     args.packs = Path(environment["GLUON_AMP_CACHE"], "kernels")
     args.small_flag = ("--small",) if args.small else ()
     args.software = "a software GPU" if "RECORDING_GPU_COUNT" in environment else ""
@@ -196,8 +256,11 @@ def main():
                     run(each, args, environment)
                 break
     if args.part != 1 and not failed:
-        steps = third_part(args) if args.part == 3 else second_part(args)
-        failed = [step.name for step in steps if not run(step, args, environment)]
+        if args.part == 3:
+            failed = run_by_turns([step for step in third_part(args)
+                                   if re.search(args.only, step.name)], args, environment)
+        else:
+            failed = [step.name for step in second_part(args) if not run(step, args, environment)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -1,14 +1,15 @@
 """Measures steps of a network on GPU 0 in several ways: python speed.py NETWORK ROWS [--batch N]
 
 Each way is a process of its own, `--way WAY`, because mx.contrib.amp, TF32 and CUDA graphs are
-settings of a process. The ways alternate in `--rounds` rounds; a row has the milliseconds of a
-way's steps, or with --predict of its predictions. --before FOLDER adds the way "before": another
-gluon_amp, which is built there. --small has the sizes of a software GPU. NETWORK is resnet50 (as in
-torchvision), resnet50_v1 (as in MXNet's zoo, with biases), mobilenet, unet, ssd (needs gluoncv),
-transformer, bert or lstm.
+settings of a process. The ways alternate in `--rounds` rounds. A row has the milliseconds of a
+step, or with --predict of a prediction, in blocks of ten and their median. --before FOLDER adds the
+way "before": another gluon_amp, which is built there. --small has the sizes of a software GPU.
+NETWORK is resnet50 (as in torchvision), resnet50_v1 (as in MXNet's zoo, with biases), mobilenet,
+unet, ssd (needs gluoncv), transformer, bert or lstm.
 """
 import argparse
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -23,13 +24,7 @@ from gluon_amp.cuda.steps import mean_square  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn, rnn  # noqa: E402
 from rows import add  # noqa: E402
-
-BEFORE, GRAPHS = "before", "gluon_amp, CUDA graphs"
-# The ways that are measured by default, and the others; and variables of their environments.
-WAYS = ("float32 without TF32", "float32", "mx.contrib.amp", "gluon_amp")
-OTHERS = (GRAPHS, BEFORE)
-ENVIRONMENT = {"float32 without TF32": {"NVIDIA_TF32_OVERRIDE": "0"},
-               GRAPHS: {"MXNET_ENABLE_CUDA_GRAPHS": "1"}}
+from ways import BEFORE, ENVIRONMENT, GRAPHS, OTHERS, WAYS  # noqa: E402
 
 
 class Bottleneck(gluon.HybridBlock):
@@ -80,6 +75,7 @@ class LSTM(gluon.HybridBlock):
         return self.out(self.lstm(x))
 
 
+BLOCKS = 3  # of steps
 BATCHES = {"resnet50": 128, "resnet50_v1": 128, "mobilenet": 128, "unet": 16, "ssd": 32,
            "transformer": 32, "bert": 32, "lstm": 64}
 
@@ -144,21 +140,24 @@ def measure(name, way, args):
             loss.backward()
         trainer.step(1)
 
-    steps = 1 if args.once else 2 if args.small else 20
+    steps = 1 if args.once else 2 if args.small else 10
     for _ in range(1 if args.once else 2 if args.small else 8):
         step()
     scale.settled = True  # as after 100 steps: each backward pass of the first ones is checked
     nd.waitall()
-    begin, cpu = time.perf_counter(), time.process_time()
-    for _ in range(steps):
-        step()
-    issued = time.perf_counter() - begin
-    nd.waitall()
-    seconds = (time.perf_counter() - begin) / steps
+    cpu, found, host = time.process_time(), [], []
+    for _ in range(BLOCKS):
+        begin = time.perf_counter()
+        for _ in range(steps):
+            step()
+        host.append(1e3 * (time.perf_counter() - begin) / steps)
+        nd.waitall()
+        found.append(1e3 * (time.perf_counter() - begin) / steps)
     free, total = mx.context.gpu_memory_info(0)
-    return {"batch": len(data), "ms": 1e3 * seconds, "host_ms": 1e3 * issued / steps,
-            "cpu_ms": 1e3 * (time.process_time() - cpu) / steps,
-            "samples": len(data) / seconds, "mib": (total - free) / 2**20}
+    ms = statistics.median(found)
+    return {"batch": len(data), "ms": ms, "blocks": found, "host_ms": statistics.median(host),
+            "cpu_ms": 1e3 * (time.process_time() - cpu) / steps / BLOCKS,
+            "samples": 1e3 * len(data) / ms, "mib": (total - free) / 2**20}
 
 
 def finished(way, before):

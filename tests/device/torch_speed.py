@@ -1,5 +1,6 @@
 """Measures PyTorch's steps beside those of speed.py: python torch_speed.py NETWORK ROWS"""
 import argparse
+import statistics
 import time
 
 import torch
@@ -101,15 +102,19 @@ def measure(args, half):
     for _ in range(8):
         step()
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(20):
-        step()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - begin) / 20
+    found = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(10):
+            step()
+        torch.cuda.synchronize()
+        found.append(1e2 * (time.perf_counter() - begin))
+    ms = statistics.median(found)
     memory = torch.cuda.max_memory_reserved() / 2**20
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    return {"batch": len(data), "ms": 1e3 * seconds, "samples": len(data) / seconds, "mib": memory}
+    return {"batch": len(data), "ms": ms, "blocks": found, "samples": 1e3 * len(data) / ms,
+            "mib": memory}
 
 
 def main():
@@ -118,11 +123,12 @@ def main():
     parser.add_argument("rows")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--types", nargs="+", default=("float32", "float16"))
     parser.add_argument("--compile", action="store_true", help="torch.compile, in float16")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(0))
     for _ in range(args.rounds):
-        for dtype in ("float16",) if args.compile else ("float32", "float16"):
+        for dtype in ("float16",) if args.compile else args.types:
             way = f"PyTorch {dtype}, channels-last{', compiled' if args.compile else ''}"
             add(args.rows, network=args.network, way=way, **measure(args, dtype == "float16"))
 
