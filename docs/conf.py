@@ -30,7 +30,7 @@ PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "xray_results": "results/xray/README.md",
              "ranks_results": "results/ranks/README.md",
              "gpu_results": "results/gpu/README.md",
-             "h200": "results/gpu/h200/README.md",
+             "h100": "results/gpu/h100/README.md", "h200": "results/gpu/h200/README.md",
              "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
              "changelog": "CHANGELOG.md"}
 

@@ -365,13 +365,18 @@ def test_wrong_command_is_detected(line, monkeypatch, capsys):
         check_command(line, monkeypatch)
 
 
-def test_page_of_the_h200_is_what_its_script_writes(tmp_path):
-    source = ROOT / "results" / "gpu"
-    shutil.copy(source / "h200.py", tmp_path)
-    page = Path(shutil.copytree(source / "h200", tmp_path / "h200"), "README.md")
-    page.unlink()
-    subprocess.run([sys.executable, tmp_path / "h200.py"], check=True)
-    assert page.read_text() == (source / "h200" / "README.md").read_text()
+def test_pages_of_gpus_are_what_their_script_writes(tmp_path):
+    pages = ["results/gpu/h100/README.md", "results/gpu/h200/README.md", "benchmarks/README.md",
+             "README.md"]
+    shutil.copytree(ROOT / "results" / "gpu", tmp_path / "results" / "gpu")
+    for page in pages:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    for page in pages[:2]:
+        (tmp_path / page).unlink()
+    subprocess.run([sys.executable, tmp_path / "results" / "gpu" / "cards.py"], check=True)
+    for page in pages:
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text()
 
 
 @pytest.mark.parametrize("page", [

@@ -1,15 +1,17 @@
-"""Writes h200/README.md from the rows of its runs, and a table of benchmarks/README.md.
+"""Writes h100/README.md and h200/README.md from the rows of runs on these GPUs, and what
+benchmarks/README.md and README.md have of them.
 
-    python results/gpu/h200.py
+    python results/gpu/cards.py
 """
 import json
 import lzma
+import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
-HERE = Path(__file__).parent / "h200"
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks/README.md"
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 BOUNDS = {"float32": 4e-3, "float16": 1e-2}  # tests/device/operators.py
 # Networks and their batches.
 NAMES = {("resnet50", 128): "ResNet-50, 224 px, batch 128",
@@ -18,13 +20,18 @@ NAMES = {("resnet50", 128): "ResNet-50, 224 px, batch 128",
          ("bert", 32): "BERT-base, 128 tokens, batch 32",
          ("lstm", 64): "LSTM 2 x 1024, 64 steps, batch 64"}
 BATCHES = {"resnet50": 128, "bert": 32, "lstm": 64}  # where a row has none
+# "before" is another version: see the page.
 WAYS = {"float32 without TF32": "MXNet float32, without TF32", "float32": "MXNet float32",
-        "mx.contrib.amp": "mx.contrib.amp", "before": "gluon_amp, as in the second run",
+        "mx.contrib.amp": "mx.contrib.amp", "before": "gluon_amp, {before}",
         "gluon_amp": "gluon_amp", "gluon_amp, CUDA graphs": "gluon_amp, with CUDA graphs",
         "PyTorch float32, channels-last": "PyTorch float32",
         "PyTorch float16, channels-last": "PyTorch float16 autocast"}
 # a word of a kernel's name, and what it does
-KINDS = [("MultiSGD", "update"), ("bn_", "batch norm"), ("batchnorm", "batch norm"),
+KINDS = [("wgrad_alg0", "convolutions without Tensor Cores"),
+         ("implicit_convolve_sgemm", "convolutions without Tensor Cores"),
+         ("depthwise", "depthwise convolutions"), ("grouped_direct", "depthwise convolutions"),
+         ("clip", "ReLU6"), ("MultiSGD", "update"), ("bn_", "batch norm"),
+         ("batchnorm", "batch norm"),
          ("LayerNorm", "layer norm"), ("softmax", "softmax"), ("nchwToNhwc", "layout of images"),
          ("nhwcToNchw", "layout of images"), ("transpose_pseudo2D", "layout of images"),
          ("calc_bias_diff", "bias of convolutions"),
@@ -68,7 +75,12 @@ def recurrent(measured):
     return len(kinds) - len(clipped), len(clipped), largest
 
 
-def speed(measured, part=None):
+def in_blocks(rows):
+    """The milliseconds of a step in all blocks of a way's rows, of runs before blocks in rows."""
+    return sorted(ms for row in rows for ms in row.get("blocks", [row["ms"]]))
+
+
+def speed(measured, part=None, before="as in the second run"):
     lines = []
     for network, title in NAMES.items():
         of = defaultdict(list)
@@ -76,15 +88,15 @@ def speed(measured, part=None):
             if (row.get("network"), row.get("batch") or BATCHES.get(row.get("network")),
                     row.get("part")) == (*network, part):
                 of[row["way"]].append(row)
-        torch = [row["ms"] for row in of["PyTorch float16, channels-last"]]
+        torch = in_blocks(of["PyTorch float16, channels-last"])
         for way, name in WAYS.items():
             if not of[way]:
                 continue
-            ms = sorted(row["ms"] for row in of[way])
+            ms = in_blocks(of[way])
             samples = statistics.median(row["samples"] for row in of[way])
             mib = statistics.median(row["mib"] for row in of[way])
             share = f"{statistics.median(torch) / statistics.median(ms):.2f}" if torch else ""
-            lines.append([title, name, f"{statistics.median(ms):.1f}",
+            lines.append([title, name.format(before=before), f"{statistics.median(ms):.1f}",
                           f"{ms[0]:.1f} to {ms[-1]:.1f}" if len(ms) > 1 else "one run",
                           f"{samples:,.0f}", share, f"{mib:,.0f}"])
             title = ""
@@ -110,33 +122,85 @@ def kernels(measured, batches):
     return table(["network", "kernels", "ms a step", "share"], lines)
 
 
-def main():
-    measured, second, third = (rows(f"{run}/rows.jsonl") for run in ("first", "second", "third"))
-    profile = rows("third/kernels.jsonl.xz")
-    parts = {row["part"]: row["ms"] for row in profile if "part" in row}
-    busy = sum(row.get("us", 0) for row in profile) / 3000
+def fill(card, values):
+    """Writes a card's page: its template with {NAMES} replaced."""
+    text = (HERE / card / "template.md").read_text()
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", value.rstrip())
+    (HERE / card / "README.md").write_text(text)
+
+
+def of_profile(profile):
+    """The milliseconds of the parts of a profile, and those in which kernels run in a step."""
+    return {**{row["part"]: row["ms"] for row in profile if "part" in row},
+            "busy": sum(row.get("us", 0) for row in profile) / 3000}
+
+
+def h200():
+    """Writes the H200's page; returns its tables of speed."""
+    measured, second, third = (rows(f"h200/{run}/rows.jsonl")
+                               for run in ("first", "second", "third"))
+    profile = rows("h200/third/kernels.jsonl.xz")
+    parts = of_profile(profile)
     recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
                for row in measured if "recipe" in row]
     layers, clipped, largest = recurrent(measured)
-    text = (HERE / "template.md").read_text()
-    for name, value in {
-            "OPERATORS": operators(measured, second), "SPEED": speed(second),
-            "FIRST_SPEED": speed(measured), "THIRD_SPEED": speed(third),
-            "PREDICTIONS": speed(third, "prediction"),
-            "KERNELS": kernels(rows("second/kernels.jsonl.xz"), BATCHES),
-            "FIRST_KERNELS": kernels(rows("first/kernels.jsonl.xz"), BATCHES),
-            "THIRD_KERNELS": kernels(profile, {"resnet50": 64}),
-            "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
-            "BUSY": f"{busy:.1f}", "CHECK": f"{parts['idle after the check']:.1f}",
-            "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
-            "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
-            "RNN16": f"{largest['float16']:.1g}"}.items():
-        text = text.replace(f"{{{name}}}", value.rstrip())
-    (HERE / "README.md").write_text(text)
-    if BENCHMARKS.exists():
-        before, begin, rest = BENCHMARKS.read_text().partition("<!-- h200 -->\n")
-        BENCHMARKS.write_text(before + begin + speed(second) + "\nLater, on another H200:\n\n"
-                              + speed(third) + rest[rest.index("<!-- end -->"):])
+    fill("h200", {
+        "OPERATORS": operators(measured, second), "SPEED": speed(second),
+        "FIRST_SPEED": speed(measured), "THIRD_SPEED": speed(third),
+        "PREDICTIONS": speed(third, "prediction"),
+        "KERNELS": kernels(rows("h200/second/kernels.jsonl.xz"), BATCHES),
+        "FIRST_KERNELS": kernels(rows("h200/first/kernels.jsonl.xz"), BATCHES),
+        "THIRD_KERNELS": kernels(profile, {"resnet50": 64}),
+        "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
+        "BUSY": f"{parts['busy']:.1f}", "CHECK": f"{parts['idle after the check']:.1f}",
+        "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
+        "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
+        "RNN16": f"{largest['float16']:.1g}"})
+    return speed(second) + "\nLater, on another H200:\n\n" + speed(third)
+
+
+def share(measured, network, other, key="blocks"):
+    """gluon_amp's time of a step over that of another way, or its memory ("mib")."""
+    def of(way):
+        found = [row for row in measured if row.get("network") == network and row["way"] == way
+                 and row["batch"] == BATCHES[network]]
+        return statistics.median(in_blocks(found) if key == "blocks" else
+                                 [row[key] for row in found])
+    return of("gluon_amp") / of(other)
+
+
+def h100():
+    """Writes the H100's page; returns its table of speed, and the rows."""
+    first, second = (rows(f"h100/{run}/rows.jsonl") for run in ("first", "second"))
+    profile = rows("h100/second/kernels.jsonl.xz")
+    parts = of_profile(profile)
+    torch, without = "PyTorch float16, channels-last", "float32 without TF32"
+    fill("h100", {
+        **{f"{network.upper()}_TORCH": f"{1 / share(second, network, torch):.2f}"
+           for network in BATCHES},
+        "TF32": f"{1 / share(second, 'resnet50', 'float32'):.2f}",
+        "PLAIN": f"{1 / share(second, 'resnet50', without):.2f}",
+        "MEMORY": f"{share(second, 'resnet50', 'float32', 'mib'):.3f}",
+        "SPEED": speed(second, before="ten plans"), "FIRST_SPEED": speed(first, before="ten plans"),
+        "KERNELS": kernels(profile, {"resnet50": 64}),
+        "FIRST_KERNELS": kernels(rows("h100/first/kernels.jsonl.xz"), {"mobilenet": 128}),
+        "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
+        "BUSY": f"{parts['busy']:.1f}", "CHECK": f"{parts['idle after the check']:.1f}"})
+    return speed(second, before="ten plans"), second
+
+
+def main():
+    of_h200 = h200()
+    of_h100, measured = h100()
+    path = ROOT / "benchmarks/README.md"
+    for name, text in (("h100", of_h100), ("h200", of_h200)):
+        before, begin, rest = path.read_text().partition(f"<!-- {name} -->\n")
+        path.write_text(before + begin + text + rest[rest.index("<!-- end -->"):])
+    path = ROOT / "README.md"
+    shares = ", ".join(f"{share(measured, network, 'float32'):.2f}" for network in BATCHES)
+    path.write_text(re.sub(r"(\| \[step on an H100\].*?\| )[^|]*", rf"\g<1>{shares} ",
+                           path.read_text()))
 
 
 if __name__ == "__main__":
