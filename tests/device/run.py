@@ -228,7 +228,7 @@ def main():
     parser.add_argument("--target", type=Path, default=Path.home() / "mxnet-cu112")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--part", type=int, choices=(1, 2, 3),
-                        help="only this part; 3, what no GPU has measured, runs only so")
+                        help="only this part; 3, the tables of benchmarks/README.md, runs only so")
     parser.add_argument("--only", default="", metavar="PATTERN",
                         help="steps of part 3 whose name has the regular expression")
     parser.add_argument("--before", type=Path, help="a folder with another gluon_amp, for part 3")
