@@ -256,6 +256,8 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
                      lambda: trainer.load_states(path), averaged.__enter__):
             with pytest.raises(RuntimeError, match="in the `with` block of AveragedWeights"):
                 call()
+    with autograd.record(), pytest.raises(RuntimeError, match=r"begins in autograd\.record"):
+        averaged.__enter__()
     assert all(np.array_equal(nd.load(path)[n].asnumpy(), v) for n, v in inside.items())
     after = weights(net), masters(net, trainer)
     for name in before[0]:

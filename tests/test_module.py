@@ -635,6 +635,14 @@ def test_clipping_without_scale_skips_nonfinite_step():
     assert np.array_equal(before, values(mod)["fc_weight"])
 
 
+@pytest.mark.parametrize(("sym_gen", "key", "said"), [
+    (3, 9, "sym_gen must be a function"), (lambda key: net(), 9, "for the bucket 9"),
+    (lambda key: net(), None, "key of the largest bucket")])
+def test_bad_generators_of_buckets_are_refused(sym_gen, key, said):
+    with pytest.raises(TypeError, match=said):
+        amp.BucketingModule(sym_gen, default_bucket_key=key).bind([("data", (2, 3))])
+
+
 @pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
 def test_bad_clip_norm_is_refused(clip_norm):
     with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):

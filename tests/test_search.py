@@ -130,6 +130,7 @@ def test_search_stopped_early_returns_best_so_far():
     ({"budget": True}, TypeError, "seconds as a float, or training runs as an int"),
     ({"budget": -1.0}, ValueError, "budget"),
     ({"budget": 2}, ValueError, "at least 3 training runs"),
+    ({"budget": 9.0, "optimizer_params": 0.1}, TypeError, "a dict of the optimizer's arguments"),
     ({"budget": 9.0, "batches": list}, ValueError, "at least one batch"),
     ({"budget": 9.0, "loss_fn": lambda out, label: LOSS(out, label) * np.inf}, ValueError,
      "not finite in float32 either"),

@@ -119,6 +119,9 @@ def search(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction]
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError("budget is seconds as a float, or training runs as an int. "
                         f"Received: {budget!r}")
+    if optimizer_params is not None and not isinstance(optimizer_params, dict):
+        raise TypeError("optimizer_params must be a dict of the optimizer's arguments. "
+                        f"Received: {optimizer_params!r}")
     positive_number(budget, "budget")
     positive_number(loss, "loss")
     positive_number(snr, "snr")

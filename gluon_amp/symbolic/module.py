@@ -582,10 +582,21 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
                  loss_scale: GivenLossScale = None,
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         """See the class for the arguments."""
+        if not callable(sym_gen):
+            raise TypeError("sym_gen must be a function that returns a symbol, the names of its "
+                            "data and those of its labels for a bucket's key. "
+                            f"Received: {sym_gen!r}")
+        if not args and kwargs.get("default_bucket_key") is None:
+            raise TypeError("default_bucket_key must be the key of the largest bucket. "
+                            "Received: None")
         self._init_step(loss_scale, clip_norm)
 
         def bindable(key: Hashable) -> Tuple[Symbol, Sequence[str], Sequence[str]]:
-            symbol, data_names, label_names = sym_gen(key)
+            found = sym_gen(key)
+            if not isinstance(found, (tuple, list)) or len(found) != 3:
+                raise TypeError("sym_gen must return a symbol, the names of its data and those of "
+                                f"its labels. Received for the bucket {key!r}: {found!r}")
+            symbol, data_names, label_names = found
             return self._bindable(symbol), data_names, label_names
 
         super().__init__(bindable, *args, **kwargs)

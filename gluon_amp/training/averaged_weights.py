@@ -4,6 +4,8 @@ from __future__ import annotations
 import numbers
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
+from mxnet import autograd
+
 from .._mxnet import mx
 from ..annotations import Array, Parameter
 from ..checks import same_objects, whole_number
@@ -100,6 +102,9 @@ class AveragedWeights:
 
     def __enter__(self) -> AveragedWeights:
         self.trainer._check_own_weights("a second `with` block")
+        if autograd.is_recording():
+            raise RuntimeError("The `with` block of AveragedWeights begins in autograd.record(), "
+                               "where weights cannot be written. Valid: the block around record()")
         parameters = [p for p in self.trainer._params if p._data is not None]
         arrays = {id(array): array for p in parameters
                   for array in [*p.list_data(), *masters.live(self.trainer, p)]}
