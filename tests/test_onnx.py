@@ -636,6 +636,10 @@ def test_wrong_calls_are_refused(tmp_path):
     for params in (3, [{}], ["x", {}]):
         with pytest.raises(TypeError, match=r"must be a dict of arrays, or \(arg_params, a"):
             amp.export_onnx(sym.FullyConnected(x, num_hidden=2), file, (1, 3), params=params)
+    converted = amp.convert_symbol(sym.FullyConnected(x, num_hidden=2, name="fc"))
+    params = {"fc_weight": nd.ones((2, 3)), "fc_bias": nd.zeros(2)}
+    with pytest.raises(ValueError, match=r"export the float32 symbol .*: fc_bias, fc_weight"):
+        amp.export_onnx(converted, file, (1, 3), "float32", params=params)
     with pytest.raises(TypeError, match=r"calibration is an iterable of arrays.*Received: int"):
         amp.export_onnx(net, file, (1, 3), calibration=3)
     amp.convert(net, "mixed_bfloat16")

@@ -211,9 +211,10 @@ def _symbol(symbol: Symbol, params: Any, dtype: str,
                                           like=False)
     graph = Graph.read(symbol)
     arrays = {**args, **aux}
-    types = {**dict.fromkeys(graph.variables(), "float32"), **declared_types(graph),
-             **{name: dtype_name(array.dtype) for name, array in arrays.items()}}
-    low = [name for name, t in types.items() if t in TYPES_16BIT]
+    declared = declared_types(graph)
+    given = {name: dtype_name(array.dtype) for name, array in arrays.items()}
+    types = {**dict.fromkeys(graph.variables(), "float32"), **declared, **given}
+    low = sorted({name for of in (declared, given) for name, t in of.items() if t in TYPES_16BIT})
     if dtype == "float32" and low:
         raise ValueError("this symbol has float16 variables: export the float32 symbol that was "
                          f"converted. Received float16: {listed(low)}")
