@@ -148,7 +148,6 @@ struct Plan {
 
   bool run(Handle handle, const Arrays& arrays) const {
     void* const work = workspace(handle, bytes);
-    if (bytes && !work) return false;
     const void* pointers[] = {arrays.x, arrays.w, arrays.y};
     const int64_t names[] = {'x', 'w', 'y'};
     Part pack(kPack);
@@ -158,7 +157,7 @@ struct Plan {
 };
 
 // Plans in the order of cuDNN's heuristic. MXNet's workspace is that of the algorithm that it found to be fastest, often
-// none, so plans have another.
+// none, so plans have another. Those for which there is no memory are left out.
 std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem) {
   constexpr size_t kMost = 4;
   constexpr int64_t kMostBytes = 128 << 20;  // of a workspace
@@ -199,7 +198,8 @@ std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem) {
     std::unique_ptr<Plan> one(new Plan);
     int64_t values;
     if (one->plan.set(400, kOfHandle, problem.handle).set(401, kDescriptor, pointers[i]).finalize() &&
-        !library().get(one->plan.get(), 402, kInt64, 1, &values, &one->bytes) && one->bytes <= kMostBytes)
+        !library().get(one->plan.get(), 402, kInt64, 1, &values, &one->bytes) && one->bytes <= kMostBytes &&
+        (!one->bytes || workspace(problem.handle, one->bytes)))
       made.push_back(std::move(one));
   }
   return made;
