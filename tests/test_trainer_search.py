@@ -307,14 +307,18 @@ def test_graph_is_freed_although_outputs_are_alive():
         assert trainer.step(2)
 
 
-def test_float32_moving_averages_are_updated_once():
-    """MXNet's batch norm updates them in its backward pass."""
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("pattern", [None, ".*(weight|bias)"])
+def test_float32_moving_averages_are_updated_once(pattern, hybrid):
+    """MXNet's batch norm updates them in its backward pass, also those of no Trainer."""
     def averages(**kwargs):
         mx.random.seed(3)
         net = nn.HybridSequential()
         net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
         net.initialize()
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-38}, **kwargs)
+        net.hybridize(hybrid)
+        trainer = amp.Trainer(net.collect_params(pattern), "sgd", {"learning_rate": 1e-38},
+                              **kwargs)
         with autograd.record():
             loss = nd.square(net(nd.arange(12).reshape((4, 3)))[:, :2]).sum() * 1e34
         trainer.backward(loss)

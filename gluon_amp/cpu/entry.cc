@@ -233,6 +233,28 @@ int64_t other_gradients(void** losses, int64_t count, void** own, int64_t owned,
   return found;
 }
 
+// Writes handles of the arrays that operators of these losses' graphs update, which are moving averages, to `into`;
+// Python frees them. Returns their number, also for a null `into`.
+int64_t updated_inputs(void** losses, int64_t count, void** into) {
+  std::set<mxnet::Engine::VarHandle> known;
+  int64_t found = 0;
+  for (const auto& node : recorded(losses, count)) {
+    const auto* updated = node->is_variable() ? nullptr : get<nnvm::FMutateInputs>(node->op(), "FMutateInputs");
+    if (!updated || !*updated) continue;
+    for (uint32_t which : (*updated)(node->attrs)) {
+      const nnvm::NodeEntry& entry = inputs_of(node.get()).at(which);
+      dmlc::any& info = info_of(entry.node.get());
+      if (info.empty()) continue;
+      const auto& arrays = dmlc::get<mxnet::Imperative::AGInfo>(info).outputs;
+      if (entry.index >= arrays.size() || arrays[entry.index].is_none()) continue;
+      if (!known.insert(arrays[entry.index].var()).second) continue;
+      if (into) into[found] = new NDArray(arrays[entry.index]);
+      ++found;
+    }
+  }
+  return found;
+}
+
 // Copies CPU arrays into others of the same type, or 16-bit numbers into floats, after all earlier operations. Returns
 // false, without copying, for other kinds of arrays.
 int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count) {
@@ -378,7 +400,8 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
       FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions),
-      FUNCTION(marks), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(copy_all), FUNCTION(watched),
+      FUNCTION(marks), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(updated_inputs),
+      FUNCTION(copy_all), FUNCTION(watched),
       FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
       FUNCTION(count_updates), FUNCTION(random_state), function("scales", scales_of), FUNCTION(set_scales),
       FUNCTION(forget_scales), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),

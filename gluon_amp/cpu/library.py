@@ -316,6 +316,17 @@ def other_gradients(losses: Sequence["mx.nd.NDArray"],
     return [_ndarray_cls(c_void_p(handle)) for handle in into]
 
 
+def updated_inputs(losses: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
+    """Returns the arrays that operators of these losses' graphs update, which are moving averages.
+    Without the engine there are none."""
+    if _table is None:
+        return []
+    given = _handles(losses), len(losses)
+    into = (c_void_p * _table.updated_inputs(*given, None))()
+    _table.updated_inputs(*given, into)
+    return [_ndarray_cls(c_void_p(handle)) for handle in into]
+
+
 def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:
     """Copies arrays into others of the same type, or float16 into float32, after all pending
     operations. Returns False, without copying, if it cannot."""

@@ -16,7 +16,7 @@ from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import TYPES_16BIT, dtype_name, squares
-from ..cpu.library import free_graphs, other_gradients
+from ..cpu.library import free_graphs, other_gradients, updated_inputs
 from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
 from .step import Gradient, Step
@@ -219,14 +219,14 @@ class AutogradPass(BackwardPass):
         self._after_pass(scale)
 
     def run_again(self, scale: float) -> None:
-        """Runs the pass again. Before the first time, it copies the moving averages, because
-        MXNet's batch norms update them in each backward pass. It waits, because MXNet's engine
-        does not track these writes."""
+        """Runs the pass again. Before the first time, it copies the moving averages of the graphs
+        and of the Trainers, because MXNet's batch norms update them in each backward pass. It
+        waits, because MXNet's engine does not track these writes."""
         if self._averages is None:
             mx.nd.waitall()
-            self._averages = [(a, a.copy()) for p in self._parameters
-                              if p.grad_req == "null" and p._data is not None
-                              for a in p.list_data()]
+            own = [array for p in self._parameters if p.grad_req == "null" and p._data is not None
+                   for array in p.list_data()]
+            self._averages = [(a, a.copy()) for a in [*own, *updated_inputs(self._losses)]]
         self.run_once(scale)
 
     def losses(self) -> List["mx.nd.NDArray"]:
