@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import Calling
-from trainers import One, clip, ones, recorded, settled, values
+from trainers import LOSS, One, clip, make, ones, recorded, settled, some_batches, values
 
 
 def test_gradients_overwritten_by_another_trainer_are_refused():
@@ -292,12 +292,42 @@ def test_bad_batch_size_is_refused():
     assert trainer.step(1)
 
 
+def test_16_bit_weights_of_several_trainers_are_refused_unless_one_follows_the_other(rng):
+    """Each Trainer has master weights, whose small updates the other one would undo."""
+    def trained(order, policy):
+        mx.random.seed(1)
+        net = amp.convert(make(), policy)
+        trainers = [amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+                    for _ in range(2)]
+        data, label = next(iter(some_batches(rng)))
+        for which in order:
+            with autograd.record():
+                loss = LOSS(net(data), label)
+            trainers[which].backward(loss)
+            trainers[which].step(6)
+
+    for order in ([0, 0, 1, 1], [1, 0, 0], [0, 0]):
+        trained(order, "float16")
+    trained([0, 1, 0, 1], "mixed_float16")
+    for order in ([0, 1, 0], [1, 0, 1]):
+        with pytest.raises(RuntimeError, match=r"step\(\): another Trainer has updated.*weight"):
+            trained(order, "float16")
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_gradient_compression_is_refused(policy):
+    """Its threshold is for gradients without a scale."""
+    given = {"type": "2bit", "threshold": 0.5}
+    with pytest.raises(ValueError, match="gradient compression compares scaled gradients"):
+        amp.Trainer(amp.convert(make(), policy).collect_params(), "sgd", compression_params=given)
+
+
 @pytest.mark.mx_nd("no sparse arrays")
 def test_row_sparse_weights_are_refused():
     net = One()
     net.params.get("c", shape=(4, 4), stype="row_sparse", grad_stype="row_sparse")
     net.initialize(force_reinit=True)
-    with pytest.raises(ValueError, match=r"row_sparse weights in .*c"):
+    with pytest.raises(ValueError, match=r"Valid: loss_scale=None.*row_sparse weights in .*c"):
         amp.Trainer(net.collect_params(), "sgd")
 
 

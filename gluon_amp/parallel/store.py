@@ -107,6 +107,10 @@ def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> An
     It refuses invalid settings before a store exists, whose servers and workers would wait.
     """
     name = kind_of(kvstore)
+    if compression:
+        raise ValueError("gradient compression compares scaled gradients with its threshold, and "
+                         "deadlocks several workers in MXNet 1.9.1: train in float16, which halves "
+                         f"the traffic. Received: compression_params={compression!r}")
     if "dist" not in name and "horovod" not in name:
         workers = os.environ.get("DMLC_NUM_WORKER", "1")
         if os.environ.get("DMLC_ROLE") == "worker" and workers != "1":
@@ -114,10 +118,6 @@ def make_store(kvstore: KVStore, compression: Optional[Mapping[str, Any]]) -> An
                         "only: each trains its own network. kvstore='dist_sync' trains one network",
                         workers, name)
         return kvstore
-    if compression:
-        raise ValueError(f"gradient compression deadlocks {name}'s workers in MXNet 1.9.1: train "
-                         "in float16, which halves the traffic. Received: "
-                         f"compression_params={compression!r}")
     if not isinstance(kvstore, str):
         return kvstore
     if name == "horovod":
@@ -158,7 +158,8 @@ def check_kvstore(kvstore: KVStore, update_on_kvstore: Optional[bool],
     sparse = [p.name for p in parameters if getattr(p, "_stype", "default") != "default"]
     if sparse:
         raise ValueError(f"{CHECKS_FIRST}, and row_sparse weights are updated on the kvstore. "
-                         f"Received: row_sparse weights{in_names(sparse)}")
+                         "Valid: loss_scale=None without clip_norm, or sparse_grad=True of an "
+                         f"Embedding. Received: row_sparse weights{in_names(sparse)}")
     sparse = [p.name for p in parameters if getattr(p, "_grad_stype", "default") != "default"]
     if sparse and "dist" in name:
         raise ValueError(f"{CHECKS_FIRST}, and {name} updates row_sparse weights on its servers. "

@@ -14,7 +14,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
-from ..checks import counted, positive_number, same_objects
+from ..checks import counted, listed, positive_number, same_objects
+from ..cpu.arrays import is_16bit
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
@@ -53,7 +54,7 @@ class Trainer(mx.gluon.Trainer):
         optimizer_params: the optimizer's arguments.
         kvstore: as for `gluon.Trainer`. With several workers "dist_sync", "dist_device_sync",
             "horovod" or `gluon_amp.Horovod()`.
-        compression_params: refused with several workers.
+        compression_params: refused.
         update_on_kvstore: True lets the store update; valid without a loss scale. By default the
             store updates row_sparse parameters only.
         loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
@@ -69,6 +70,7 @@ class Trainer(mx.gluon.Trainer):
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
+    _has_updated = False
 
     def __init__(self, params: Union[ParameterDict, Sequence[Parameter]],
                  optimizer: Union[str, Optimizer],
@@ -258,10 +260,27 @@ class Trainer(mx.gluon.Trainer):
     def _check_step(self, call: str, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
         self._check_own_weights(call)
+        self._take_parameters(call)
         self._step.check_new(call)
         if self._step.scaling:
             self._step.to_use(ignore_stale_grad)  # raises if some are stale
         self._step.count_writes()
+
+    def _take_parameters(self, call: str) -> None:
+        """Becomes the Trainer of its parameters. Refuses 16-bit weights that this Trainer and
+        another one update by turns."""
+        others = [p for p in self._params if p._trainer is not self and p._stype == "default"]
+        shared = [p.name for p in others if self._has_updated and p.grad_req != "null"
+                  and is_16bit(p.dtype) and isinstance(p._trainer, Trainer)
+                  and p._trainer._has_updated]
+        if shared:
+            raise RuntimeError(f"{call}: another Trainer has updated these 16-bit weights since. "
+                               "Each has master weights of its own, so updates that 16 bits round "
+                               "away would be lost. Valid: one Trainer for them, or float32 "
+                               "weights, as with the policy 'mixed_float16'. "
+                               f"Received: {listed(shared)}")
+        for parameter in others:
+            parameter._trainer = self
 
     def _allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, once."""
@@ -307,6 +326,7 @@ class Trainer(mx.gluon.Trainer):
             self._workers.compared = True
             self.check_ranks()
         if self._step.updated:
+            self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
         return self._step.updated
