@@ -608,6 +608,14 @@ def test_convert_before_first_step_of_trainer_is_allowed(devices, x):
     train_on(devices, net, trainer, x)
 
 
+def test_convert_is_allowed_after_a_trainer_that_failed(x):
+    net = make()
+    for kind in (gluon.Trainer, amp.Trainer):
+        with pytest.raises(TypeError, match="'lr'"):
+            kind(net.collect_params(), "sgd", {"lr": 0.1})
+        amp.restore(amp.convert(net))
+
+
 def test_restore_is_allowed_after_new_trainer(x):
     net = amp.convert(make())
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True})

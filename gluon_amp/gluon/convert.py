@@ -458,6 +458,8 @@ def _check_trainers(types: Dict[Parameter, str]) -> None:
 
 def _has_stepped(trainer: mx.gluon.Trainer) -> bool:
     """Whether the Trainer has optimizer states and does not check the types of weights."""
+    if not hasattr(trainer, "_update_on_kvstore"):
+        return False  # its construction failed
     if trainer._update_on_kvstore:
         return trainer._kv_initialized
     if hasattr(trainer._optimizer, "weight_types"):
