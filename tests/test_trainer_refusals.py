@@ -314,6 +314,51 @@ def test_16_bit_weights_of_several_trainers_are_refused_unless_one_follows_the_o
             trained(order, "float16")
 
 
+class Plain(mx.optimizer.Optimizer):
+    """Descends without states, and ignores rescale_grad."""
+
+    def create_state(self, index, weight):
+        return None
+
+    def update(self, index, weight, grad, state):
+        weight[:] = weight - self.lr * self.scaled(grad)
+
+    def scaled(self, grad):
+        return grad
+
+
+class Rescaled(Plain):
+    def scaled(self, grad):
+        return grad * self.rescale_grad
+
+
+class Sign(Plain):
+    def scaled(self, grad):
+        return grad / abs(grad)
+
+
+class Needs(Plain):
+    """Fails for weights that it has not been told of."""
+
+    def scaled(self, grad):
+        return self.matrices[grad.shape] * grad
+
+
+def test_optimizers_that_ignore_rescale_grad_are_refused():
+    net = make()
+    mod = amp.Module(mx.sym.LinearRegressionOutput(mx.sym.var("data"), name="out"),
+                     label_names=["out_label"], loss_scale=8)
+    mod.bind([("data", (2, 3))], [("out_label", (2, 3))])
+    mod.init_params()
+    with pytest.raises(ValueError, match=r"Plain ignores rescale_grad.*Valid: gradients times"):
+        amp.Trainer(net.collect_params(), Plain())
+    with pytest.raises(ValueError, match="Plain ignores rescale_grad"):
+        mod.init_optimizer(optimizer=Plain())
+    amp.Trainer(net.collect_params(), Plain(), loss_scale=None)
+    for other in (Rescaled(), Sign(), Needs()):
+        amp.Trainer(net.collect_params(), other)
+
+
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_gradient_compression_is_refused(policy):
     """Its threshold is for gradients without a scale."""

@@ -80,7 +80,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
         keep: what stays float32: blocks, classes of blocks, operators (`gluon_amp.ops`), and
             regular expressions for the whole name of a block or of a node (an operator of the
             graph). A network that has not run is traced for the names of its nodes. A kept block
-            that was never hybridized runs imperatively and may read shapes and values.
+            that was never hybridized may read shapes and values, and then runs imperatively.
         like: a file of parameters of a converted network, such as "net.params": converts with the
             policy and `keep` recorded in net.params.json. By default, parameters that the network
             has loaded must have the same policy, and what they keep must be kept. False does not

@@ -34,8 +34,10 @@ from ..training.backward import BackwardPass, Copies, restore
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
+    check_rescales,
     check_scalable,
     given_optimizer,
+    is_of_mxnet,
     optimizer_class,
     weights_unwritten,
     with_masters,
@@ -194,6 +196,10 @@ class _Module:
         chosen = optimizer_class(optimizer) if by_name else optimizer
         if self._step.scaling:
             check_scalable(chosen)
+            if not by_name:
+                check_rescales(chosen)
+            elif not is_of_mxnet(chosen):
+                check_rescales(chosen(**dict(optimizer_params)))
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # a checkpoint may have another type, which a kvstore would refuse

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, Mapping
 
 from .._mxnet import mx, np
 from ..annotations import Optimizer
-from .optimizer import check_scalable
+from .optimizer import check_scalable, is_of_mxnet
 
 _MOST = 2 ** 31 - 1  # updates
 _MOST_AT_ONCE = 10 ** 6  # steps of a FactorScheduler in one update
@@ -52,18 +52,14 @@ def check_settings(maker: Optimizer, mine: Optimizer) -> None:
     _check_trainer_state(getattr(maker, "trainer_state", {}))
 
 
-def _is_of_mxnet(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("mxnet", "gluon_amp")
-
-
 def _base_of_mxnet(made: Optimizer) -> Any:
     return next(cls for cls in type(made).__mro__
-                if _is_of_mxnet(cls) and issubclass(cls, mx.optimizer.Optimizer))
+                if is_of_mxnet(cls) and issubclass(cls, mx.optimizer.Optimizer))
 
 
 def _check_there(made: Any, mine: Any, names: Iterable[str]) -> None:
     missing = [name for name in sorted(names) if not hasattr(made, name)
-               and (_is_of_mxnet(type(made)) or hasattr(mine, name))]
+               and (is_of_mxnet(type(made)) or hasattr(mine, name))]
     if missing:
         raise ValueError(f"it holds a {type(made).__name__} without {', '.join(missing)}")
 
@@ -79,7 +75,7 @@ def _check_values(made: Any, mine: Any, usual: Mapping[str, Any]) -> None:
             fits = 0 <= value < 1
         if fits and name == "schedule_decay":  # Nadam computes 0.96 ** (t * schedule_decay)
             fits = value >= 0
-        if not fits and (_is_of_mxnet(type(made))
+        if not fits and (is_of_mxnet(type(made))
                          or _fits(getattr(mine, name, usual[name]), usual[name])):
             raise ValueError(f"it holds {name}={value!r:.200} of {type(made).__name__}")
 

@@ -12,6 +12,7 @@ is several times slower.
 """
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -209,6 +210,40 @@ def check_scalable(made: Optimizer) -> None:
         raise ValueError("Horovod's DistributedOptimizer sums gradients within the update, which "
                          "this Trainer may skip, so that other ranks would wait: give the plain "
                          "optimizer, and kvstore='horovod'")
+
+
+def check_rescales(made: Optimizer) -> None:
+    """Refuses an optimizer of a user's class that ignores `rescale_grad`, and so the loss scale. A
+    copy of it updates two numbers."""
+    cls = next(cls for cls in type(made).__mro__
+               if "update" in vars(cls) and cls.__module__.partition(".")[0] != "gluon_amp")
+    if is_of_mxnet(cls):
+        return
+
+    def updated(gradient: float, rescale_grad: float) -> Any:
+        probe = copy.copy(made)
+        vars(probe).update(copy.deepcopy({name: value for name, value in vars(made).items()
+                                          if name != "param_dict"}))
+        probe.param_dict, probe.rescale_grad = {}, rescale_grad
+        weight, gradients = mx.nd.array([1, -2]), mx.nd.array([gradient, gradient])
+        if mx.util.is_np_array():
+            weight, gradients = weight.as_np_ndarray(), gradients.as_np_ndarray()
+        probe.update(0, weight, gradients, probe.create_state(0, weight))
+        return weight.asnumpy()
+
+    try:
+        given, rescaled, smaller = updated(4, 1), updated(4, 0.5), updated(2, 1)
+    except Exception:  # of the user's code, which may need weights of other shapes
+        return
+    if np.array_equal(given, rescaled) and not np.array_equal(given, smaller):
+        raise ValueError(f"the optimizer {cls.__name__} ignores rescale_grad, so its updates would "
+                         "be multiplied by the loss scale. Valid: gradients times "
+                         "self.rescale_grad in its update(), or loss_scale=None")
+
+
+def is_of_mxnet(cls: type) -> bool:
+    """Whether a class is one of MXNet or of this package."""
+    return cls.__module__.partition(".")[0] in ("mxnet", "gluon_amp")
 
 
 def _has_own_masters(cls: type) -> bool:

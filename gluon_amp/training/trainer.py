@@ -24,6 +24,7 @@ from .backward import AutogradPass, check_losses, run_backward
 from .loss_scale import DynamicLossScale, GivenLossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
+    check_rescales,
     check_scalable,
     given_optimizer,
     prepared,
@@ -119,6 +120,7 @@ class Trainer(mx.gluon.Trainer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._step.scaling:
             check_scalable(optimizer)
+            check_rescales(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
     @property
