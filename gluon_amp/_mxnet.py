@@ -13,8 +13,9 @@ import os
 import re
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, List
+from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional
 
 import numpy as np
 
@@ -100,6 +101,21 @@ def replace(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..
         setattr(owner, name, function)
         return function
     return decorate
+
+
+@contextmanager
+def environment(name: str, value: Optional[str]) -> Iterator[None]:
+    """Sets an environment variable for MXNet; None leaves it unchanged."""
+    before = os.environ.get(name)
+    if value is not None:
+        os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[name] = before
+        elif value is not None:
+            del os.environ[name]
 
 
 def _refuse_symbols(function: Any, symbol: Any) -> None:

@@ -58,6 +58,7 @@ def train(net, data, dtype, scale=1.0, rate=0.02):
 # ---- the tutorial, as published --------------------------------------------------------
 
 NETWORKS = {"resnet18_v1": 0.01, "resnet18_v2": 0.01, "mobilenet0_25": 0.03}  # learning rates
+EPOCHS = {"mobilenet0_25": 4}  # in one, its loss varies with the processor and the threads
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -98,14 +99,14 @@ def test_published_symbolic_tutorial_trains_as_in_float32(name, rng):
         data = mx.io.NDArrayIter(images, labels.astype("float32"), 16)
         metric = mx.metric.CrossEntropy()
         mx.random.seed(2)
-        means = []  # over all batches so far
-        module.fit(data, num_epoch=1, optimizer="sgd", eval_metric=metric,
+        means = []  # over the batches of an epoch so far
+        module.fit(data, num_epoch=EPOCHS.get(name, 1), optimizer="sgd", eval_metric=metric,
                    initializer=mx.init.Xavier(), optimizer_params={
                        "learning_rate": NETWORKS[name], "momentum": 0.5, "multi_precision": True,
                        "rescale_grad": 1 / scale / 16},
                    batch_end_callback=lambda batch, means=means: means.append(
                        batch.eval_metric.get()[1]))
-        ends[dtype] = (means[-1] * 24 - means[15] * 16) / 8
+        ends[dtype] = (means[-1] * 24 - means[-9] * 16) / 8
         assert means[0] > 2 * ends[dtype], means
     assert abs(ends["float16"] - ends["float32"]) < 0.2
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any, Callable, Iterator, Sequence
 
 from .. import _numpy
-from .._mxnet import mx, np, replace
+from .._mxnet import environment, mx, np, replace
 
 
 class bfloat(np.void):
@@ -96,6 +96,19 @@ def _draw_into_bfloat16(name: str) -> None:
         return original(*args, **kwargs).as_in_ctx(out.ctx).copyto(out)
 
 
+def _bind_without_subgraphs(name: str) -> None:
+    """Binds bfloat16 symbols without MXNet's oneDNN subgraphs, whose products fail on a CPU without
+    AVX-512. The backend `default` creates none."""
+    @replace(mx.sym.Symbol, name)
+    def bind(self: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
+        given = [value for arg in (*args, *kwargs.values()) for value in (
+            arg.values() if isinstance(arg, dict) else arg if isinstance(arg, list) else [])]
+        low = "bfloat16" in self.tojson(remove_amp_cast=False) or any(
+            getattr(value, "dtype", value) is BFLOAT16 for value in given)
+        with environment("MXNET_SUBGRAPH_BACKEND", "default" if low else None):
+            return original(self, *args, **kwargs)
+
+
 def install() -> None:
     """Patches MXNet's Python after the engine has started."""
     _register_type()
@@ -104,6 +117,8 @@ def install() -> None:
     _patch_copies_to_and_from_numpy()
     for name in ("uniform", "normal"):  # of initializers, which pass `out`
         _draw_into_bfloat16(name)
+    for name in ("simple_bind", "bind"):
+        _bind_without_subgraphs(name)
     _patch_gluon()
     _patch_files()
 

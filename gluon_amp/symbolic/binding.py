@@ -10,7 +10,6 @@ engine does not load, s multiplies a zero that has the gradient of x:
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
 """
 import ctypes
-import os
 from contextlib import contextmanager
 from typing import (
     Any,
@@ -25,7 +24,7 @@ from typing import (
     Union,
 )
 
-from .._mxnet import mx
+from .._mxnet import environment, mx
 from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import TYPES_16BIT, array_type, dtype_name
@@ -67,21 +66,6 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
                 x = made("Cast", x, dtype="float16", name=f"{node.name}_low")
             node.inputs[0] = x
     return graph
-
-
-@contextmanager
-def environment(name: str, value: Optional[str]) -> Iterator[None]:
-    """Sets an environment variable for MXNet; None leaves it unchanged."""
-    before = os.environ.get(name)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[name] = before
-        elif value is not None:
-            del os.environ[name]
 
 
 @contextmanager

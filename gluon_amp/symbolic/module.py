@@ -21,7 +21,7 @@ from typing import (
 
 from mxnet.model import _update_params
 
-from .._mxnet import mx
+from .._mxnet import environment, mx
 from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
 from ..checks import counted, in_names
 from ..cpu.arrays import dtype_name, is_16bit, to_float32
@@ -43,7 +43,7 @@ from ..training.optimizer import (
     with_masters,
 )
 from ..training.step import Gradient, Step, gradients_of, in_one_thread
-from .binding import Bindable, environment
+from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
 
 
@@ -193,7 +193,7 @@ class _Module:
             store.check_not_async(kvstore)
         kvstore = store.make_store(kvstore, module._compression_params)
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
-        chosen = optimizer_class(optimizer) if by_name else optimizer
+        chosen: Any = optimizer_class(optimizer) if by_name else optimizer
         if self._step.scaling:
             check_scalable(chosen)
             if not by_name:
