@@ -174,6 +174,32 @@ def test_writes_into_scaled_gradients_are_refused(write, ends):
     assert trainer.step(1)
 
 
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("summed", [False, True])
+def test_zero_grad_discards_gradients(summed, devices, grad_req):
+    """Of passes before which no step was taken, with a scale and without."""
+    devices = [mx.cpu(i) for i in range(devices)]
+
+    def trained(**kwargs):
+        net = One(grad_req, devices=devices)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
+        for number in range(1, 5):
+            trainer.backward([recorded(net, number * ones(device=d), ones(device=d))
+                              for d in devices])
+            if number % 2:
+                if summed:
+                    trainer.allreduce_grads()
+            else:
+                assert trainer.step(1)
+            net.collect_params().zero_grad()
+        return values(net)
+
+    for one, other in zip(trained(loss_scale=64), trained(loss_scale=None)):
+        assert (one == other).all()
+    assert (one < 1).all()
+
+
 def test_writes_after_allreduce_are_refused_and_reads_are_not():
     devices = [mx.cpu(0), mx.cpu(1)]
     net = One(devices=devices)

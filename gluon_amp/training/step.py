@@ -307,6 +307,9 @@ class Step:
         """Prepares a backward pass. The first of a step overwrites gradients of other passes,
         unless it adds to them. It rescales accumulated gradients at another scale."""
         self._find()
+        self.count_writes()
+        if self._are_discarded():
+            self.reset()
         adding, is_first = self._adding(), not self.begun
         if self._marked:
             marked = [g for g, is_marked in zip(self._gradients, self._is_marked(is_first))
@@ -319,11 +322,16 @@ class Step:
         if is_first or summed:  # after a pass that failed; or they would be summed again
             for gradient in self._gradients:
                 gradient.is_new = False
-        self.count_writes()
         self._checked = [], None
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding, scale / self._adding_at)
         self._adding_at = scale
+
+    def _are_discarded(self) -> bool:
+        """Whether others have written zeros into all gradients of earlier passes, as zero_grad()
+        does."""
+        return any(any(read(vector)) for _, vector in self._writes) \
+            and not squares([g.own for g in self._gradients if g.is_new]).any()
 
     def end(self, scale: float, losses: Sequence["mx.nd.NDArray"]) -> None:
         """Records a backward pass from these losses, with this scale."""
