@@ -83,7 +83,7 @@ assert {n: c for n, c in registry_after.items() if n != "adamw"} == registry  # 
 changed = {name for old, new in zip(before, after) for name in old
            if new.get(name) is not old[name]} - {"__doc__", "__all__"}
 assert changed == {"asnumpy", "astype", "copyto", "_sync_copyfrom", "_load_init", "cast",
-                   "save",  # cpu/bfloat16.py
+                   "bind", "simple_bind", "save",  # cpu/bfloat16.py
                    "step", "update",  # gluon/parameter.py: a warning
                    "save_parameters", "load_parameters", "export"}, changed  # gluon/records.py
 assert type(stock) is nn.Dense and np.dtype(stock.weight.dtype) == np.float32
