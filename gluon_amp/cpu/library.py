@@ -310,10 +310,7 @@ def other_gradients(losses: Sequence["mx.nd.NDArray"],
     the engine there are none."""
     if _table is None:
         return []
-    given = _handles(losses), len(losses), _handles(own), len(own)
-    into = (c_void_p * _table.other_gradients(*given, None))()
-    _table.other_gradients(*given, into)
-    return [_ndarray_cls(c_void_p(handle)) for handle in into]
+    return _listed(_table.other_gradients, _handles(losses), len(losses), _handles(own), len(own))
 
 
 def updated_inputs(losses: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
@@ -321,9 +318,13 @@ def updated_inputs(losses: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
     Without the engine there are none."""
     if _table is None:
         return []
-    given = _handles(losses), len(losses)
-    into = (c_void_p * _table.updated_inputs(*given, None))()
-    _table.updated_inputs(*given, into)
+    return _listed(_table.updated_inputs, _handles(losses), len(losses))
+
+
+def _listed(function: Any, *given: Any) -> List["mx.nd.NDArray"]:
+    """Returns the arrays of an engine's function that returns their number for a null array."""
+    into = (c_void_p * function(*given, None))()
+    function(*given, into)
     return [_ndarray_cls(c_void_p(handle)) for handle in into]
 
 

@@ -215,8 +215,7 @@ def check_scalable(made: Optimizer) -> None:
 def check_rescales(made: Optimizer) -> None:
     """Refuses an optimizer of a user's class that ignores `rescale_grad`, and so the loss scale. A
     copy of it updates two numbers."""
-    cls = next(cls for cls in type(made).__mro__
-               if "update" in vars(cls) and cls.__module__.partition(".")[0] != "gluon_amp")
+    cls = next(cls for cls in type(made).__mro__ if "update" in vars(cls))
     if is_of_mxnet(cls):
         return
 
@@ -248,8 +247,7 @@ def is_of_mxnet(cls: type) -> bool:
 
 def _has_own_masters(cls: type) -> bool:
     ours = {"create_state_multi_precision", "update_multi_precision"}
-    return any(ours & set(vars(c)) and not c.__module__.startswith(("mxnet.", "gluon_amp."))
-               for c in cls.__mro__)
+    return any(ours & set(vars(c)) and not is_of_mxnet(c) for c in cls.__mro__)
 
 
 class _Decimal(float):
