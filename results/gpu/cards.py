@@ -131,9 +131,12 @@ def fill(card, values):
 
 
 def of_profile(profile):
-    """The milliseconds of the parts of a profile, and those in which kernels run in a step."""
-    return {**{row["part"]: row["ms"] for row in profile if "part" in row},
-            "busy": sum(row.get("us", 0) for row in profile) / 3000}
+    """The milliseconds of a step, of its kernels and other parts, for a page."""
+    parts = {row["part"]: row["ms"] for row in profile if "part" in row}
+    return {name: f"{ms:.1f}" for name, ms in (
+        ("STEP", parts["step"]), ("PASSES", parts["passes"]),
+        ("BUSY", sum(row.get("us", 0) for row in profile) / 3000),
+        ("CHECK", parts["idle after the check"]))}
 
 
 def h200():
@@ -141,7 +144,6 @@ def h200():
     measured, second, third = (rows(f"h200/{run}/rows.jsonl")
                                for run in ("first", "second", "third"))
     profile = rows("h200/third/kernels.jsonl.xz")
-    parts = of_profile(profile)
     recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
                for row in measured if "recipe" in row]
     layers, clipped, largest = recurrent(measured)
@@ -151,42 +153,40 @@ def h200():
         "PREDICTIONS": speed(third, "prediction"),
         "KERNELS": kernels(rows("h200/second/kernels.jsonl.xz"), BATCHES),
         "FIRST_KERNELS": kernels(rows("h200/first/kernels.jsonl.xz"), BATCHES),
-        "THIRD_KERNELS": kernels(profile, {"resnet50": 64}),
-        "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
-        "BUSY": f"{parts['busy']:.1f}", "CHECK": f"{parts['idle after the check']:.1f}",
+        "THIRD_KERNELS": kernels(profile, {"resnet50": 64}), **of_profile(profile),
         "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
         "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
         "RNN16": f"{largest['float16']:.1g}"})
     return speed(second) + "\nLater, on another H200:\n\n" + speed(third)
 
 
-def share(measured, network, other, key="blocks"):
-    """gluon_amp's time of a step over that of another way, or its memory ("mib")."""
-    def of(way):
-        found = [row for row in measured if row.get("network") == network and row["way"] == way
-                 and row["batch"] == BATCHES[network]]
-        return statistics.median(in_blocks(found) if key == "blocks" else
-                                 [row[key] for row in found])
-    return of("gluon_amp") / of(other)
+def memory(rows):
+    return [row["mib"] for row in rows]
+
+
+def share(measured, network, other, figures=in_blocks):
+    """gluon_amp's time of a step, or its memory, over that of another way."""
+    ours, theirs = (statistics.median(figures(
+        [row for row in measured if row.get("network") == network and row["way"] == way
+         and row["batch"] == BATCHES[network]])) for way in ("gluon_amp", other))
+    return ours / theirs
 
 
 def h100():
     """Writes the H100's page; returns its table of speed, and the rows."""
     first, second = (rows(f"h100/{run}/rows.jsonl") for run in ("first", "second"))
     profile = rows("h100/second/kernels.jsonl.xz")
-    parts = of_profile(profile)
     torch, without = "PyTorch float16, channels-last", "float32 without TF32"
     fill("h100", {
         **{f"{network.upper()}_TORCH": f"{1 / share(second, network, torch):.2f}"
            for network in BATCHES},
         "TF32": f"{1 / share(second, 'resnet50', 'float32'):.2f}",
         "PLAIN": f"{1 / share(second, 'resnet50', without):.2f}",
-        "MEMORY": f"{share(second, 'resnet50', 'float32', 'mib'):.3f}",
+        "MEMORY": f"{share(second, 'resnet50', 'float32', memory):.3f}",
         "SPEED": speed(second, before="ten plans"), "FIRST_SPEED": speed(first, before="ten plans"),
         "KERNELS": kernels(profile, {"resnet50": 64}),
         "FIRST_KERNELS": kernels(rows("h100/first/kernels.jsonl.xz"), {"mobilenet": 128}),
-        "STEP": f"{parts['step']:.1f}", "PASSES": f"{parts['passes']:.1f}",
-        "BUSY": f"{parts['busy']:.1f}", "CHECK": f"{parts['idle after the check']:.1f}"})
+        **of_profile(profile)})
     return speed(second, before="ten plans"), second
 
 

@@ -16,14 +16,14 @@ import time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Mapping, NamedTuple, Sequence
+from typing import NamedTuple, Sequence
 
 AT_ONCE = 20  # processes
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 import unpack  # noqa: E402
-from ways import BEFORE, ENVIRONMENT, WAYS  # noqa: E402
+from ways import BEFORE, WAYS, environment  # noqa: E402
 
 PYTHON = (sys.executable, "-W", "ignore")
 IMPORT = "import gluon_amp, mxnet as mx; from gluon_amp.cuda import load; print(load.prepared); "
@@ -35,7 +35,7 @@ class Step(NamedTuple):
     seconds: int
     command: Sequence[str]
     unless: str = ""
-    variables: Mapping[str, str] = {}
+    way: str = ""  # of ways.py
 
 
 def script(name, *arguments):
@@ -107,26 +107,26 @@ def third_part(args):
     rows, torch = args.out / "rows.jsonl", "" if find_spec("torch") else "no PyTorch"
     plain = ("float32", "gluon_amp")
 
+    def named(what, *words):
+        return f"{what}: {' '.join(str(word) for word in words if word)}"
+
     def batch_of(batch):
         return ("--batch", batch) if batch and not args.small else ()
 
     def speed(network, way, batch=None):
-        variables = dict(ENVIRONMENT.get(way, {}))
-        if way == BEFORE:
-            variables["PYTHONPATH"] = os.pathsep.join([str(args.before), args.path])
         lacks = "no folder before" if way == BEFORE and not args.before else ""
-        return Step(f"{way}: {network} {batch or ''}".strip(), 90, turn(
+        return Step(named(way, network, batch), 90, turn(
             "gluon_amp", "speed.py", network, rows, "--way", way, *batch_of(batch),
-            *args.small_flag), lacks, variables)
+            *args.small_flag), lacks, way)
 
     def in_torch(network, batch=None, *more):
-        return Step(f"PyTorch: {network} {batch or ''} {' '.join(more)}".strip(), 90, turn(
+        return Step(named("PyTorch", network, batch, *more), 90, turn(
             "torch", "torch_speed.py", network, rows, "--rounds", 1, *batch_of(batch), *more),
             torch)
 
     def kernels(network, batch=None):
-        return Step(f"kernels: {network} {batch or ''}".strip(), 60, turn(
-            "gluon_amp", "kernels.py", network, rows, *(map(str, [batch] if batch else []))), torch)
+        return Step(named("kernels", network, batch), 60, turn(
+            "gluon_amp", "kernels.py", network, rows, *filter(None, [batch])), torch)
 
     half = ("--types", "float16")
     steps = [*first_part(args)[:1], Step("verify", 60, turn(
@@ -152,11 +152,11 @@ def third_part(args):
             *(in_torch(network, None, "--compile") for network in ("resnet50", "bert"))]
 
 
-def start(step, args, environment):
+def start(step, args, variables):
     with open(args.out / "output.txt", "a") as file:
         return subprocess.Popen(list(map(str, step.command)), stdin=subprocess.PIPE, stdout=file,
                                 stderr=subprocess.STDOUT, start_new_session=True,
-                                env={**environment, **step.variables})
+                                env=environment(step.way, args.before, variables))
 
 
 def end(process):
@@ -177,7 +177,7 @@ def finish(process, seconds):
         end(process)
 
 
-def run(step, args, environment, process=None):
+def run(step, args, variables, process=None):
     """Runs a step, whose process may have been started, and returns whether it succeeds; a step
     that is left out does."""
     begin = time.monotonic()
@@ -191,7 +191,7 @@ def run(step, args, environment, process=None):
         result = f"left out: {step.unless}"
     else:
         try:
-            process = process or start(step, args, environment)
+            process = process or start(step, args, variables)
             result = finish(process, round(min(step.seconds, args.end + 20 - begin)))
         except OSError as error:
             result = str(error)
@@ -202,16 +202,16 @@ def run(step, args, environment, process=None):
     return result == 0 or bool(step.unless)
 
 
-def run_by_turns(steps, args, environment):
+def run_by_turns(steps, args, variables):
     """Runs steps, and returns those that fail. The first AT_ONCE import at the same time and wait
     for their turns. After a failed "verify", none runs."""
     turns = [i for i, step in enumerate(steps)
              if not step.unless and str(HERE / "turn.py") in step.command]
-    processes = {i: start(steps[i], args, environment) for i in turns[:AT_ONCE]}
+    processes = {i: start(steps[i], args, variables) for i in turns[:AT_ONCE]}
     failed = []
     try:
         for i, step in enumerate(steps):
-            if not run(step, args, environment, processes.get(i)):
+            if not run(step, args, variables, processes.get(i)):
                 failed.append(step.name)
                 if step.name == "verify":
                     break
@@ -237,30 +237,29 @@ def main():
     args.end = time.monotonic() + args.seconds
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "rows.jsonl").touch()
-    environment = dict(os.environ)
+    variables = dict(os.environ)
     if args.pieces:
         begin = time.monotonic()
         unpack.unpack(args.pieces, args.target)
-        environment.update(unpack.environment(args.target))
+        variables.update(unpack.environment(args.target))
         print(f"unpacked in {time.monotonic() - begin:.1f} s", flush=True)
-    args.path = environment.get("PYTHONPATH", "")
-    args.packs = Path(environment["GLUON_AMP_CACHE"], "kernels")
+    args.packs = Path(variables["GLUON_AMP_CACHE"], "kernels")
     args.small_flag = ("--small",) if args.small else ()
-    args.software = "a software GPU" if "RECORDING_GPU_COUNT" in environment else ""
+    args.software = "a software GPU" if "RECORDING_GPU_COUNT" in variables else ""
     failed = []
     if args.part in (None, 1):
         for step in first_part(args):
-            if not run(step, args, environment):
+            if not run(step, args, variables):
                 failed = [step.name]
                 for each in narrowing(args):
-                    run(each, args, environment)
+                    run(each, args, variables)
                 break
     if args.part != 1 and not failed:
         if args.part == 3:
             failed = run_by_turns([step for step in third_part(args)
-                                   if re.search(args.only, step.name)], args, environment)
+                                   if re.search(args.only, step.name)], args, variables)
         else:
-            failed = [step.name for step in second_part(args) if not run(step, args, environment)]
+            failed = [step.name for step in second_part(args) if not run(step, args, variables)]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -24,7 +24,7 @@ from gluon_amp.cuda.steps import mean_square  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn, rnn  # noqa: E402
 from rows import add  # noqa: E402
-from ways import BEFORE, ENVIRONMENT, GRAPHS, OTHERS, WAYS  # noqa: E402
+from ways import BEFORE, GRAPHS, OTHERS, WAYS, environment  # noqa: E402
 
 
 class Bottleneck(gluon.HybridBlock):
@@ -162,11 +162,8 @@ def measure(name, way, args):
 
 def finished(way, before):
     """Whether a process that measures a way succeeds."""
-    environment = {**os.environ, **ENVIRONMENT.get(way, {})}
-    if way == BEFORE:
-        environment["PYTHONPATH"] = os.pathsep.join([before, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-W", "ignore", *sys.argv, "--way", way],
-                          env=environment, check=False)
+                          env=environment(way, before, os.environ), check=False)
     return done.returncode == 0
 
 
