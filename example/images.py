@@ -220,8 +220,9 @@ def image_transforms(args, size, train):
         raise ValueError("--random-crop needs a --crop-ratio below 1, such as 0.875")
     fixed, drawn = [], [RandomMirror()] if train else []
     if train and size > 32 and not args.random_crop:
-        drawn.insert(0, transforms.RandomResizedCrop(size, (0.4, 1.0)))
-    elif args.crop_ratio == 1 or (train and not args.random_crop):
+        drawn[:0] = transforms.RandomResizedCrop(size, (0.4, 1.0)), ToNumpy()
+        return transforms.Compose(fixed), transforms.Compose(drawn)
+    if args.crop_ratio == 1 or (train and not args.random_crop):
         fixed.append(transforms.Resize(size))
     else:
         fixed.append(transforms.Resize(math.ceil(size / args.crop_ratio), keep_ratio=True))
@@ -229,7 +230,7 @@ def image_transforms(args, size, train):
             drawn.insert(0, RandomCrop(size))
         else:
             fixed.append(transforms.CenterCrop(size))
-    return transforms.Compose(fixed), transforms.Compose(drawn)
+    return transforms.Compose([*fixed, ToNumpy()]), transforms.Compose(drawn)
 
 
 class Kept(gluon.data.Dataset):
@@ -247,22 +248,30 @@ class Kept(gluon.data.Dataset):
         return self.samples[i]
 
 
+class ToNumpy(gluon.Block):
+    """Converts an image to numpy, whose slices take a hundredth of the time of MXNet's."""
+
+    def forward(self, image):
+        return image.asnumpy()
+
+
 class RandomCrop(gluon.Block):
     """Crops a random square."""
 
     def __init__(self, size):
         super().__init__()
-        self.size = size, size
+        self.size = size
 
     def forward(self, image):
-        return mx.image.random_crop(image, self.size)[0]
+        x, y = (random.randint(0, image.shape[axis] - self.size) for axis in (1, 0))
+        return image[y:y + self.size, x:x + self.size]
 
 
 class RandomMirror(gluon.Block):
     """Mirrors half of the images; MXNet's transform drops the middle column of odd widths."""
 
     def forward(self, image):
-        return image.flip(axis=1) if random.random() < 0.5 else image
+        return image[:, ::-1] if random.random() < 0.5 else image
 
 
 _SMALL = 2**25  # bytes of a RecordIO file
