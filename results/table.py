@@ -23,8 +23,9 @@ from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
-# of runs that have no `machine` in their first line
-FIRST_MACHINE = "AMD EPYC, Zen 5"
+# the tables' names of machines by `machine` in the first line of a run, which the first runs lack
+MACHINES = {None: "AMD EPYC, Zen 5", "AMD EPYC": "AMD EPYC, Zen 3",
+            "Intel(R) Xeon(R) Processor": "Intel Xeon"}
 # each study's network and task
 SUBJECTS = {
     "digits": "three convolutions: digits of 8 by 8 pixels",
@@ -102,12 +103,18 @@ class Comparison(NamedTuple):
     like_chance: Optional[float]  # p of Mann and Whitney's test; None for the control
 
 
+def machine_of(line):
+    """Returns the tables' name of the machine of a run's first line, or of a line of cost.py."""
+    machine = line.get("machine")
+    return MACHINES.get(machine, machine)
+
+
 def results(name):
     """Yields the completed runs of a study, those of each machine apart."""
     of_machine = {}
     for file in (file_of(name), *compressed(name)):
         for run, lines in study.runs(file).items():
-            of_machine.setdefault(lines[0].get("machine", FIRST_MACHINE), {})[run] = lines
+            of_machine.setdefault(machine_of(lines[0]), {})[run] = lines
     for machine, runs in of_machine.items():
         pairs = {run: lines for run, lines in runs.items()
                  if f"float32-seed{run.rpartition('seed')[2]}" in runs}
@@ -276,7 +283,7 @@ def cost(of, costs, quantity):
     the rounds among these lines of cost.py."""
     rounds = {}
     for one in costs:
-        if (one["study"], one["machine"]) == (of.name, of.machine):
+        if (one["study"], machine_of(one)) == (of.name, of.machine):
             rounds.setdefault(one["round"], {})[one["arm"]] = one[quantity]
     ratios = {arm: [its[arm] / its["float32"] for its in rounds.values()
                     if {arm, "float32"} <= its.keys()] for arm in READERS_ARMS}
@@ -295,7 +302,7 @@ def summary(found):
         if answers:
             machines = {one.study.machine for one in found if one.arm == arm}
             counts = ", ".join(f"{count} {word}" for word, count in sorted(answers.items()))
-            yield (f"- **{arm}** ({', '.join(sorted(machines))}), compared "
+            yield (f"- **{arm}** ({'; '.join(sorted(machines))}), compared "
                    f"{sum(answers.values())} times: {counts}.")
     for title, number in (("A different mean", 0), ("Single differences unlike the control's", 1)):
         against = {}
