@@ -18,8 +18,11 @@ NAMES = {("resnet50", 128): "ResNet-50, 224 px, batch 128",
          ("resnet50", 64): "ResNet-50, 224 px, batch 64",
          ("mobilenet", 128): "MobileNetV2, 224 px, batch 128",
          ("bert", 32): "BERT-base, 128 tokens, batch 32",
-         ("lstm", 64): "LSTM 2 x 1024, 64 steps, batch 64"}
+         ("lstm", 64): "LSTM 2 x 1024, 64 steps, batch 64",
+         ("unet", 16): "U-Net, 224 px, batch 16", ("ssd", 32): "SSD, MobileNet, 256 px, batch 32",
+         ("transformer", 32): "a transformer's layer of 256, 64 tokens, batch 32"}
 BATCHES = {"resnet50": 128, "bert": 32, "lstm": 64}  # where a row has none
+SHOWN = {"resnet50": 128, "mobilenet": 128, "bert": 32, "lstm": 64}  # in README.md
 # "before" is another version: see the page.
 WAYS = {"float32 without TF32": "MXNet float32, without TF32", "float32": "MXNet float32",
         "mx.contrib.amp": "mx.contrib.amp", "before": "gluon_amp, {before}",
@@ -140,24 +143,31 @@ def of_profile(profile):
 
 
 def h200():
-    """Writes the H200's page; returns its tables of speed."""
-    measured, second, third = (rows(f"h200/{run}/rows.jsonl")
-                               for run in ("first", "second", "third"))
-    profile = rows("h200/third/kernels.jsonl.xz")
+    """Writes the H200's page; returns its last table of speed, and the rows."""
+    first, second, third, fourth = (rows(f"h200/{run}/rows.jsonl")
+                                    for run in ("first", "second", "third", "fourth"))
+    profile = rows("h200/fourth/kernels.jsonl.xz")
     recipes = [[f"`{row['recipe']}.py`", f"{row['float32']:.4f}", f"{row['float16']:.4f}"]
-               for row in measured if "recipe" in row]
-    layers, clipped, largest = recurrent(measured)
+               for row in first if "recipe" in row]
+    layers, clipped, largest = recurrent(first)
+    torch, without = "PyTorch float16, channels-last", "float32 without TF32"
     fill("h200", {
-        "OPERATORS": operators(measured, second), "SPEED": speed(second),
-        "FIRST_SPEED": speed(measured), "THIRD_SPEED": speed(third),
-        "PREDICTIONS": speed(third, "prediction"),
-        "KERNELS": kernels(rows("h200/second/kernels.jsonl.xz"), BATCHES),
+        **{f"{network.upper()}_TORCH": f"{share(fourth, network, torch):.2f}" for network in SHOWN},
+        "TF32": f"{1 / share(fourth, 'resnet50', 'float32'):.2f}",
+        "PLAIN": f"{1 / share(fourth, 'resnet50', without):.2f}",
+        "MEMORY": f"{share(fourth, 'resnet50', 'float32', memory):.3f}",
+        "OPERATORS": operators(first, second), "SPEED": speed(fourth),
+        "PREDICTIONS": speed(fourth, "prediction", "channels-last"),
+        "KERNELS": kernels(profile, {"resnet50": 64, "mobilenet": 128}),
+        **of_profile([row for row in profile if row["network"] == "resnet50"]),
+        "FIRST_SPEED": speed(first), "SECOND_SPEED": speed(second), "THIRD_SPEED": speed(third),
         "FIRST_KERNELS": kernels(rows("h200/first/kernels.jsonl.xz"), BATCHES),
-        "THIRD_KERNELS": kernels(profile, {"resnet50": 64}), **of_profile(profile),
+        "SECOND_KERNELS": kernels(rows("h200/second/kernels.jsonl.xz"), BATCHES),
+        "THIRD_KERNELS": kernels(rows("h200/third/kernels.jsonl.xz"), {"resnet50": 64}),
         "RECIPES": table(["recipe", "float32: loss", "float16: loss"], recipes),
         "LAYERS": str(layers), "CLIPPED": str(clipped), "RNN32": f"{largest['float32']:.1g}",
         "RNN16": f"{largest['float16']:.1g}"})
-    return speed(second) + "\nLater, on another H200:\n\n" + speed(third)
+    return speed(fourth), fourth
 
 
 def memory(rows):
@@ -168,12 +178,13 @@ def share(measured, network, other, figures=in_blocks):
     """gluon_amp's time of a step, or its memory, over that of another way."""
     ours, theirs = (statistics.median(figures(
         [row for row in measured if row.get("network") == network and row["way"] == way
-         and row["batch"] == BATCHES[network]])) for way in ("gluon_amp", other))
+         and row["batch"] == SHOWN[network] and "part" not in row]))
+        for way in ("gluon_amp", other))
     return ours / theirs
 
 
 def h100():
-    """Writes the H100's page; returns its table of speed, and the rows."""
+    """Writes the H100's page."""
     first, second = (rows(f"h100/{run}/rows.jsonl") for run in ("first", "second"))
     profile = rows("h100/second/kernels.jsonl.xz")
     torch, without = "PyTorch float16, channels-last", "float32 without TF32"
@@ -187,19 +198,17 @@ def h100():
         "KERNELS": kernels(profile, {"resnet50": 64}),
         "FIRST_KERNELS": kernels(rows("h100/first/kernels.jsonl.xz"), {"mobilenet": 128}),
         **of_profile(profile)})
-    return speed(second, before="ten plans"), second
 
 
 def main():
-    of_h200 = h200()
-    of_h100, measured = h100()
+    h100()
+    text, measured = h200()
     path = ROOT / "benchmarks/README.md"
-    for name, text in (("h100", of_h100), ("h200", of_h200)):
-        before, begin, rest = path.read_text().partition(f"<!-- {name} -->\n")
-        path.write_text(before + begin + text + rest[rest.index("<!-- end -->"):])
+    before, begin, rest = path.read_text().partition("<!-- h200 -->\n")
+    path.write_text(before + begin + text + rest[rest.index("<!-- end -->"):])
     path = ROOT / "README.md"
-    shares = ", ".join(f"{share(measured, network, 'float32'):.2f}" for network in BATCHES)
-    path.write_text(re.sub(r"(\| \[step on an H100\].*?\| )[^|]*", rf"\g<1>{shares} ",
+    shares = ", ".join(f"{share(measured, network, 'float32'):.2f}" for network in SHOWN)
+    path.write_text(re.sub(r"(\| \[step on an H200\].*?\| )[^|]*", rf"\g<1>{shares} ",
                            path.read_text()))
 
 

@@ -1,9 +1,9 @@
 """Lists the kernels of a step of gluon_amp by their time: python kernels.py NETWORK ROWS [BATCH]
 
 PyTorch's profiler sees all kernels of the process. Each row has the calls and microseconds of a
-kernel in STEPS steps. Other rows have the milliseconds of a step, of plain forward and backward
-passes, and of a prediction; in a step, those in which the GPU runs nothing, and those from the copy
-of the overflow check to the next kernel; and the longest pauses, with the kernels around them.
+kernel in STEPS steps. Other rows have the milliseconds of a step, and of plain forward and backward
+passes; in a step, those in which the GPU runs nothing, and those from the copy of the overflow
+check to the next kernel; and the longest pauses, with the kernels around them.
 """
 import json
 import os
@@ -78,7 +78,7 @@ def main(name, path, batch=None):
     for _ in range(6):
         step()
     scale.settled = True  # as after 100 steps
-    for what, run in ("step", step), ("passes", passes), ("prediction", lambda: net(data)):
+    for what, run in ("step", step), ("passes", passes):
         add(path, network=name, part=what, ms=milliseconds(run, 10))
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(STEPS):

@@ -113,10 +113,10 @@ def third_part(args):
     def batch_of(batch):
         return ("--batch", batch) if batch and not args.small else ()
 
-    def speed(network, way, batch=None):
+    def speed(network, way, batch=None, *more):
         lacks = "no folder before" if way == BEFORE and not args.before else ""
-        return Step(named(way, network, batch), 90, turn(
-            "gluon_amp", "speed.py", network, rows, "--way", way, *batch_of(batch),
+        return Step(named(way, network, batch, *more), 90, turn(
+            "gluon_amp", "speed.py", network, rows, "--way", way, *batch_of(batch), *more,
             *args.small_flag), lacks, way)
 
     def in_torch(network, batch=None, *more):
@@ -130,26 +130,27 @@ def third_part(args):
 
     half = ("--types", "float16")
     steps = [*first_part(args)[:1], Step("verify", 60, turn(
-        "gluon_amp", "verify.py", args.out / "verify.json", *args.small_flag)),
-        speed("mobilenet", "gluon_amp"), speed("mobilenet", BEFORE)]
-    for network in ("resnet50", "bert", "lstm"):
+        "gluon_amp", "verify.py", args.out / "verify.json", *args.small_flag))]
+    for network in ("resnet50", "mobilenet", "bert", "lstm"):
         steps += [*(speed(network, way) for way in WAYS), in_torch(network)]
-    steps += [speed("resnet50", BEFORE), speed("resnet50", "gluon_amp", 64),
-              in_torch("resnet50", 64, *half), kernels("resnet50", 64),
-              Step("convolutions", 60, turn("gluon_amp", "convolutions.py", rows,
-                                            *args.small_flag))]
-    again = [step for network in ("resnet50", "bert", "lstm") for step in (
-        *(speed(network, way) for way in plain), in_torch(network, None, *half))]
-    steps += [*again, kernels("mobilenet"), in_torch("mobilenet"), *again]
-    steps.append(speed("mobilenet", "float32"))
-    for network, batch in (("resnet50", 256), ("unet", None)):
+    for network in ("resnet50", "mobilenet"):
+        steps += [*(speed(network, way, None, "--predict") for way in (*plain, BEFORE)),
+                  in_torch(network, None, "--predict")]
+    steps += [speed("resnet50", "gluon_amp", 64), in_torch("resnet50", 64, *half),
+              kernels("resnet50", 64), speed("mobilenet", BEFORE), speed("resnet50", BEFORE)]
+    for network, batch in (("unet", None), ("resnet50", 256)):
         steps += [*(speed(network, way, batch) for way in plain), in_torch(network, batch)]
     steps += [speed("transformer", way) for way in plain]
     if find_spec("gluoncv"):
         steps += [speed("ssd", way) for way in plain]
-    return [*steps, Step("cuDNN's functions", 90, turn("gluon_amp", "cudnn_calls.py", rows,
-                                                       *args.small_flag)),
-            *(in_torch(network, None, "--compile") for network in ("resnet50", "bert"))]
+    steps += [kernels("mobilenet"), *(in_torch(network, None, "--compile")
+                                      for network in ("resnet50", "bert"))]
+    steps += 2 * [step for network in ("resnet50", "bert", "lstm") for step in (
+        *(speed(network, way) for way in plain), in_torch(network, None, *half))]
+    return [*steps, Step("convolutions", 60, turn("gluon_amp", "convolutions.py", rows,
+                                                  *args.small_flag)),
+            Step("cuDNN's functions", 90, turn("gluon_amp", "cudnn_calls.py", rows,
+                                               *args.small_flag))]
 
 
 def start(step, args, variables):

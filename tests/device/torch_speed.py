@@ -1,4 +1,7 @@
-"""Measures PyTorch's steps beside those of speed.py: python torch_speed.py NETWORK ROWS"""
+"""Measures PyTorch's steps and predictions beside those of speed.py.
+
+    python torch_speed.py NETWORK ROWS
+"""
 import argparse
 import statistics
 import time
@@ -88,10 +91,15 @@ def measure(args, half):
         net, data = (each.to(memory_format=torch.channels_last) for each in (net, data))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
     scaler = torch.amp.GradScaler("cuda", enabled=half)
+    net.train(not args.predict)
     if args.compile:
         net = torch.compile(net)
 
     def step():
+        if args.predict:
+            with torch.no_grad(), torch.autocast("cuda", dtype=torch.float16, enabled=half):
+                net(data)
+            return
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cuda", dtype=torch.float16, enabled=half):
             loss = (net(data).float() ** 2).mean()
@@ -118,19 +126,22 @@ def measure(args, half):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("network", choices=("resnet50", "mobilenet", "unet", "bert", "lstm"))
     parser.add_argument("rows")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--types", nargs="+", default=("float32", "float16"))
     parser.add_argument("--compile", action="store_true", help="torch.compile, in float16")
+    parser.add_argument("--predict", action="store_true")
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(0))
     for _ in range(args.rounds):
         for dtype in ("float16",) if args.compile else args.types:
             way = f"PyTorch {dtype}, channels-last{', compiled' if args.compile else ''}"
-            add(args.rows, network=args.network, way=way, **measure(args, dtype == "float16"))
+            what = {"part": "prediction"} if args.predict else {}
+            add(args.rows, network=args.network, way=way, **what,
+                **measure(args, dtype == "float16"))
 
 
 if __name__ == "__main__":
