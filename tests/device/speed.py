@@ -1,16 +1,12 @@
-"""Measures steps of a network on GPU 0 in several ways: python speed.py NETWORK ROWS [--batch N]
+"""Measures steps of a network on GPU 0 in one of several ways: python speed.py NETWORK ROWS
 
-Each way is a process of its own, `--way WAY`, because mx.contrib.amp, TF32 and CUDA graphs are
-settings of a process. The ways alternate in `--rounds` rounds. A row has the milliseconds of a
-step, or with --predict of a prediction, in blocks of ten and their median. --before FOLDER adds the
-way "before": another gluon_amp, which is built there. --small has the sizes of a software GPU.
-NETWORK is resnet50 (as in torchvision), resnet50_v1 (as in MXNet's zoo, with biases), mobilenet,
-unet, ssd (needs gluoncv), transformer, bert or lstm.
+run.py starts it in the environment of the way (ways.py). A row has the milliseconds of a step, or
+with --predict of a prediction, in blocks of ten and their median. --small has the sizes of a
+software GPU. NETWORK is resnet50 (as in torchvision), resnet50_v1 (as in MXNet's zoo, with biases),
+mobilenet, unet, ssd (needs gluoncv), transformer, bert or lstm.
 """
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +20,7 @@ from gluon_amp.cuda.steps import mean_square  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn, rnn  # noqa: E402
 from rows import add  # noqa: E402
-from ways import BEFORE, GRAPHS, OTHERS, WAYS, environment  # noqa: E402
+from ways import BEFORE, WAYS  # noqa: E402
 
 
 class Bottleneck(gluon.HybridBlock):
@@ -115,7 +111,7 @@ def measure(name, way, args):
     net, data = network(name, args.small, args.batch)
     net.initialize(mx.init.Xavier(), ctx=gpu)
     data = data.as_in_context(gpu)
-    ours = way in ("gluon_amp", *OTHERS)
+    ours = way in ("gluon_amp", BEFORE)
     if ours:
         amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
@@ -160,37 +156,19 @@ def measure(name, way, args):
             "samples": 1e3 * len(data) / ms, "mib": (total - free) / 2**20}
 
 
-def finished(way, before):
-    """Whether a process that measures a way succeeds."""
-    done = subprocess.run([sys.executable, "-W", "ignore", *sys.argv, "--way", way],
-                          env=environment(way, before, os.environ), check=False)
-    return done.returncode == 0
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("network", choices=BATCHES)
     parser.add_argument("rows")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--way", choices=(*WAYS, *OTHERS), help="only this way, in this process")
-    parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
-    parser.add_argument("--before", help="a folder with another gluon_amp")
+    parser.add_argument("--way", choices=(*WAYS, BEFORE), default="gluon_amp")
     parser.add_argument("--predict", action="store_true")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--once", action="store_true", help="one step of gluon_amp")
+    parser.add_argument("--once", action="store_true", help="one step")
     args = parser.parse_args()
-    if args.way or args.once:
-        way, what = args.way or "gluon_amp", {"part": "prediction"} if args.predict else {}
-        add(args.rows, network=args.network, way=way, **what,
-            **measure(args.network, way, args))
-        return
-    ways = [*args.ways.split(";"), *([BEFORE] if args.before else [])]
-    # the computing GPU lacks the overflow check of mx.contrib.amp, and CUDA graphs
-    ways = [way for way in ways if not (args.small and way in ("mx.contrib.amp", GRAPHS))]
-    failed = [way for _ in range(1 if args.small else args.rounds) for way in ways
-              if not finished(way, args.before)]
-    sys.exit(f"{args.network} fails: {', '.join(failed)}" if failed else 0)
+    what = {"part": "prediction"} if args.predict else {}
+    add(args.rows, network=args.network, way=args.way, **what,
+        **measure(args.network, args.way, args))
 
 
 if __name__ == "__main__":
