@@ -134,6 +134,23 @@ def test_update_without_new_gradients_is_refused(scale, tmp_path):
     assert mod.update()
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+@pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
+def test_states_of_a_float32_module_load_in_float16(context, optimizer, tmp_path):
+    stock = made(net(None), mx.mod.Module, optimizer, context=context)
+    train(stock, 3)
+    stock.save_optimizer_states(str(tmp_path / "states"))
+    mod = made(net(), optimizer=optimizer, context=context, loss_scale=64)
+    mod.set_params(*stock.get_params())
+    mod.load_optimizer_states(str(tmp_path / "states"))
+    before = values(stock)
+    train(mod, 3)
+    train(stock, 3)
+    check_moved_alike(mod, stock, before)
+    states = mod._updater.states.values()
+    assert any(isinstance(state, tuple) and state[1].dtype == np.float32 for state in states)
+
+
 def test_symbols_and_optimizers_are_checked():
     for wrong in (None, nd.ones(2), gluon.nn.Dense(1)):
         with pytest.raises(TypeError, match=r"Module takes a symbol\. Received: "):

@@ -474,10 +474,11 @@ class _Module:
     def load_optimizer_states(self, fname: str) -> None:
         """Loads the states that this class or MXNet's `Module` saved, on any number of devices.
 
-        Parameters and states must have the same types. It restores momenta, master weights,
-        counters and the loss scale. Learning rates stay those of this module's optimizer. A file
-        may contain MXNet's optimizers, schedulers and arrays, and this module's optimizer and
-        scheduler; other classes are refused before they run.
+        States of float32 weights also load for 16-bit weights, whose values become their master
+        weights. Otherwise, parameters and states must have the same types. It restores momenta,
+        master weights, counters and the loss scale. Learning rates stay those of this module's
+        optimizer. A file may contain MXNet's optimizers, schedulers and arrays, and this module's
+        optimizer and scheduler; other classes are refused before they run.
 
         Raises:
             ValueError: the file is damaged, does not fit, or has other classes. Nothing changes.
@@ -494,9 +495,10 @@ class _Module:
                    if group.grad_arrays[i][0] is not None]
         devices = 0 if module._update_on_kvstore else len(module._context)
         with files.one_error(fname):
-            fitting = files.renumber(states, trained, devices)
-            files.check_states(fname, fitting, saved or mine, self._weights() if devices else {
-                name: (name, group.param_arrays[i][0]) for i, name in trained})
+            weights = self._weights() if devices else {
+                name: (name, group.param_arrays[i][0]) for i, name in trained}
+            fitting = files.fit_states(fname, files.renumber(states, trained, devices),
+                                       saved or mine, weights)
             if saved:
                 files.carry_counts(saved, [c.device_id for c in module._context],
                                    lambda counts: files.renumber(counts, trained, devices))

@@ -12,9 +12,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 from .._mxnet import message, mx, np
 from ..annotations import Array, Optimizer, Updater
 from ..checks import counted, order_of
-from ..cpu.arrays import dtype_name
+from ..cpu.arrays import dtype_name, is_16bit
 from ..files import replace_file
 from .check_optimizer import check_settings
+from .optimizer import master_in, with_masters
 from .step import Step
 from .unpickle import load
 
@@ -87,6 +88,7 @@ def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
             check_settings(optimizer, mine)
         # What belongs to this process: with 0, MXNet's Updater may loop forever.
         optimizer.aggregate_num = mine.aggregate_num
+        optimizer.multi_precision = optimizer.multi_precision or mine.multi_precision
         if hasattr(optimizer, "weight_types"):  # set in the next step
             optimizer.weight_types = {}
     return states, optimizer
@@ -111,9 +113,10 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
-                 weights: Mapping[Any, Tuple[str, Any]]) -> None:
-    """Refuses states whose layout differs from that of new states for these weights.
+def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
+               weights: Mapping[Any, Tuple[str, Any]]) -> Dict[Any, Any]:
+    """Returns states for these weights. That of a float32 weight becomes one of a 16-bit weight,
+    with a master weight; any other layout than that of a new state is refused.
 
     Args:
         fname: the path of the file.
@@ -122,7 +125,8 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
         weights: for each index a parameter's name, and its array, or the Parameter if it has none
             yet.
     """
-    made = copy.deepcopy(maker)  # it may change in `create_state`
+    made = with_masters(copy.deepcopy(maker))  # it may change in `create_state`
+    fitting = {}
     for i, state in states.items():
         if i not in weights:
             raise ValueError(f"{fname} holds a state of parameter number {i}; here are "
@@ -132,12 +136,17 @@ def check_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
             weight = _stand_in(weight, state)
         with warnings.catch_warnings():  # MXNet warns about float16 weights without master weights
             warnings.simplefilter("ignore")
-            expected = _layout(made.create_state_multi_precision(i, weight))
-        if _layout(state) != expected:
+            new = made.create_state_multi_precision(i, weight)
+        master = master_in(made, new) if is_16bit(weight.dtype) else None
+        if master is not None and _layout(state) == _layout(made.create_state(i, master)):
+            state = tuple(part if part is master else state for part in new)
+        if _layout(state) != _layout(new):
             raise ValueError(f"{fname} does not fit {name}, {weight.shape}, "
-                             f"{dtype_name(weight.dtype)}: its state should be {expected}. "
+                             f"{dtype_name(weight.dtype)}: its state should be {_layout(new)}. "
                              f"Received: {_layout(state)}. Is it a file of a network of other "
                              "types or sizes? Its parameters may load without its states")
+        fitting[i] = state
+    return fitting
 
 
 def _stand_in(parameter: "mx.gluon.Parameter", state: object) -> Array:

@@ -535,9 +535,10 @@ class Trainer(mx.gluon.Trainer):
     def load_states(self, fname: str) -> None:
         """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
 
-        Parameters and states must have the same types. The file may hold MXNet's optimizers,
-        schedulers and arrays, and the classes of this Trainer's optimizer and scheduler. No other
-        code runs.
+        States of float32 weights also load for 16-bit weights, whose values become their master
+        weights. Otherwise, parameters and states must have the same types. The file may hold
+        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's optimizer and
+        scheduler. No other code runs.
 
         Args:
             fname: the file's path.
@@ -559,7 +560,7 @@ class Trainer(mx.gluon.Trainer):
                                  "before, as when it was saved")
             for mine, saved in zip(self._averaged, averaged):
                 mine._check(saved)
-            checkpoint.check_states(fname, states, maker, {
+            states = checkpoint.fit_states(fname, states, maker, {
                 i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
         self._broadcast_parameters()
