@@ -10,6 +10,7 @@ the comparisons, which were fixed before the runs.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -119,8 +120,8 @@ def machine(gpu):
     if gpu:
         return subprocess.check_output(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True).strip()
-    with open("/proc/cpuinfo") as file:
-        return next(line for line in file if "model name" in line).split(":")[1].strip()
+    facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
+    return f"{facts['model name']}, family {facts['cpu family']}, model {facts['model']}"
 
 
 def train(name, kind, seed, more="", seconds=None):

@@ -24,7 +24,7 @@ from scipy.stats import binomtest, mannwhitneyu
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
 # the tables' names of machines by `machine` in the first line of a run, which the first runs lack
-MACHINES = {None: "AMD EPYC, Zen 5", "AMD EPYC": "AMD EPYC, Zen 3",
+MACHINES = {None: "AMD EPYC, Zen 5", "AMD EPYC, family 25, model 1": "AMD EPYC, Zen 3",
             "Intel(R) Xeon(R) Processor": "Intel Xeon"}
 # each study's network and task
 SUBJECTS = {
