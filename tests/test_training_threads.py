@@ -1,5 +1,5 @@
-"""Training in several threads: networks of their own train as in one thread, and a second thread in
-a step is refused."""
+"""Training in several threads: networks of their own train as in one thread, and the calls of a
+step may come from several threads."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -47,74 +47,91 @@ def test_networks_of_their_own_train_as_in_one_thread(policy):
 
 
 CALLS = {
-    "backward": lambda net, trainer: trainer.backward(recorded(net, ones(), ones())),
-    "step": lambda net, trainer: trainer.step(1),
-    "allreduce_grads": lambda net, trainer: trainer.allreduce_grads(),
-    "update": lambda net, trainer: trainer.update(1),
-    "unscale": lambda net, trainer: trainer.unscale(),
-    "clip_norm": lambda net, trainer: trainer.clip_norm(1),
-    "gluon_amp.backward": lambda net, trainer: amp.backward(
-        recorded(net, ones(), ones()), [trainer, amp.Trainer([One().a], "sgd")])}
+    "step": lambda trainer: trainer.step(1),
+    "update": lambda trainer: (trainer.allreduce_grads(), trainer.update(1))[1],
+    "unscale": lambda trainer: (trainer.unscale(), trainer.update(1))[1],
+    "clip_norm": lambda trainer: (trainer.clip_norm(9), trainer.update(1))[1]}
+
+
+def backward(net, trainer, how, device=None):
+    """A backward pass of a network whose gradients are 2**-10, which the largest scale fits."""
+    loss = recorded(net, *[ones(2.0 ** -10, device=device)] * 2)
+    if how == "scale_loss":
+        with autograd.record(), amp.scale_loss(loss, trainer) as scaled:
+            scaled.backward()
+    elif how == "gluon_amp.backward":
+        amp.backward(loss, [trainer])
+    else:
+        trainer.backward(loss)
+
+
+HOW = ["backward", "scale_loss", "gluon_amp.backward"]
+RATE = {"learning_rate": 2.0 ** 10}
 
 
 @pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("loss_scale", [64, "dynamic"])
-def test_second_thread_in_a_step_is_refused(call, loss_scale):
+def test_one_thread_steps_after_the_backward_pass_of_another(loss_scale, how, call):
+    """GluonCV's `Parallel` runs the first backward pass in the main thread, later ones in another,
+    and each step in the main thread."""
     net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=loss_scale)
-    trainer.backward(recorded(net, ones(), ones()))
-    with ThreadPoolExecutor(1, "other") as pool:
-        with pytest.raises(RuntimeError, match=r"\(\) was called in the thread other_0, while the "
-                                               r"thread MainThread is in a step of the same"):
-            pool.submit(CALLS[call], net, trainer).result()
-        assert trainer.step(1)
-        assert all((value == 0).all() for value in values(net))
-        # a step for each thread is one after the other
-        pool.submit(CALLS["backward"], net, trainer).result()
-        with pytest.raises(RuntimeError, match="thread MainThread, while the thread other_0"):
+    trainer = amp.Trainer(net.collect_params(), "sgd", RATE, loss_scale=loss_scale)
+    with ThreadPoolExecutor(1) as pool:
+        for done in range(3):
+            if done:
+                pool.submit(backward, net, trainer, how).result()
+            else:
+                backward(net, trainer, how)
+            assert CALLS[call](trainer)
+            assert all((value == -done).all() for value in values(net))
+        with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
             trainer.step(1)
-        assert pool.submit(CALLS["step"], net, trainer).result()
-        pool.submit(CALLS["backward"], net, trainer).result()
-    assert trainer.step(1)  # the other thread has ended
-    assert all((value == -2).all() for value in values(net))
 
 
-@pytest.mark.parametrize("loss_scale", [None, 64])
-def test_backward_for_each_device_in_a_thread_is_refused(loss_scale):
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("loss_scale", [None, 64, "dynamic"])
+def test_each_device_has_a_thread_for_its_backward_pass(loss_scale, how):
     devices, together = [mx.cpu(0), mx.cpu(1)], threading.Barrier(2, timeout=60)
     net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=loss_scale)
+    trainer = amp.Trainer(net.collect_params(), "sgd", RATE, loss_scale=loss_scale)
 
-    def backward(i):
-        loss = recorded(net, ones(device=devices[i]), ones(device=devices[i]))
+    def work(i):
         together.wait()
-        try:
-            trainer.backward(loss)
-        except RuntimeError as error:
-            return str(error)
-        finally:
-            together.wait()
+        backward(net, trainer, how, devices[i])
 
-    refused, = [said for said in run(2, backward) if said]
-    assert "Valid: the losses of all devices in one call, as trainer.backward([loss, " in refused
-    with autograd.record():
-        losses = [net(ones(device=d), ones(device=d)) for d in devices]
-    trainer.backward(losses)
-    assert trainer.step(2)
-    assert all((value == 0).all() for value in values(net))
+    for done in range(3):
+        run(2, work)
+        assert trainer.step(2)
+        assert all((value == -done).all() for value in values(net))
 
 
-def test_second_thread_in_a_module_is_refused():
+def test_two_threads_with_the_same_trainers_do_not_block_each_other():
+    nets = One(), One()
+    trainers = [amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=64)
+                for net in nets]
+
+    def work(i):
+        for _ in range(50):
+            with autograd.record():
+                loss = sum(net(ones(), ones()) for net in nets)
+            amp.backward(loss, trainers if i else trainers[::-1])
+
+    run(2, work)
+    for net, trainer in zip(nets, trainers):
+        assert trainer.step(1)
+        assert all((value == 0).all() for value in values(net))
+
+
+def test_module_updates_after_the_backward_pass_of_another_thread():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"), loss_scale=8)
     batch = mx.io.DataBatch([nd.ones((2, 3))], [nd.array([0, 1])])
     module.bind([("data", (2, 3))], [("softmax_label", (2,))])
     module.init_params()
     module.init_optimizer()
-    module.forward_backward(batch)
-    with ThreadPoolExecutor(1, "other") as pool, \
-            pytest.raises(RuntimeError, match=r"update\(\) was called in the thread other_0"):
-        pool.submit(module.update).result()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(module.forward_backward, batch).result()
     assert module.update()
 
 

@@ -42,7 +42,7 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import Gradient, Step, gradients_of, in_one_thread
+from ..training.step import Gradient, Step, gradients_of, locked
 from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
 
@@ -235,7 +235,7 @@ class _Module:
             _wait_for_averages()
         super().forward(data_batch, is_train)
 
-    @in_one_thread
+    @locked
     def backward(self, out_grads: object = None) -> None:
         """The same as MXNet's; scales `out_grads`.
 
@@ -278,7 +278,7 @@ class _Module:
             return [g / self._used_scale for g in grads]
         return [[g / self._used_scale for g in on_devices] for on_devices in grads]
 
-    @in_one_thread
+    @locked
     def update(self) -> bool:
         """Updates unless a gradient is not finite. Returns whether it updated.
 

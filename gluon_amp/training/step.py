@@ -20,13 +20,11 @@ import functools
 import logging
 import math
 import threading
-from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
     NoReturn,
     Optional,
@@ -36,7 +34,7 @@ from typing import (
     TypeVar,
 )
 
-from .._mxnet import GRAPH_LOCK, mx, np
+from .._mxnet import mx, np
 from ..checks import in_names, positive_number, same_objects, whole_number
 from ..cpu.arrays import (
     Squares,
@@ -114,6 +112,7 @@ class Step:
     Attributes:
         loss_scale: the loss scale; a `LossScale` of 1 without scaling.
         workers: the workers, which sum gradients.
+        lock: calls of several threads hold it, and so run one after another.
         max_norm: the norm to which each update is clipped; None for no clipping.
         next_max_norm: the same for the next update only.
         skipped: the number of skipped steps.
@@ -136,6 +135,7 @@ class Step:
         self.loss_scale = as_loss_scale(loss_scale)
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.workers = Workers(names=not marked)
+        self.lock = threading.RLock()
         self.skipped = self.skipped_in_a_row = 0
         self.updated, self.has_updated = True, False
         self.loss_heads_checked = self.weights_replaced = False
@@ -152,15 +152,19 @@ class Step:
         self._last: Tuple[Sequence[Gradient], float, Any, Any] = [], 1.0, None, None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         self._warned: Set[str] = set()  # logged warnings of searches
-        self._calling: Optional[threading.Thread] = None  # the thread that is in `in_thread`
         self.reset()
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     def reset(self) -> None:
         """Clears the state of the backward passes since the last step."""
         self.stage, self.scale, self.unscaled = Stage.EMPTY, 1.0, False
         self.next_max_norm: Optional[float] = None
         self._losses: List[mx.nd.NDArray] = []  # of the backward passes, without graphs
-        self._thread: Optional[threading.Thread] = None  # the thread of these passes
         # gradients that only this package may write, and their counts of writes
         self._guarded: Tuple[Sequence[Gradient], Optional[mx.nd.NDArray]] = [], None
         self._writes: List[Tuple[Sequence[Gradient], mx.nd.NDArray]] = []  # since
@@ -205,24 +209,6 @@ class Step:
         """Whether the update needs `update_or_skip`; otherwise MXNet's suffices."""
         return self.checks_gradients or self.weights_replaced or self.next_max_norm is not None \
             or any(g.array is not g.own for g in self._gradients)
-
-    @contextmanager
-    def in_thread(self, call: str) -> Iterator[None]:
-        """Refuses a call while another thread is in one, or has pending backward passes."""
-        here = threading.current_thread()
-        with GRAPH_LOCK:
-            for other in (self._calling, self._thread):
-                if other is not None and other is not here and other.is_alive():
-                    raise RuntimeError(
-                        f"{call} was called in the thread {here.name}, while the thread "
-                        f"{other.name} is in a step of the same parameters. One thread makes all "
-                        "calls of a step. Valid: the losses of all devices in one call, as "
-                        "trainer.backward([loss, other]), or a network for each thread")
-            before, self._calling = self._calling, here
-        try:
-            yield
-        finally:
-            self._calling = before
 
     # ---- gradients
 
@@ -339,7 +325,6 @@ class Step:
             for gradient in self._gradients:
                 gradient.array = gradient.own
         self.stage, self.scale, self.unscaled, self.next_max_norm = Stage.SCALED, scale, False, None
-        self._thread = threading.current_thread()
         self._losses += losses
 
     def kept(self) -> List["mx.nd.NDArray"]:
@@ -687,11 +672,11 @@ class Step:
         self.reset()
 
 
-def in_one_thread(method: Method) -> Method:
-    """Refuses a call of an object's method while another thread is in a step of its `_step`."""
+def locked(method: Method) -> Method:
+    """Makes calls of an object's method hold the lock of its `_step`."""
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._step.in_thread(f"{method.__name__}()"):
+        with self._step.lock:
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]
 

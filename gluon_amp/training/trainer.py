@@ -32,7 +32,7 @@ from .optimizer import (
     with_masters,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import Gradient, Stage, Step, gradients_of, in_one_thread, set_to_zero
+from .step import Gradient, Stage, Step, gradients_of, locked, set_to_zero
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -188,7 +188,7 @@ class Trainer(mx.gluon.Trainer):
 
     # ---- a step
 
-    @in_one_thread
+    @locked
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and workers and updates, unless a gradient is not finite.
 
@@ -214,13 +214,13 @@ class Trainer(mx.gluon.Trainer):
         self._update(ignore_stale_grad)
         return self._end_step()
 
-    @in_one_thread
+    @locked
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
         self._step.guard(self._step.new())
 
-    @in_one_thread
+    @locked
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step("update()", batch_size, ignore_stale_grad)
@@ -229,7 +229,7 @@ class Trainer(mx.gluon.Trainer):
         super().update(batch_size, ignore_stale_grad)
         return self._end_step()
 
-    @in_one_thread
+    @locked
     def unscale(self) -> Dict[str, List[Array]]:
         """Returns unscaled gradients, 16-bit ones in float32.
 
@@ -241,7 +241,7 @@ class Trainer(mx.gluon.Trainer):
             named.setdefault(gradient.name, []).append(gradient.array)
         return named
 
-    @in_one_thread
+    @locked
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Clips the gradients of the next `update` to a norm over all parameters.
 
@@ -645,8 +645,9 @@ def _backward(call: str, loss: Arrays,
     steps = [trainer._step for trainer in trainers]
 
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
+        for step in sorted(steps, key=id):  # one order, so that threads cannot block each other
+            stack.enter_context(step.lock)
         for trainer in trainers:
-            stack.enter_context(trainer._step.in_thread(call))
             trainer._check_own_weights(call)
             stack.enter_context(weights_unwritten(trainer._optimizer))
         if not steps[0].scaling:
@@ -707,7 +708,7 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._step.in_thread("scale_loss()"):
+    with trainer._step.lock:
         with mx.autograd.pause():
             scale = _begin([trainer], losses)
         with mx.autograd.record(mx.autograd.is_training()):
