@@ -233,11 +233,32 @@ def test_gradients_can_be_written_without_scale():
         assert (net.b.data().asnumpy() == 0.5).all()
 
 
-@pytest.mark.parametrize("how", ["float16", "plain", "hybridized", "static"])
+class Headed(gluon.HybridBlock):
+    """A loss that starts its gradient: no loss scale reaches it."""
+
+    def hybrid_forward(self, F, x, y):
+        return F.SoftmaxOutput(x, y)
+
+
+def by_trainer(loss, trainer):
+    trainer.backward(loss)
+
+
+def by_scaled_loss(loss, trainer):
+    with autograd.record(), amp.scale_loss(loss, trainer) as scaled:
+        autograd.backward(scaled)
+
+
+BACKWARD = by_trainer, by_scaled_loss
+
+
+@pytest.mark.parametrize(("how", "backward"), [
+    ("float16", by_trainer), ("plain", by_trainer), ("hybridized", by_trainer),
+    ("static", by_trainer), ("plain", by_scaled_loss)])
 @pytest.mark.parametrize("scale", [64, "dynamic"])
 @pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
                                   "LogisticRegressionOutput", "MAERegressionOutput", "make_loss"])
-def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how):
+def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how, backward):
     """Their gradients are not scaled, but the update would divide them by the scale."""
     def forward(F, x, y, dense):
         x = dense(x)
@@ -254,14 +275,112 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how):
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scale)
     before = values(net)
     loss = recorded(net, data, label)
-    with pytest.raises(ValueError, match=rf"so the loss scale: .*{head}.* gradients in "):
-        trainer.backward(loss)
+    which = "in" if backward is by_trainer else "by a scale"  # parameters
+    with pytest.raises(ValueError, match=rf"so the loss scale: .*{head}.* gradients {which} "):
+        backward(loss, trainer)
     with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
         trainer.step(2)
     assert all(map(np.array_equal, before, values(net)))
     free = amp.Trainer(net.collect_params(), "sgd", loss_scale=None)
-    free.backward(recorded(net, data, label))
+    backward(recorded(net, data, label), free)
     assert free.step(2)
+
+
+@pytest.mark.parametrize(("hybridized", "backward"), [
+    (False, by_trainer), (True, by_trainer), (False, by_scaled_loss)])
+@pytest.mark.parametrize("case", ["later", "added", "after another loss"])
+def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
+    net, head, loss_fn = nn.Dense(3, in_units=4), Headed(), gluon.loss.SoftmaxCrossEntropyLoss()
+    net.initialize()
+    if hybridized:
+        head.hybridize()
+        loss_fn.hybridize()
+    amp.convert(net)
+    if case == "added":
+        net.collect_params().setattr("grad_req", "add")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    data, label = nd.ones((2, 4)), nd.zeros(2)
+
+    def backward_from(loss_fn):
+        with autograd.record():
+            loss = loss_fn(net(data), label)
+        backward(loss, trainer)
+
+    for _ in range(3):
+        backward_from(loss_fn)
+        if case == "later":
+            assert trainer.step(2)
+    before = values(net)
+    with pytest.raises(ValueError, match=r"so the loss scale: .*SoftmaxOutput"):
+        backward_from(head)
+    assert all(map(np.array_equal, before, values(net)))
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_loss_head_whose_gradient_goes_nowhere_is_accepted(backward):
+    """Such as that of a number to log."""
+    net = nn.Dense(3, in_units=4)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    with autograd.record():
+        loss = nd.Dropout(net(nd.ones((2, 4))), p=0.5)
+        loss = loss + nd.MakeLoss(nd.BlockGrad(loss)) * 0
+    backward(loss, trainer)
+    assert trainer.step(2)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_scaled_loss_makes_the_only_pass_through_a_loop_in_a_block(policy):
+    def forward(F, x, dense):
+        return F.contrib.foreach(lambda x, s: (dense(x) + s, s * 2), x, F.ones((2, 3)))[0]
+
+    net = Calling(forward, nn.Dense(3, in_units=3))
+    net.initialize()
+    amp.convert(net, policy)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    for _ in range(2):
+        by_scaled_loss(recorded(net, nd.ones((4, 2, 3))), trainer)
+        assert trainer.step(2)
+
+
+@pytest.mark.parametrize("backward", BACKWARD)
+def test_loss_head_beside_a_loop_is_refused_by_its_name(backward):
+    """MXNet frees a loop's graph in its backward pass, so no second pass can check it."""
+    weight = gluon.Parameter("weight", shape=(3,), init="ones")
+    weight.initialize()
+    trainer = amp.Trainer([weight], "sgd", loss_scale=64)
+
+    def loss(head):
+        with autograd.record():
+            _, x = nd.contrib.foreach(lambda x, s: (x, s * weight.data()), nd.ones((2, 3)),
+                                      nd.ones(3))
+            return head(x.reshape((1, 3)))
+
+    with pytest.raises(ValueError, match="so the loss scale: SoftmaxOutput"):
+        backward(loss(lambda x: nd.SoftmaxOutput(x, nd.zeros(1))), trainer)
+    backward(loss(nd.square), trainer)
+    assert trainer.step(1)
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_scaled_loss_keeps_the_only_pass_of_mxnets_dropout(hybridized):
+    """One of two would ignore what was dropped."""
+    net = nn.HybridSequential()
+    net.add(nn.Dense(512, in_units=1), nn.Dropout(0.5))
+    net.initialize(mx.init.One())
+    if hybridized:
+        net.hybridize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    with autograd.record():
+        loss = net(nd.ones((1, 1)))
+    by_scaled_loss(loss, trainer)
+    kept = loss.asnumpy().ravel()
+    assert set(kept) == {0, 2}
+    assert np.array_equal(net[0].weight.grad().asnumpy().ravel(), kept * 64)
+    with autograd.record():
+        loss = Headed()(net(nd.ones((1, 1))), nd.zeros(1))
+    with pytest.raises(ValueError, match="so the loss scale: SoftmaxOutput"):
+        by_scaled_loss(loss, trainer)
 
 
 def test_no_trainable_parameters_is_refused():

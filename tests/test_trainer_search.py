@@ -245,7 +245,7 @@ def test_graph_is_freed_after_backward_unless_retained(engine, monkeypatch):
         loss = recorded(net, ones(x), ones(x))
         trainer.backward(loss)
         gradients = [g.asnumpy() for g in (net.a.grad(), net.b.grad())]
-        with pytest.raises(mx.MXNetError, match="not in a computational graph"):
+        with pytest.raises(mx.MXNetError, match=r"not (in|part of) a computation"):
             trainer.backward(loss)
         assert trainer.step(1)
         loss = recorded(net, ones(x), ones(x))

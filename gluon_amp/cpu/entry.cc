@@ -210,6 +210,22 @@ mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
   return found.grad_req == mxnet::kNullOp ? nullptr : &found;
 }
 
+// Writes a number for each operator in the graphs of these losses, up to `most`, to `into`. Returns how many
+// there are. Each CachedOp is an operator.
+int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t most) {
+  static const nnvm::Op* const cached[] = {nnvm::Op::Get("_CachedOp"), nnvm::Op::Get("_CachedOpThreadSafe")};
+  std::set<const void*> operators;
+  for (const auto& node : recorded(losses, count)) {
+    const nnvm::Op* op = node->attrs.op;
+    const bool is_cached = op == cached[0] || op == cached[1];
+    operators.insert(is_cached ? parameters_of(node->attrs) : op);
+  }
+  int64_t written = 0;
+  for (const void* one : operators)
+    if (written < most) into[written++] = reinterpret_cast<int64_t>(one);
+  return operators.size();
+}
+
 // Frees the graphs that autograd has recorded for these arrays, as MXNet's backward pass without retain_graph.
 void free_graphs(void** arrays, int64_t count) {
   for (const auto& node : recorded(arrays, count)) {
@@ -400,7 +416,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
       FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions),
-      FUNCTION(marks), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(updated_inputs),
+      FUNCTION(marks), FUNCTION(graph_operators), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(updated_inputs),
       FUNCTION(copy_all), FUNCTION(watched),
       FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
       FUNCTION(count_updates), FUNCTION(random_state), function("scales", scales_of), FUNCTION(set_scales),

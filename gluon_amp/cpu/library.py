@@ -45,6 +45,7 @@ from . import bfloat16
 __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_features__
 
 SETTINGS = "__gluon_amp__"  # the attribute of nodes with settings
+_MOST_OPERATORS = 256  # of most graphs
 _NAMES = ("watch", "histories")  # settings that are names, in lines of the attribute
 PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
@@ -302,6 +303,20 @@ def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
         return False
     _table.free_graphs(_handles(arrays), len(arrays))
     return True
+
+
+def graph_operators(losses: Sequence["mx.nd.NDArray"]) -> FrozenSet[int]:
+    """Returns numbers of the operators in the graphs that autograd has recorded for these losses.
+    Each hybridized block is an operator. Without the engine, all operators have one number."""
+    if _table is None:
+        return frozenset([0])
+    most = _MOST_OPERATORS
+    while True:
+        into = (c_int64 * most)()
+        count = _table.graph_operators(_handles(losses), len(losses), into, most)
+        if count <= most:
+            return frozenset(into[:count])
+        most = count
 
 
 def other_gradients(losses: Sequence["mx.nd.NDArray"],

@@ -334,10 +334,15 @@ struct CustomFunctionParameters {
   std::shared_ptr<MXCallbackList> python;
 };
 
-// dmlc::any holds the type, then the address of a large value.
-inline const CustomParameters& custom_parameters(const nnvm::NodeAttrs& attrs) {
+// dmlc::any holds the type, then the address of a large value, or a small value, such as the shared_ptr of a
+// CachedOp, which begins with an address.
+inline const void* parameters_of(const nnvm::NodeAttrs& attrs) {
   const auto* parsed = reinterpret_cast<const char*>(&attrs.parsed) - 8;
-  return **reinterpret_cast<const CustomParameters* const*>(parsed + sizeof(void*));
+  return *reinterpret_cast<const void* const*>(parsed + sizeof(void*));
+}
+
+inline const CustomParameters& custom_parameters(const nnvm::NodeAttrs& attrs) {
+  return *static_cast<const CustomParameters*>(parameters_of(attrs));
 }
 
 }  // namespace gluon_amp

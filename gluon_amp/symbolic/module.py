@@ -42,7 +42,7 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import Gradient, Step, gradients_of, locked
+from ..training.step import Gradient, Step, gradients_of, in_turn
 from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
 
@@ -79,6 +79,9 @@ class _ExecutorPass(BackwardPass):
 
     def losses(self) -> List[Array]:
         return [output for executor in self._executors for output in executor.outputs]
+
+    def end_check(self) -> None:
+        self._module._module()._symbol.may_have_unscaled_heads = False
 
     def unscaled_head_error(self, names: Sequence[str]) -> str:
         return "an operator in the symbol ignores the incoming gradient, and so the loss scale, " \
@@ -235,7 +238,7 @@ class _Module:
             _wait_for_averages()
         super().forward(data_batch, is_train)
 
-    @locked
+    @in_turn
     def backward(self, out_grads: object = None) -> None:
         """The same as MXNet's; scales `out_grads`.
 
@@ -260,8 +263,7 @@ class _Module:
         scale = self._step.next_scale
         self._step.begin(scale)
         checking = self._averages_before is not None and self._checks_loss_heads()
-        if _ExecutorPass(self, scale, checking, backward).run_and_check():
-            module._symbol.may_have_unscaled_heads = False
+        _ExecutorPass(self, scale, checking, backward).run_and_check()
         self._used_scale = self._step.scale
 
     def _checks_loss_heads(self) -> bool:
@@ -278,7 +280,7 @@ class _Module:
             return [g / self._used_scale for g in grads]
         return [[g / self._used_scale for g in on_devices] for on_devices in grads]
 
-    @locked
+    @in_turn
     def update(self) -> bool:
         """Updates unless a gradient is not finite. Returns whether it updated.
 

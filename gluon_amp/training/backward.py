@@ -2,8 +2,8 @@
 
 A pass runs at one loss scale. It may run again in the same call:
 
-    check of loss heads    until it has found none that ignore the incoming gradient, the loss
-                           scale: a pass at scale 0 must give gradients of 0
+    check of loss heads    for graphs with new operators, which may ignore the incoming gradient,
+                           and so the loss scale: a pass at scale 0 must give gradients of 0
     search                 until the first scale is found: passes at lower scales after an overflow
 """
 import contextlib
@@ -16,7 +16,7 @@ from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import TYPES_16BIT, dtype_name, squares
-from ..cpu.library import free_graphs, other_gradients, updated_inputs
+from ..cpu.library import free_graphs, graph_operators, other_gradients, updated_inputs
 from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
 from .step import Gradient, Step
@@ -26,6 +26,7 @@ log = logging.getLogger("gluon_amp")
 # MXNet's operators whose mask is valid for one backward pass only: a second pass would propagate
 # gradients as if nothing had been dropped.
 _ONCE = frozenset(["Dropout"])
+_STOPS = frozenset(["BlockGrad"])  # operators through which no gradient passes
 # MXNet's error in a second pass through `foreach`, `while_loop` and `cond`, whose graphs are freed.
 _FREED = "We didn't record the computation"
 _ONE_PASS = "loss_scale=None, or gluon_amp.scale_loss(loss, trainer), which make one pass"
@@ -78,6 +79,10 @@ class BackwardPass:
         """Returns the message for such a loss head, whose gradients reach these parameters."""
         raise NotImplementedError
 
+    def end_check(self) -> None:
+        """Records that the graph needs no other check of loss heads."""
+        raise NotImplementedError
+
     def copies(self) -> Copies:
         """Copies all gradients that the pass writes, those of the steps first."""
         return [(g.own, g.own.copy()) for g in self.gradients]
@@ -90,16 +95,16 @@ class BackwardPass:
         """The gradients that wait for the update."""
         return [gradient for step in self.steps for gradient in step.new()]
 
-    def run_and_check(self) -> bool:
-        """Runs the pass, the check of loss heads and the search of the loss scale. Returns whether
-        the loss heads are checked."""
+    def run_and_check(self) -> None:
+        """Runs the pass, the check of loss heads and the search of the loss scale."""
         if self.repeats:
             self._before = [(g, g.copy()) for step in self.steps for g in step.kept()]
         self.run_once(self.scale)
         losses = self.losses()
         for step in self.steps:
             step.end(self.scale, losses)
-        checked = self.checking and self._check_loss_heads()
+        if self.checking:
+            self._check_loss_heads()
         if self._searching:
             least = _least(self._searching)
             self._search(least)
@@ -110,7 +115,6 @@ class BackwardPass:
             self.finish()
         for step in self.steps:
             step.guard(step.new())
-        return checked
 
     def repeat(self, scale: float) -> None:
         """Repeats the pass at another loss scale, with all earlier ones of the step."""
@@ -144,23 +148,20 @@ class BackwardPass:
         elif step.loss_scale.scale == before:  # and all were tried
             step.nothing_fits(self.gradients)
 
-    def _check_loss_heads(self) -> bool:
+    def _check_loss_heads(self) -> None:
         """Refuses loss heads that ignore the incoming gradient, which a pass at scale 0 finds. If
-        the graph allows no second pass, loss heads stay unchecked.
-
-        Returns:
-            Whether the check is over: False if that pass has infinities or NaN.
-        """
+        that pass has infinities or NaN, the next pass is checked, too."""
         try:
             sums = self.sums_at_zero if self.may_have_unscaled_heads() else None
             if self.user_error:
                 _least(self.steps).warn_once("no second pass", self.user_error)
-            if sums is None:
-                return True
-            unscaled = [g.name for g, s in zip(self.gradients, sums) if np.isfinite(s) and s > 0]
-            if unscaled:
-                raise ValueError(self.unscaled_head_error(unscaled))
-            return bool(np.isfinite(sums).all())
+            if sums is not None:
+                unscaled = [g.name for g, s in zip(self.gradients, sums)
+                            if np.isfinite(s) and s > 0]
+                if unscaled:
+                    raise ValueError(self.unscaled_head_error(unscaled))
+            if sums is None or np.isfinite(sums).all():
+                self.end_check()
         except (ValueError, mx.MXNetError):
             for step in self.steps:
                 step.reset()
@@ -169,7 +170,7 @@ class BackwardPass:
     @functools.cached_property
     def sums_at_zero(self) -> Optional["np.ndarray[Any, Any]"]:
         """The sums of squares of gradients in a pass at scale 0, which keeps gradients. None if
-        the graph allows no second pass."""
+        the graph allows no second pass; then loss heads are refused by their names."""
         mx.nd.waitall()  # raises errors of the first run, which are not those of a second one
         kept = self.copies()
         gradients = [g.own for g in self.gradients]
@@ -203,10 +204,11 @@ class AutogradPass(BackwardPass):
     def __init__(self, steps: Sequence[Step], scale: float, losses: List["mx.nd.NDArray"],
                  parameters: Sequence["mx.gluon.Parameter"],
                  after_pass: Callable[[float], None], retain_graph: bool) -> None:
-        super().__init__(steps, scale, scale != 1 and not all(s.loss_heads_checked for s in steps))
         self._losses, self._parameters, self._after_pass = losses, parameters, after_pass
         self._retain_graph = retain_graph
         self._averages: Optional[Copies] = None
+        self._new = frozenset() if scale == 1 else graph_operators(losses)
+        super().__init__(steps, scale, any(self._new - step.checked for step in steps))
 
     def run_once(self, scale: float) -> None:
         head_gradients = [_head_gradient(loss.shape, loss.ctx, loss.dtype, scale)
@@ -237,12 +239,14 @@ class AutogradPass(BackwardPass):
         return bool(seen & (LOSSES | POSSIBLE_LOSSES | USER_CODE | NESTED)) \
             or not seen <= {*OPERATORS, "null"}
 
+    def end_check(self) -> None:
+        for step in self.steps:
+            step.checked |= self._new
+
     def unscaled_head_error(self, names: Sequence[str]) -> str:
-        which = ", ".join(sorted(self._operators & (LOSSES | POSSIBLE_LOSSES | USER_CODE))) \
-            or f"one of {', '.join(sorted(LOSSES))}, or one like them"
-        return "an operator in the network ignores the incoming gradient, and so the loss scale: " \
-               f"{which}. The update would divide the gradients{in_names(names)} by a scale that " \
-               "they lack. Valid: a loss of gluon.loss, amp.Module, or loss_scale=None"
+        return _unscaled_head_error(
+            self._operators & (LOSSES | POSSIBLE_LOSSES | USER_CODE)
+            or [f"one of {', '.join(sorted(LOSSES))}, or one like them"], names)
 
     def refusal(self) -> str:
         """If user code or a hybridized network may compute other gradients, a pass is tried."""
@@ -279,6 +283,7 @@ class AutogradPass(BackwardPass):
                     raise mx.MXNetError("the loss scale needs a second backward pass, which "
                                         f"failed. Valid: {_ONE_PASS}. MXNet's error: {error}"
                                         ) from error
+                refuse_loss_heads(self._losses)
                 return None
 
     @functools.cached_property
@@ -340,16 +345,51 @@ def _describe(error: str) -> str:
            f"warning: {_ONE_PASS}"
 
 
+def _unscaled_head_error(operators: Iterable[str], names: Sequence[str]) -> str:
+    return "an operator of the network or the loss ignores the incoming gradient, and so the " \
+           f"loss scale: {', '.join(sorted(operators))}. The update would divide the gradients" \
+           f"{in_names(names)} by a scale that they lack. Valid: a loss of gluon.loss, " \
+           "amp.Module, or loss_scale=None"
+
+
+def refuse_loss_heads(losses: List[Any]) -> None:
+    """Refuses loss heads by their names, without a backward pass. It does not see those in
+    hybridized blocks."""
+    heads = set()
+    for nodes, outputs in map(_nodes, losses):
+        for head in _reached(nodes, outputs):
+            node = nodes[head]
+            if node["op"] in LOSSES and node.get("attrs", {}).get("out_grad") != "True" \
+                    and any(nodes[i]["op"] == "null"
+                            for i in _reached(nodes, [node["inputs"][0][0]])):
+                heads.add(node["op"])
+    if heads:
+        raise ValueError(_unscaled_head_error(heads, []))
+
+
+def _reached(nodes: List[Any], begin: Iterable[int]) -> Set[int]:
+    """Returns the nodes that gradients reach from these."""
+    found, waiting = set(), list(begin)
+    while waiting:
+        one = waiting.pop()
+        if one not in found and nodes[one]["op"] not in _STOPS:
+            found.add(one)
+            waiting += [entry[0] for entry in nodes[one]["inputs"]]
+    return found
+
+
+def _nodes(loss: Any) -> Tuple[List[Any], List[int]]:
+    """Returns the nodes of a loss's graph, and the numbers of its outputs."""
+    symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
+    # to remove casts, MXNet would create a copy that it never frees
+    made = json.loads(symbol.tojson(remove_amp_cast=False))
+    return made["nodes"], [entry[0] for entry in made["heads"]]
+
+
 def _operators(losses: List[Any]) -> Set[str]:
     """Returns the operators in the graphs of these losses. A hybridized block is one operator,
     _CachedOp, or its operators."""
-    found = set()
-    for loss in losses:
-        symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
-        # to remove casts, MXNet would create a copy that it never frees
-        made = json.loads(symbol.tojson(remove_amp_cast=False))
-        found |= {node["op"] for node in made["nodes"]}
-    return found
+    return {node["op"] for loss in losses for node in _nodes(loss)[0]}
 
 
 def _free(losses: List[Any]) -> None:

@@ -20,11 +20,13 @@ import functools
 import logging
 import math
 import threading
+from contextlib import contextmanager
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
+    Iterator,
     List,
     NoReturn,
     Optional,
@@ -57,6 +59,7 @@ log = logging.getLogger("gluon_amp")
 # Skipped steps in a row before an error if no scale can back off: as many as a dynamic scale takes
 # from its first value to its minimum.
 PATIENCE = 16
+_LONGEST = 600  # seconds that a call waits for those of other threads
 _KEPT = 3  # averages have two copies, and several Trainers check all gradients
 _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
@@ -112,14 +115,14 @@ class Step:
     Attributes:
         loss_scale: the loss scale; a `LossScale` of 1 without scaling.
         workers: the workers, which sum gradients.
-        lock: calls of several threads hold it, and so run one after another.
         max_norm: the norm to which each update is clipped; None for no clipping.
         next_max_norm: the same for the next update only.
         skipped: the number of skipped steps.
         skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
         has_updated: whether any step has updated, also before its state was saved.
-        loss_heads_checked: whether no operator ignores the incoming gradient.
+        checked: the operators of graphs without operators that ignore the incoming gradient.
+        named: the operators of graphs without loss heads that names identify.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         averages: the moving averages that the step keeps finite; None on a CPU.
@@ -135,10 +138,12 @@ class Step:
         self.loss_scale = as_loss_scale(loss_scale)
         self.max_norm = None if max_norm is None else positive_number(max_norm, "clip_norm")
         self.workers = Workers(names=not marked)
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.skipped = self.skipped_in_a_row = 0
         self.updated, self.has_updated = True, False
-        self.loss_heads_checked = self.weights_replaced = False
+        self.weights_replaced = False
+        self.checked: Set[int] = set()
+        self.named: Set[int] = set()
         self.averages: Optional[MovingAverages] = None
         self._read_gradients, self._marked = gradients, marked
         self._adding = adding or self._parameters_adding
@@ -155,10 +160,10 @@ class Step:
         self.reset()
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock())
+        vars(self).update(state, _lock=threading.RLock())
 
     def reset(self) -> None:
         """Clears the state of the backward passes since the last step."""
@@ -209,6 +214,18 @@ class Step:
         """Whether the update needs `update_or_skip`; otherwise MXNet's suffices."""
         return self.checks_gradients or self.weights_replaced or self.next_max_norm is not None \
             or any(g.array is not g.own for g in self._gradients)
+
+    @contextmanager
+    def turn(self, call: str) -> Iterator[None]:
+        """Runs the calls of several threads one after another."""
+        if not self._lock.acquire(timeout=_LONGEST):
+            raise RuntimeError(f"{call} waited {_LONGEST} seconds for another thread in a call of "
+                               "the same Trainer or Module, such as a scale_loss() block that "
+                               "itself waits for this thread")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     # ---- gradients
 
@@ -672,11 +689,11 @@ class Step:
         self.reset()
 
 
-def locked(method: Method) -> Method:
-    """Makes calls of an object's method hold the lock of its `_step`."""
+def in_turn(method: Method) -> Method:
+    """Runs calls of an object's method one after another: see `Step.turn`."""
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._step.lock:
+        with self._step.turn(f"{method.__name__}()"):
             return method(self, *args, **kwargs)
     return call  # type: ignore[return-value]
 

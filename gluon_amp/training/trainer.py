@@ -16,11 +16,12 @@ from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
 from ..checks import counted, listed, positive_number, same_objects
 from ..cpu.arrays import is_16bit
+from ..cpu.library import graph_operators
 from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
-from .backward import AutogradPass, check_losses, run_backward
+from .backward import AutogradPass, check_losses, refuse_loss_heads, run_backward
 from .loss_scale import DynamicLossScale, GivenLossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
@@ -32,7 +33,7 @@ from .optimizer import (
     with_masters,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import Gradient, Stage, Step, gradients_of, locked, set_to_zero
+from .step import Gradient, Stage, Step, gradients_of, in_turn, set_to_zero
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -188,7 +189,7 @@ class Trainer(mx.gluon.Trainer):
 
     # ---- a step
 
-    @locked
+    @in_turn
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Sums gradients over devices and workers and updates, unless a gradient is not finite.
 
@@ -214,13 +215,13 @@ class Trainer(mx.gluon.Trainer):
         self._update(ignore_stale_grad)
         return self._end_step()
 
-    @locked
+    @in_turn
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         super().allreduce_grads()
         self._step.guard(self._step.new())
 
-    @locked
+    @in_turn
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step("update()", batch_size, ignore_stale_grad)
@@ -229,7 +230,7 @@ class Trainer(mx.gluon.Trainer):
         super().update(batch_size, ignore_stale_grad)
         return self._end_step()
 
-    @locked
+    @in_turn
     def unscale(self) -> Dict[str, List[Array]]:
         """Returns unscaled gradients, 16-bit ones in float32.
 
@@ -241,7 +242,7 @@ class Trainer(mx.gluon.Trainer):
             named.setdefault(gradient.name, []).append(gradient.array)
         return named
 
-    @locked
+    @in_turn
     def clip_norm(self, max_norm: float, batch_size: int = 1) -> float:
         """Clips the gradients of the next `update` to a norm over all parameters.
 
@@ -646,7 +647,7 @@ def _backward(call: str, loss: Arrays,
 
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
         for step in sorted(steps, key=id):  # one order, so that threads cannot block each other
-            stack.enter_context(step.lock)
+            stack.enter_context(step.turn(call))
         for trainer in trainers:
             trainer._check_own_weights(call)
             stack.enter_context(weights_unwritten(trainer._optimizer))
@@ -659,10 +660,8 @@ def _backward(call: str, loss: Arrays,
             return
         scale = _begin(trainers, losses)
         parameters = [p for trainer in trainers for p in trainer._params]
-        if AutogradPass(steps, scale, losses, parameters, partial(_after_pass, trainers),
-                        retain_graph).run_and_check():
-            for step in steps:
-                step.loss_heads_checked = True
+        AutogradPass(steps, scale, losses, parameters, partial(_after_pass, trainers),
+                     retain_graph).run_and_check()
 
 
 def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
@@ -692,8 +691,9 @@ def _begin(trainers: Sequence[Trainer], losses: List[Array]) -> float:
 def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
 
-    Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step,
-    and refuses loss heads that no scale reaches.
+    Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step, and
+    refuses all loss heads that no scale reaches. `scale_loss` makes one pass: it does not see those
+    in hybridized and converted blocks.
 
         with gluon_amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
@@ -708,9 +708,13 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._step.lock:
+    with trainer._step.turn("scale_loss()"):
         with mx.autograd.pause():
             scale = _begin([trainer], losses)
+            operators = graph_operators(losses)
+            if scale != 1 and operators - trainer._step.named:
+                refuse_loss_heads(losses)
+                trainer._step.named |= operators
         with mx.autograd.record(mx.autograd.is_training()):
             scaled = [one * scale for one in losses]
         with weights_unwritten(trainer._optimizer):
