@@ -33,6 +33,73 @@ def test_integer_input_can_be_an_output():
     assert ids.dtype == np.int32
 
 
+# float64 inside a network
+
+WIDE = {  # of numbers that float32 rounds: 1 + 1e-12, and 1e8 + 0 to 3
+    "log": lambda F, y: F.log(y * 0 + 1 + 1e-12) * 1e12,
+    "softmax": lambda F, y: F.softmax(y + 1e8 * (y > 1)),
+    "variance": lambda F, y: F.mean(F.square(F.broadcast_sub(
+        y + 1e8, F.mean(y + 1e8, axis=1, keepdims=True))), axis=1),
+    "LayerNorm": lambda F, y: F.LayerNorm(y + 1e8, F.ones(4, dtype="float64"),
+                                          F.zeros(4, dtype="float64"))}
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16"])
+@pytest.mark.parametrize("name", WIDE)
+def test_float64_inside_a_network_is_not_narrowed(name, policy):
+    def forward(F, x, dense):
+        return WIDE[name](F, dense(x).astype("float64")).astype("float32")
+
+    def made():
+        dense = nn.Dense(4, in_units=4, use_bias=False)
+        dense.initialize()
+        dense.weight.set_data(nd.array(np.diag([0, 1, 2, 3])))
+        return networks.Calling(forward, dense)
+
+    ones = nd.ones((2, 4))
+    found = amp.convert(made(), policy)(ones)
+    np.testing.assert_allclose(found.asnumpy(), made()(ones).asnumpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.mx_nd("numpy mode has no sparse gradients")
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
+def test_float64_is_narrowed_for_operators_without_it(policy):
+    def forward(F, x, labels, embed, norm):
+        wide = F.log(x.astype("float64") + 2)
+        F.CTCLoss(F.reshape(x, (4, 2, 3)), labels)
+        boxes = F.contrib.MultiBoxPrior(F.reshape(wide, (1, 1, 4, 6)))
+        return norm(wide), embed(labels), F.argmax(wide, axis=1), boxes
+
+    net = networks.Calling(forward, nn.Embedding(8, 2, sparse_grad=True),
+                           nn.BatchNorm(in_channels=6))
+    net.initialize()
+    amp.convert(net, policy)
+    labels = nd.ones((2, 3), dtype="float64")
+    assert {out.dtype for out in net(nd.ones((4, 6)), labels)} == {np.float32}
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_network_with_float64_inside_trains_as_in_float32(policy):
+    def trained(dtype):
+        def forward(F, x, first, second):
+            y = first(x).astype("float64")
+            return second(F.softmax(y).astype("float32"))
+
+        net = networks.Calling(forward, nn.Dense(4, in_units=3), nn.Dense(1, in_units=4))
+        net.initialize(mx.init.Constant(0.25))
+        trainer = amp.Trainer(amp.convert(net, dtype).collect_params(), "sgd",
+                              {"learning_rate": 0.5})
+        for i in range(4):
+            with autograd.record():
+                loss = (net(nd.ones((2, 3)) * (i + 1)) - i) ** 2
+            trainer.backward(loss)
+            assert trainer.step(2)
+        return [trainer.master(p).asnumpy() for p in net.collect_params().values()]
+
+    for found, wanted in zip(trained(policy), trained("float32")):
+        np.testing.assert_allclose(found, wanted, atol=0.02)
+
+
 # Numbers outside the range of float16
 
 

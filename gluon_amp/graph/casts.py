@@ -12,6 +12,8 @@
         any other: the type of its inputs; if MXNet refuses the mixture,
             the widest type among the activations, to which parameters and constants are cast
 
+    data in float64, by a network's own cast, stays in sensitive operators and most norms
+
 MXNet's own pass is MXReducePrecisionSymbol. Unlike it, this one supports float16 parameters and
 converts the bodies of loops. It casts the results of norms back, and inserts no amp_multicast if
 types are known.
@@ -221,7 +223,7 @@ class _Casting:
             return entry.node.like([self.cast(e, dtype) for e in entry.node.inputs])
         index = f"_{entry.output}" if entry.output else ""
         # export removes amp_cast by default; amp_cast does not support float64
-        op = "Cast" if self.types[entry] == "float64" else "amp_cast"
+        op = "Cast" if "float64" in (self.types[entry], dtype) else "amp_cast"
         return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", {"dtype": dtype}, [entry])
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
@@ -235,6 +237,7 @@ class _Casting:
         runs = operators.runs_in(node)
         if runs == operators.BATCH_NORM:  # statistics are float32
             wide = self._kept(node) or node.op in operators.FLOAT32_ONLY
+            wide = wide or self.types[inputs[0]] == "float64"
             data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
         if self._kept(node) or runs in (
@@ -242,13 +245,11 @@ class _Casting:
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)
-            wanted = "float32" if wide else self.policy.sensitive.type_name
-            return [self.cast(e, wanted) for e in inputs]
+            return self._in(inputs, "float32" if wide else self.policy.sensitive.type_name)
         if runs == operators.NORM:
-            wanted = self.policy.norm.type_name
-            if node.op == "InstanceNorm":  # MXNet supports float32 only
-                wanted = "float32"
-            return [self.cast(e, wanted) for e in inputs]
+            if node.op in ("InstanceNorm", "LRN"):  # MXNet supports no float64
+                return [self.cast(e, "float32") for e in inputs]
+            return self._in(inputs, self.policy.norm.type_name)
         if node.op in operators.PRODUCTS:
             product = self._product(node)
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
@@ -258,6 +259,11 @@ class _Casting:
                 and not self._fits(node):
             return [self.cast(e, "float32") for e in inputs]
         return self._agree(node, inputs)
+
+    def _in(self, inputs: List[Entry], dtype: str) -> List[Entry]:
+        """Returns the inputs in this type, or in float64 if the data has it."""
+        wanted = "float64" if self.types[inputs[0]] == "float64" else dtype
+        return [self.cast(e, wanted) for e in inputs]
 
     def _agree(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """Returns the inputs unchanged if MXNet accepts them, else in their widest type."""
