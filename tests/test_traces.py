@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from converting import Net, make
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
+from mxnet.gluon import nn, rnn
 from traces import at_most_traces
 
 
@@ -134,3 +134,22 @@ def test_traces_do_not_keep_a_network_alive():
     del outer
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("cls", [rnn.LSTM, rnn.GRU, rnn.RNN])
+def test_rnn_returns_states_if_it_is_called_with_states(cls, hybridized):
+    """MXNet's hybridized layers return what they returned at first."""
+    layer = cls(5, input_size=3)
+    layer.initialize()
+    x, states = nd.ones((2, 4, 3)), layer.begin_state(4)
+    expected, last = layer(x, states)
+    amp.convert(layer, "bfloat16")
+    if hybridized:
+        layer.hybridize()
+    for _ in range(2):
+        np.testing.assert_allclose(layer(x).asnumpy(), expected.asnumpy(), atol=0.01)
+        out, found = layer(x, states)
+        np.testing.assert_allclose(out.asnumpy(), expected.asnumpy(), atol=0.01)
+        for one, other in zip(found, last):
+            np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), atol=0.01)

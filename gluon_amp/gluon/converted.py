@@ -421,7 +421,9 @@ class ConvertedHybridBlock(ConvertedBlock):
     def _use_trace(self, structure: str, *args: Any) -> Trace:
         """Sets the block's graph to that of MXNet's current mode, and traces it if necessary."""
         state = self._amp
-        mode = autograd.is_recording(), autograd.is_training(), structure
+        # set by MXNet's RNN layers in each call: whether it has no states, and so returns none
+        skips = getattr(self, "skip_states", None)
+        mode = autograd.is_recording(), autograd.is_training(), f"{structure} {skips}"
         if mode not in state.traces:
             made = self._trace(*args) if state.traces else self._first_trace(*args)
             for block in blocks_in(self):
