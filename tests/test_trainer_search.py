@@ -340,6 +340,21 @@ def test_step_is_skipped_if_backward_cannot_be_repeated():
     assert (trainer.loss_scale, trainer.skipped) == (2.0 ** 15, 1)
 
 
+@pytest.mark.parametrize("kind", [nn.HybridSequential, nn.Sequential])
+def test_dropout_of_a_converted_network_allows_the_search(kind):
+    """The layers of a plain Block are converted one by one; the engine runs their dropout."""
+    net = kind()
+    net.add(nn.Dense(64, in_units=8), nn.Dropout(0.5), nn.Dense(1, in_units=64))
+    net.initialize()
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd")
+    for _ in range(3):
+        with autograd.record():
+            loss = net(nd.ones((4, 8))) ** 2 * 100
+        trainer.backward(loss)
+        assert trainer.step(400)
+
+
 @pytest.mark.parametrize("large", [1e33, 1.5e32])
 def test_second_backward_through_mxnet_dropout_is_never_used(large):
     """It would pass gradients on without the mask and its factor of 2: half of the true values,

@@ -16,7 +16,7 @@ from .._mxnet import GRAPH_LOCK, mx, np
 from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import TYPES_16BIT, dtype_name, squares
-from ..cpu.library import free_graphs, graph_operators, other_gradients, updated_inputs
+from ..cpu.library import SETTINGS, free_graphs, graph_operators, other_gradients, updated_inputs
 from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
 from .step import Gradient, Step
@@ -387,9 +387,10 @@ def _nodes(loss: Any) -> Tuple[List[Any], List[int]]:
 
 
 def _operators(losses: List[Any]) -> Set[str]:
-    """Returns the operators in the graphs of these losses. A hybridized block is one operator,
-    _CachedOp, or its operators."""
-    return {node["op"] for loss in losses for node in _nodes(loss)[0]}
+    """Returns the operators in the graphs of these losses, without the engine's Dropout, which
+    keeps its mask. A hybridized block is one operator, _CachedOp, or its operators."""
+    return {node["op"] for loss in losses for node in _nodes(loss)[0]
+            if node["op"] not in _ONCE or SETTINGS not in node.get("attrs", {})}
 
 
 def _free(losses: List[Any]) -> None:
