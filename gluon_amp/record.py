@@ -123,7 +123,8 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
     def write_both(path: str) -> None:
         write(path)
         if record is not None and os.path.isfile(path):
-            former = _checksums(params)[:1] if _former(params) == record else []
+            same = os.path.isfile(params) and _former(params) == record
+            former = {sha256(params)} & set(_checksums(params)) if same else ()
             replace_text(record_path(params), record.to_json(
                 sha256=[sha256(path), *former]) + "\n")
 

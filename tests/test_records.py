@@ -162,8 +162,10 @@ def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_p
 
     replace = os.replace
     monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        net.save_parameters(path)
+    for _ in range(3):
+        net.output.bias.set_data(net.output.bias.data() + 1)
+        with pytest.raises(KeyboardInterrupt):
+            net.save_parameters(path)
     monkeypatch.undo()
     for _ in range(2):
         served = amp.convert(Net(), like=path)
@@ -172,6 +174,23 @@ def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_p
         saved(net, tmp_path)
     after = nd.load(path)
     assert not np.array_equal(before["output.bias"].asnumpy(), after["output.bias"].asnumpy())
+
+
+def test_first_save_that_is_killed_can_be_repeated(tmp_path, monkeypatch):
+    net, path = amp.convert(make()), str(tmp_path / "net.params")
+
+    def killed(*names):
+        if str(names[1]) == path:
+            raise KeyboardInterrupt
+        replace(*names)
+
+    replace = os.replace
+    monkeypatch.setattr("os.replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        net.save_parameters(path)
+    monkeypatch.undo()
+    net.save_parameters(path)
+    amp.convert(Net(), like=path).load_parameters(path)
 
 
 @pytest.mark.parametrize("damage", [
