@@ -382,3 +382,67 @@ def test_other_arguments_are_checked():
         amp.AveragedWeights(trainer_of(net), every=0)
     with pytest.raises(TypeError, match=r"takes a gluon_amp\.Trainer"):
         amp.AveragedWeights(gluon.Trainer(net.collect_params(), "sgd"))
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16"])
+def test_layer_that_is_frozen_later_keeps_its_master_weights(policy, tmp_path):
+    net = network(policy)
+    trainer = trainer_of(net)
+    train(net, trainer, 2)
+    wanted = {name: trainer.master(p).asnumpy()
+              for name, p in net._collect_params_with_prefix().items() if p._differentiable}
+    net.collect_params().setattr("grad_req", "null")
+    path = str(tmp_path / "net.params")
+    net.save_parameters(path, masters=trainer)
+    saved = nd.load(path)
+    for name, p in net._collect_params_with_prefix().items():
+        if name in wanted:
+            np.testing.assert_array_equal(trainer.master(p).asnumpy(), wanted[name])
+            np.testing.assert_array_equal(saved[name].asnumpy(), wanted[name])
+            p.set_data(p.data() * 2)
+    net.load_parameters(path, masters=trainer)
+    for name, p in net._collect_params_with_prefix().items():
+        if name in wanted:
+            np.testing.assert_array_equal(trainer.master(p).asnumpy(), wanted[name])
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("decay", [0.9, None])
+def test_layer_that_is_frozen_later_is_averaged_as_before(decay, policy):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.Dense(1, in_units=4))
+    net.initialize(mx.init.Xavier())
+    amp.convert(net, policy)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
+    averaged, wanted = amp.AveragedWeights(trainer, decay), 0
+    for i in range(40):
+        if i == 5:
+            net[0].collect_params().setattr("grad_req", "null")
+        with autograd.record():
+            loss = (net(nd.ones((2, 3))) - i) ** 2
+        trainer.backward(loss)
+        assert trainer.step(2)
+        share = 1 / (i + 1) if decay is None or not i else 1 - decay
+        wanted = (1 - share) * wanted + share * trainer.master(net[0].weight).asnumpy()
+    np.testing.assert_allclose(averaged.value(net[0].weight).asnumpy(), wanted, rtol=1e-5)
+    with averaged:
+        np.testing.assert_allclose(trainer.master(net[0].weight).asnumpy(), wanted, rtol=1e-5)
+
+
+def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weights(tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=4), nn.Dense(2, in_units=4))
+    net.initialize(mx.init.Xavier())
+    trainer = trainer_of(net, loss_scale=None)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 2)
+    amp.convert(amp.freeze(net[0]))
+    with autograd.record():
+        loss = net[1](net[0](nd.ones((2, 4)))).square()
+    trainer.backward(loss)
+    assert trainer.step(2)
+    rounded = net[0].weight.data().astype("float32").asnumpy()
+    np.testing.assert_array_equal(trainer.master(net[0].weight).asnumpy(), rounded)
+    net.save_parameters(str(tmp_path / "net.params"), masters=trainer)
+    with averaged:
+        assert net[0](nd.ones((1, 4))).shape == (1, 4)

@@ -225,11 +225,10 @@ def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: 
 def float32_numbers(net: Block, masters: Any) -> Callable[[Parameter], Array]:
     """Returns what returns a parameter's master weights in these Trainers, or else its values.
 
-    Values that are not trained, such as moving averages, may differ between devices: their mean is
-    returned, as MXNet saves it.
+    Moving averages may differ between devices: their mean is returned, as MXNet saves it.
     """
     trainers = trainers_of(masters, net)
-    return lambda p: trainers[p].master(p) if p in trainers and p.grad_req != "null" else \
+    return lambda p: trainers[p].master(p) if p in trainers and p._differentiable else \
         to_float32(p._reduce())
 
 

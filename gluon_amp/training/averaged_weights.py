@@ -9,7 +9,7 @@ from mxnet import autograd
 from .._mxnet import mx
 from ..annotations import Array, Parameter
 from ..checks import same_objects, whole_number
-from ..cpu.arrays import in_launches, is_16bit
+from ..cpu.arrays import in_launches, is_16bit, to_float32
 from . import masters
 from .trainer import Trainer
 
@@ -90,10 +90,12 @@ class AveragedWeights:
         self.count += 1
 
     def _weights(self) -> Iterator[Tuple[int, Any]]:
-        """Yields numbers of trained parameters and their master weights on the first device."""
+        """Yields numbers and master weights, on the first device, of parameters that are trained or
+        have been."""
         for i, parameter in enumerate(self.trainer._params):
-            if parameter.grad_req != "null":
-                yield i, masters.live(self.trainer, parameter)[0].as_nd_ndarray()
+            if parameter.grad_req != "null" or i in self._averages:
+                weight = masters.live(self.trainer, parameter)[0].as_nd_ndarray()
+                yield i, to_float32(weight) if is_16bit(weight.dtype) else weight
 
     @property
     def _applied(self) -> bool:

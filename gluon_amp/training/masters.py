@@ -3,7 +3,7 @@ from typing import Any, Dict, List, Sequence, Union
 
 from .._mxnet import mx
 from ..annotations import Parameter
-from ..cpu.arrays import is_16bit, narrow, sync_master, to_float32
+from ..cpu.arrays import TYPES_16BIT, is_16bit, narrow, sync_master, to_float32
 from .optimizer import master_in
 
 Trainer = Any  # trainer.py imports this module
@@ -12,8 +12,8 @@ Trainer = Any  # trainer.py imports this module
 def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[Any]:
     """Returns the arrays of a parameter's master weights on each device, which updates write.
 
-    The weights themselves are returned if they are float32, are not trained, or, without `create`,
-    if no step has created master weights yet.
+    The weights themselves are returned if they are float32, and, without `create` or if they are
+    not trained, if no step has created master weights yet.
 
     Raises:
         ValueError: the Trainer does not have the parameter or its master weights.
@@ -23,7 +23,8 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
     if number is None or trainer._params[number] is not parameter:
         raise ValueError(f"this Trainer does not have the parameter {name or repr(parameter)}")
     weights: List[Any] = parameter.list_data()
-    if not is_16bit(weights[0].dtype) or parameter.grad_req == "null":
+    frozen = parameter.grad_req == "null"
+    if not is_16bit(weights[0].dtype) or frozen and not _was_trained(trainer, number):
         return weights
     optimizer = trainer._optimizer
     if trainer._update_on_kvstore or not optimizer.multi_precision:
@@ -32,16 +33,23 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
         raise ValueError(f"{name} has no master weights here, because {reason}")
     masters = []
     for updater, weight in zip(trainer._updaters, weights):
-        if create and number not in updater.states:
+        if create and not frozen and number not in updater.states:
             updater.states[number] = optimizer.create_state_multi_precision(number, weight)
             updater.states_synced[number] = True
         state = updater.states.get(number)
         found = master_in(optimizer, state)
-        if found is None and (create or state is not None):
+        if found is None and (create and not frozen or state is not None):
             raise ValueError(f"{type(optimizer).__name__} manages the master weights of {name} "
                              "itself, and does not show them")
         masters.append(weight if found is None else found)
     return masters
+
+
+def _was_trained(trainer: Trainer, number: int) -> bool:
+    """Whether a step has created the master weights of a parameter, a 16-bit one even then."""
+    types = getattr(trainer._optimizer, "weight_types", {})
+    return types.get(number) in TYPES_16BIT and trainer._optimizer.multi_precision and all(
+        updater is not None and number in updater.states for updater in trainer._updaters)
 
 
 def read(trainer: Trainer, parameter: Parameter) -> Any:
@@ -58,13 +66,13 @@ def read(trainer: Trainer, parameter: Parameter) -> Any:
 
 def write(trainer: Trainer, parameter: Parameter, value: Any) -> None:
     """Sets a parameter's master weights on all devices, and its weights to their rounded values."""
-    weights = parameter.list_data()
+    weights, masters = parameter.list_data(), live(trainer, parameter, create=True)
     classic = value.as_nd_ndarray()
-    if not is_16bit(weights[0].dtype) or parameter.grad_req == "null":
+    if masters[0] is weights[0]:
         is_np = isinstance(weights[0], mx.np.ndarray)
         parameter.set_data(classic.as_np_ndarray() if is_np else classic)
         return
-    for master, weight in zip(live(trainer, parameter, create=True), weights):
+    for master, weight in zip(masters, weights):
         classic.copyto(master.as_nd_ndarray())
         narrow(master, weight)
 
