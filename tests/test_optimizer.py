@@ -369,3 +369,19 @@ def test_optimizer_keeps_its_class():
     assert isinstance(optimizer, mx.optimizer.SGD)
     assert optimizer.multi_precision
     assert type(optimizer).__name__ == "SGD"
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16"])
+def test_adamax_keeps_weights_whose_gradients_are_zero(policy):
+    """MXNet's divides 0 by 0."""
+    net = gluon.nn.Dense(1, in_units=3, use_bias=False)
+    net.initialize(mx.init.One())
+    amp.convert(net, policy)
+    trainer = amp.Trainer(net.collect_params(), "adamax", {"learning_rate": 0.125})
+    for expected in ([1, 0.875, 1], [1, 0.75, 1]):
+        with autograd.record():
+            loss = net(mx.nd.array([[0, 1, 0]]))
+        trainer.backward(loss)
+        assert trainer.step(1)
+        np.testing.assert_allclose(net.weight.data().asnumpy()[0].astype("float32"), expected,
+                                   rtol=0.01)

@@ -61,6 +61,7 @@ _TAKE_LISTS = (mx.optimizer.SGD, mx.optimizer.LARS, mx.optimizer.LAMB, adamw.Ada
 _ONLY_FLOAT32 = (adamw.AdamW, mx.optimizer.RMSProp, mx.optimizer.Ftrl, mx.optimizer.AdaGrad,
                  mx.optimizer.AdaDelta, mx.optimizer.contrib.GroupAdaGrad)
 
+_LEAST_NORM = 1e-30  # in Adamax
 _MOST = 45  # weights in one call; the limits of MXNet's operators are 45 to 60
 # Settings for which 0 or None in MXNet's optimizers, and -1 in operators, means none.
 _NONE_IF_0 = ("clip_gradient", "clip_weights", "lower_bound", "upper_bound")
@@ -547,6 +548,8 @@ class _WithMasters:
         elif dtype == "float16" and epsilon and np.float16(epsilon) == 0:
             why = f"would divide by 0: without master weights its state is float16, where " \
                   f"epsilon={epsilon:g} is 0. Valid: an epsilon of at least 6e-8, such as 1e-4"
+        elif isinstance(self, mx.optimizer.Adamax):
+            why = "would divide by 0 where a gradient is 0 in the type of the state"
         else:
             return
         raise ValueError(f"{self._base().__name__} {why}. Leave multi_precision at True. "
@@ -574,6 +577,10 @@ class _WithMasters:
         if (has_masters or types[0] == "float32") and one_type is not None \
                 and self._update_fused(indices, weights, grads, states, several, has_masters):
             return
+        if isinstance(self, mx.optimizer.Adamax):  # it divides 0 by 0 until a gradient is not 0
+            for _, norm in list(_split(self, states))[1] if has_masters else states:
+                classic = norm.as_nd_ndarray()
+                classic[:] = mx.nd.maximum(classic, _LEAST_NORM)
         if isinstance(self, mx.optimizer.AdaDelta):  # it writes to gradients
             grads = [g.copy() for g in grads]
         if has_masters:
