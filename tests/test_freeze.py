@@ -109,6 +109,32 @@ def test_gradients_reach_layers_before_a_frozen_one(data):
     assert moved == set(net.collect_params()) - set(net[1].collect_params())
 
 
+@pytest.mark.parametrize("kind", ["blocks", "symbol"])
+@pytest.mark.parametrize("policy", [None, "float16", "mixed_bfloat16"])
+def test_unfrozen_part_trains_as_if_never_frozen(kind, policy, data):
+    found = []
+    for again in (False, True):
+        mx.random.seed(2)
+        net = Network(as_symbol(features()) if kind == "symbol" else features())
+        net.initialize(mx.init.Xavier(), force_reinit=True)
+        net.hybridize()
+        net(data[0])
+        if again:
+            amp.freeze(net.body)
+        if policy:
+            amp.convert(net, policy)
+        if again:
+            with autograd.record():
+                net.body(data[0])
+            assert amp.freeze(net.body, False) is net.body
+        before = values(net)
+        train(net, *data)
+        found.append(values(net))
+        assert not any(np.array_equal(value, before[name]) for name, value in found[-1].items())
+    for one, other in zip(*(each.values() for each in found)):
+        np.testing.assert_array_equal(one, other)
+
+
 class OwnNorm(nn.HybridBlock):
     def __init__(self):
         super().__init__()

@@ -12,17 +12,22 @@ from .convert import blocks_around
 from .converted import blocks_in, discard_traces
 
 
-def freeze(block: Block) -> Block:
+def freeze(block: Block, frozen: bool = True) -> Block:
     """Freezes a network or a part of it, in place, and returns it.
 
     Parameters get `grad_req="null"`. Batch norms get `use_global_stats=True`: in training, too,
     they normalize with their moving averages, which no longer change. With `grad_req="null"` alone,
     a converted network's batch norms still update them, as MXNet's do on GPUs.
 
+    `freeze(block, False)` trains the whole block again: all its parameters get `grad_req="write"`,
+    and all its batch norms `use_global_stats=False`, whatever they had before. Weights keep their
+    master weights and the optimizer's states.
+
     Call it before or after `convert`, and before the Trainer's next backward pass.
 
     Args:
         block: a gluon Block.
+        frozen: whether it is excluded.
 
     Raises:
         TypeError: `block` is not a Block.
@@ -31,20 +36,26 @@ def freeze(block: Block) -> Block:
     if not isinstance(block, Block):
         raise TypeError(f"freeze takes a gluon Block. Received: {type(block).__name__}")
     inside = list(blocks_in(block))
-    _check_averages(inside)
+    grad_req = "null" if frozen else "write"
+    _check_averages(inside, f"which freeze cannot change: pass use_global_stats={frozen} to its "
+                            f"F.BatchNorm, and set grad_req={grad_req!r} on its parameters")
+    averages = {name for one in inside if isinstance(one, SymbolBlock)
+                for name in one._cached_graph[1].list_auxiliary_states()}
     for one in inside:
         if isinstance(one, nn.basic_layers._BatchNorm):
-            one._kwargs["use_global_stats"] = True
+            one._kwargs["use_global_stats"] = frozen
         elif isinstance(one, SymbolBlock):
             inputs, symbol = one._cached_graph
             graph = Graph.read(symbol)
             for node in graph.nodes_within():
                 if node.op in BATCH_NORMS:
-                    node.attrs["use_global_stats"] = "True"
-            frozen = graph.symbol()
+                    node.attrs["use_global_stats"] = str(frozen)
+            changed = graph.symbol()
             is_np = isinstance(symbol, mx.sym.numpy._Symbol)
-            one._cached_graph = inputs, frozen.as_np_ndarray() if is_np else frozen
-    block.collect_params().setattr("grad_req", "null")
+            one._cached_graph = inputs, changed.as_np_ndarray() if is_np else changed
+    for parameter in block.collect_params().values():
+        if not isinstance(parameter, Constant) and parameter.name not in averages:
+            parameter.grad_req = grad_req
     for one in [*inside, *blocks_around(block, set(inside))]:
         discard_traces(one)
         if isinstance(one, HybridBlock):
@@ -52,7 +63,7 @@ def freeze(block: Block) -> Block:
     return block
 
 
-def _check_averages(blocks: List[Any]) -> None:
+def _check_averages(blocks: List[Any], advice: str) -> None:
     """Refuses blocks whose batch norms this module cannot set."""
     for block in blocks:
         if isinstance(block, (nn.basic_layers._BatchNorm, SymbolBlock)):
@@ -62,5 +73,4 @@ def _check_averages(blocks: List[Any]) -> None:
         if names:
             raise ValueError(
                 f"{type(block).__name__} {block.name!r} has moving averages of its own "
-                f"({', '.join(names)}), which freeze cannot stop: pass use_global_stats=True to "
-                "its F.BatchNorm, and set grad_req='null' on its parameters")
+                f"({', '.join(names)}), {advice}")
