@@ -521,7 +521,7 @@ class Trainer(mx.gluon.Trainer):
     def save_states(self, fname: str) -> None:
         """Writes the optimizer with its states and master weights, the loss scale and counters.
 
-        A `gluon.Trainer` can read the file.
+        A `gluon.Trainer` can read the file where gluon_amp is installed.
 
         Args:
             fname: the file's path.
