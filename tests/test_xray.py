@@ -357,6 +357,21 @@ def test_types_reports_type_and_rule_of_each_operator():
     assert {row.node: row for row in amp.types(net)}["net_conv0_fwd"].rule == "kept by keep="
 
 
+def test_types_of_a_plain_block_are_those_of_the_blocks_in_it():
+    net, layers = nn.Sequential(), nn.HybridSequential()
+    layers.add(nn.Dense(3, in_units=4), nn.LayerNorm(in_channels=3))
+    net.add(nn.Dense(4, in_units=4), layers)
+    net.initialize()
+    with pytest.raises(TypeError, match=r"a converted network or a symbol\. Received: Sequential"):
+        amp.types(net)
+    amp.convert(net)
+    with pytest.raises(RuntimeError, match="on data once first"):
+        amp.types(net)
+    net(mx.nd.ones((2, 4)))
+    assert [row.operator for row in amp.types(net)] == ["FullyConnected"] * 2 + ["LayerNorm"]
+    assert amp.types(net)[1:] == amp.types(layers)
+
+
 @pytest.mark.mx_nd("a command runs outside numpy mode")
 def test_doctor_prints_types_of_network(capsys):
     assert main(["doctor", "--model", "squeezenet1.1", "--types"]) == 0

@@ -3,14 +3,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Collection, List, Mapping, Optional, Set, Tuple
+from typing import Any, Collection, List, Mapping, Optional, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Network
 from ..checks import aligned, counted
 from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT16, Format
-from ..gluon.converted import ConvertedHybridBlock
+from ..gluon.converted import ConvertedHybridBlock, blocks_in
 from ..graph import operators
 from ..graph.casts import sparse_nodes, touches_sparse
 from ..graph.graph import CASTS, Entry, Graph, Node
@@ -56,7 +56,8 @@ def types(net: Network) -> Types:
     """Returns the type that each operator runs in, with the reason.
 
     Args:
-        net: a converted HybridBlock that has run once, a symbol of `convert_symbol`, or a Module.
+        net: a converted network that has run once, a symbol of `convert_symbol`, or a Module. Of a
+            plain Block, the blocks in it that have run.
 
     Returns:
         A `Types`, which `print` shows as a table.
@@ -72,14 +73,21 @@ def types(net: Network) -> Types:
         declared = declared_types(graph)
         known = {name: declared.get(name, "float32") for name in graph.variables()}
         return _rows(graph, known, _kept(graph, known))
-    is_converted: bool = isinstance(net, ConvertedHybridBlock)
-    if not is_converted:
-        raise TypeError("types takes a converted HybridBlock or a symbol. "
+    inside: List[Any] = list(blocks_in(net)) if isinstance(net, mx.gluon.Block) else []
+    graphs = [block for block in inside if isinstance(block, ConvertedHybridBlock)]
+    if not graphs:
+        raise TypeError("types takes a converted network or a symbol. "
                         f"Received: {type(net).__name__}")
-    if not net._cached_graph:
+    if graphs[0] is net:  # which contains the others
+        graphs = graphs[:1]
+    ran = [block for block in graphs if block._cached_graph]
+    if not ran:
         raise RuntimeError(f"types needs the graph: run {net.name} on data once first")
-    graph, known = net.mixed_graph(["float32"] * len(net._cached_graph[0]))
-    return _rows(graph, known, net.kept_nodes(), net._amp.policy.activation)
+    found = Types()
+    for block in ran:
+        graph, known = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
+        found += _rows(graph, known, block.kept_nodes(), block._amp.policy.activation)
+    return found
 
 
 def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
