@@ -109,13 +109,18 @@ def machine_of(line):
     return MACHINES.get(machine, machine)
 
 
-def results(name):
-    """Yields the completed runs of a study, those of each machine apart."""
+def logged(name):
+    """Returns the completed runs of a study by machine: their lines by name."""
     of_machine = {}
     for file in (file_of(name), *compressed(name)):
         for run, lines in study.runs(file).items():
             of_machine.setdefault(machine_of(lines[0]), {})[run] = lines
-    for machine, runs in of_machine.items():
+    return of_machine
+
+
+def results(name):
+    """Yields the results of a study on each machine with at least two pairs of runs."""
+    for machine, runs in logged(name).items():
         pairs = {run: lines for run, lines in runs.items()
                  if f"float32-seed{run.rpartition('seed')[2]}" in runs}
         of = read(name, machine, pairs)
@@ -319,26 +324,29 @@ def summary(found):
 
 
 def plateau_table(studies):
-    """Yields the lines of a table of the rise of the test accuracy: the mean of the last epochs
-    minus that of as many before, largest over the runs of all arms."""
-    yield from head("study", "machine", "runs", "largest rise of the last 5 epochs, points",
-                    "a plateau?")
+    """Yields the lines of a table of the test accuracy at the end of each run: the mean of the last
+    epochs, and its rise since as many epochs before."""
+    yield from head("machine", "arm", "seed", "accuracy in the last 5 epochs, %",
+                    "rise since the 5 before", "a plateau?")
     for of in studies:
-        rises = [mean(curve[-LAST:]) - mean(curve[-2 * LAST:-LAST])
-                 for arm in of.curves.values() for curve in arm.values()]
-        yield line(of.name, of.machine, len(rises), f"{max(rises):+.2f}",
-                   "yes" if max(rises) <= MARGIN else "no")
+        for arm, runs in sorted(of.curves.items()):
+            for seed, curve in sorted(runs.items()):
+                end, before = mean(curve[-LAST:]), mean(curve[-2 * LAST:-LAST])
+                yield line(of.machine, arm, seed, f"{end:.2f}", f"{end - before:+.2f}",
+                           "yes" if end - before <= MARGIN else "no")
 
 
-def draw_curves(of, path):
-    """Draws the test accuracy of each run over the epochs."""
+def draw_curves(studies, path):
+    """Draws the test accuracy of each run over the epochs, each machine with a line style."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for arm, runs in of.curves.items():
-        for number, curve in enumerate(runs.values()):
-            axes.plot(range(1, len(curve) + 1), curve, linewidth=1, label="" if number else arm,
-                      color="0.6" if arm == "control" else color(arm))
-    axes.set(xlabel="epoch", ylabel="test accuracy, %", title=of.machine)
+    for of, style in zip(studies, ("-", "--", ":", "-.")):
+        for arm, runs in sorted(of.curves.items()):
+            for number, curve in enumerate(runs.values()):
+                axes.plot(range(1, len(curve) + 1), curve, style, linewidth=1,
+                          label="" if number else f"{arm}, {of.machine}",
+                          color="0.6" if arm == "control" else color(arm))
+    axes.set(xlabel="epoch", ylabel="test accuracy, %")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
@@ -475,7 +483,7 @@ def main():
     planned = [one for of in studies if of.name not in BEFORE_PLAN for one in comparisons(of)]
     before = [one for of in studies if of.name in BEFORE_PLAN for one in comparisons(of)]
     with_steps = [of for of in studies if all(of.losses["float32"].values())]
-    to_plateau = [of for of in studies if of.name == "plateau"]
+    to_plateau = [read("plateau", *of) for of in sorted(logged("plateau").items())]
     positive = [of for of in with_steps if "control" in of.losses and min(
         loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
     with_hits = [of for of in studies if len(of.hits) > 1]
@@ -485,8 +493,7 @@ def main():
         "planned": table(planned), "before": table(before), "images": image_table(with_hits),
         "steps": step_table(with_steps), "plateau": plateau_table(to_plateau)})
     draw(planned, HERE / "differences.png")
-    for of in to_plateau:
-        draw_curves(of, HERE / "plateau.png")
+    draw_curves(to_plateau, HERE / "plateau.png")
     if positive:
         draw_losses(positive, HERE / "losses.png")
 
