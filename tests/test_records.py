@@ -149,24 +149,27 @@ def test_float32_network_removes_an_older_record_and_no_other_file(tmp_path):
     amp.convert(Net(), "bfloat16").load_parameters(str(tmp_path / "other.params"))
 
 
-def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_path, monkeypatch):
-    net = amp.convert(make(), keep=".*dense.*")
-    path = saved(net, tmp_path)
-    before = nd.load(path)
-    net.output.bias.set_data(net.output.bias.data() + 1)
-
+def killed_save(net, path, monkeypatch):
+    """Saves the parameters in a process that is killed between the record and the parameters."""
     def killed(*names):
         if str(names[1]) == path:
             raise KeyboardInterrupt
         replace(*names)
 
     replace = os.replace
-    monkeypatch.setattr("os.replace", killed)
-    for _ in range(3):
-        net.output.bias.set_data(net.output.bias.data() + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", killed)
         with pytest.raises(KeyboardInterrupt):
             net.save_parameters(path)
-    monkeypatch.undo()
+
+
+def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_path, monkeypatch):
+    net = amp.convert(make(), keep=".*dense.*")
+    path = saved(net, tmp_path)
+    before = nd.load(path)
+    for _ in range(3):
+        net.output.bias.set_data(net.output.bias.data() + 1)
+        killed_save(net, path, monkeypatch)
     for _ in range(2):
         served = amp.convert(Net(), like=path)
         served.load_parameters(path)
@@ -178,17 +181,7 @@ def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_p
 
 def test_first_save_that_is_killed_can_be_repeated(tmp_path, monkeypatch):
     net, path = amp.convert(make()), str(tmp_path / "net.params")
-
-    def killed(*names):
-        if str(names[1]) == path:
-            raise KeyboardInterrupt
-        replace(*names)
-
-    replace = os.replace
-    monkeypatch.setattr("os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        net.save_parameters(path)
-    monkeypatch.undo()
+    killed_save(net, path, monkeypatch)
     net.save_parameters(path)
     amp.convert(Net(), like=path).load_parameters(path)
 

@@ -123,6 +123,18 @@ def test_two_threads_with_the_same_trainers_do_not_block_each_other():
         assert all((value == 0).all() for value in values(net))
 
 
+def test_call_that_waits_too_long_for_another_thread_is_an_error(monkeypatch):
+    monkeypatch.setattr("gluon_amp.training.step._LONGEST", 0.01)
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    loss = recorded(net, ones(), ones())
+    with ThreadPoolExecutor(1) as pool, autograd.record(), amp.scale_loss(loss, trainer) as scaled:
+        with pytest.raises(RuntimeError, match=r"step\(\) waited 0.01 seconds for another thread"):
+            pool.submit(trainer.step, 1).result()
+        scaled.backward()
+    assert trainer.step(1)
+
+
 def test_module_updates_after_the_backward_pass_of_another_thread():
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"), loss_scale=8)
