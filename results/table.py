@@ -8,6 +8,7 @@ different machines are in different rows.
 """
 import math
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Dict, List, NamedTuple, Optional
@@ -340,7 +341,7 @@ def draw_curves(studies, path):
     """Draws the test accuracy of each run over the epochs, each machine with a line style."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for of, style in zip(studies, ("-", "--", ":", "-.")):
+    for of, style in zip(studies, cycle(["-", "--", ":", "-."])):
         for arm, runs in sorted(of.curves.items()):
             for number, curve in enumerate(runs.values()):
                 axes.plot(range(1, len(curve) + 1), curve, style, linewidth=1,

@@ -236,8 +236,8 @@ class _Casting:
     def _cast_inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         runs = operators.runs_in(node)
         if runs == operators.BATCH_NORM:  # statistics are float32
-            wide = self._kept(node) or node.op in operators.FLOAT32_ONLY
-            wide = wide or self.types[inputs[0]] == "float64"
+            wide = self._kept(node) or node.op in operators.FLOAT32_ONLY \
+                or self.types[inputs[0]] == "float64"
             data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
         if self._kept(node) or runs in (

@@ -23,8 +23,8 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
     if number is None or trainer._params[number] is not parameter:
         raise ValueError(f"this Trainer does not have the parameter {name or repr(parameter)}")
     weights: List[Any] = parameter.list_data()
-    frozen = parameter.grad_req == "null"
-    if not is_16bit(weights[0].dtype) or frozen and not _was_trained(trainer, number):
+    if not is_16bit(weights[0].dtype) \
+            or parameter.grad_req == "null" and not _was_trained(trainer, number):
         return weights
     optimizer = trainer._optimizer
     if trainer._update_on_kvstore or not optimizer.multi_precision:
@@ -33,12 +33,12 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
         raise ValueError(f"{name} has no master weights here, because {reason}")
     masters = []
     for updater, weight in zip(trainer._updaters, weights):
-        if create and not frozen and number not in updater.states:
+        if create and number not in updater.states:
             updater.states[number] = optimizer.create_state_multi_precision(number, weight)
             updater.states_synced[number] = True
         state = updater.states.get(number)
         found = master_in(optimizer, state)
-        if found is None and (create and not frozen or state is not None):
+        if found is None and (create or state is not None):
             raise ValueError(f"{type(optimizer).__name__} manages the master weights of {name} "
                              "itself, and does not show them")
         masters.append(weight if found is None else found)
@@ -46,10 +46,10 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
 
 
 def _was_trained(trainer: Trainer, number: int) -> bool:
-    """Whether a step has created the master weights of a parameter, a 16-bit one even then."""
+    """Whether steps have created master weights of a parameter: a float32 one has none."""
     types = getattr(trainer._optimizer, "weight_types", {})
-    return types.get(number) in TYPES_16BIT and trainer._optimizer.multi_precision and all(
-        updater is not None and number in updater.states for updater in trainer._updaters)
+    return types.get(number) in TYPES_16BIT and trainer._optimizer.multi_precision \
+        and all(number in updater.states for updater in trainer._updaters)
 
 
 def read(trainer: Trainer, parameter: Parameter) -> Any:

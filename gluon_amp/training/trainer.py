@@ -711,10 +711,10 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     with trainer._step.turn("scale_loss()"):
         with mx.autograd.pause():
             scale = _begin([trainer], losses)
-            operators = graph_operators(losses)
-            if scale != 1 and operators - trainer._step.named:
+            new = frozenset() if scale == 1 else graph_operators(losses) - trainer._step.named
+            if new:
                 refuse_loss_heads(losses)
-                trainer._step.named |= operators
+                trainer._step.named |= new
         with mx.autograd.record(mx.autograd.is_training()):
             scaled = [one * scale for one in losses]
         with weights_unwritten(trainer._optimizer):
