@@ -6,6 +6,7 @@
 The result of a rank that raises is the text of its error. No process outlives `with`.
 """
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -74,6 +75,7 @@ def serve():
     import rank_stories
     vars(rank_stories).update({name: story for name, story in vars(rank_mistakes).items()
                                if not hasattr(rank_stories, name)})
+    gc.freeze()  # or each fork copies all objects when it collects garbage at its exit
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -8,6 +8,7 @@ process in some test: `new_process=True`.
 """
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -72,6 +73,7 @@ def serve():
     for name in ("images", "matplotlib.figure", "gluoncv.model_zoo", "sklearn.datasets"):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    gc.freeze()  # or each fork copies all objects when it collects garbage at its exit
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

@@ -38,11 +38,12 @@ LANGUAGES = {"python", "python process", "output", "diff", "diff mxnet", "text",
              *COMMANDS}
 # MXNet without gluon_amp, imported with the names removed from numpy. Each line of stdin is the
 # path of code, which a fork runs.
-MXNET_ALONE = f"""import os, runpy, sys
+MXNET_ALONE = f"""import gc, os, runpy, sys
 runpy.run_path({str(ROOT / "gluon_amp" / "_numpy.py")!r})["install"]()
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
+gc.freeze()
 for path in map(str.strip, sys.stdin):
     fork = os.fork()
     if fork == 0:
