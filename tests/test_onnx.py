@@ -150,6 +150,8 @@ CASES = {
     "Pooling, mean": (sym.Pooling(x, kernel=(3, 3), pad=(1, 1), pool_type="avg"),),
     "Pooling, mean within": (sym.Pooling(x, kernel=(3, 3), pad=(1, 1), pool_type="avg",
                                          count_include_pad=False),),
+    "Pooling, mean by default": (sym.Pooling(x, kernel=(3, 3), pad=(1, 1), pool_type="avg",
+                                             count_include_pad=None),),
     "Pooling, mean, full": (sym.Pooling(x, kernel=(2, 2), stride=(2, 2), pool_type="avg",
                                         pooling_convention="full"),),
     "Pooling, all": (sym.Pooling(x, global_pool=True, kernel=(7, 7), pool_type="avg"),),

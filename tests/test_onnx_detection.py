@@ -83,6 +83,7 @@ CASES = {
     "MultiBoxDetection of all classes": detection(force_suppress=True, nms_threshold=0.2),
     "MultiBoxDetection of all boxes": detection(nms_threshold=0, threshold=0.35),
     "box_decode": decoded(format="center", std0=0.1, std1=0.2, std2=0.3, std3=0.4),
+    "box_decode by default": decoded(std0=0.1),
     "box_decode of corners": decoded(format="corner", clip=0.5),
     "ROIAlign": pooled(sym.contrib.ROIAlign, sample_ratio=2),
     "ROIAlign of any ratio": pooled(sym.contrib.ROIAlign),

@@ -268,7 +268,7 @@ def _has_label(head: Node) -> bool:
 def _loss(head: Node, output: Array, label: Array) -> _Loss:
     """Returns a head's loss in float32, or its output if the label has another shape."""
     found: Optional[_Loss] = None
-    if head.op in ("SoftmaxOutput", "Softmax"):
+    if head.op == "SoftmaxOutput":
         found = _of_softmax(head, output, label)
     elif head.op in _REGRESSIONS and label.size == output.size:
         found = _REGRESSIONS[head.op](output, label.reshape(output.shape))

@@ -40,7 +40,7 @@ def decode(node: Operator) -> str:
     deviations = [node.number(f"std{i}", 1.0) for i in range(4)]
     clip = node.number("clip", -1.0)
     return _decoded(node, node.input(0), node.input(1), deviations,
-                    centers=node.text("format", "corner") == "center",
+                    centers=node.text("format", "center") == "center",
                     largest=clip if clip > 0 else None)
 
 

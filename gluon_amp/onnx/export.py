@@ -54,7 +54,7 @@ _IR_VERSION = 8  # of the file's format, which ONNX 1.10 and later read
 Shape = Tuple[int, ...]
 Shapes = Union[Shape, Sequence[Shape], Mapping[str, Shape]]
 
-_HEADS = frozenset("SoftmaxOutput Softmax LinearRegressionOutput LogisticRegressionOutput "
+_HEADS = frozenset("SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput "
                    "MAERegressionOutput".split())  # they read labels in training only
 
 
@@ -333,11 +333,7 @@ def _sizes(names: List[str], shapes: Any, valid: Any = numbers.Integral) -> Dict
             for shape in given.values()):
         raise ValueError("shapes must be a tuple of sizes >= 1, with one None for any batch "
                          f"size, for each input: {', '.join(names)}. Received: {shapes!r}")
-    return {name: tuple(map(_plain, given[name])) for name in names}
-
-
-def _plain(size: Any) -> Any:
-    return size if size is None else int(size)
+    return {name: tuple(size and int(size) for size in given[name]) for name in names}
 
 
 def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
@@ -361,8 +357,8 @@ def _arange(node: Node, count: int) -> Any:
 # Constant folding of operators that copy or round values: from inputs, node and output shape.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
     **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
-    **dict.fromkeys(("Reshape", "reshape", "Flatten", "expand_dims", "squeeze", "_np_reshape",
-                     "_npx_reshape", "_np_squeeze"),
+    **dict.fromkeys(("Reshape", "Flatten", "expand_dims", "squeeze", "_np_reshape", "_npx_reshape",
+                     "_np_squeeze"),
                     lambda x, node, shape, dtype: x[0].reshape(shape)),
     "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
     **dict.fromkeys(("_arange", "_npi_arange"), lambda x, node, shape, dtype: as_type(

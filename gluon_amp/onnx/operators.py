@@ -3,7 +3,7 @@
 Other operators are refused. `tests/test_onnx.py` runs every row in onnxruntime.
 """
 import ast
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, List
 
 from .._mxnet import np
 from ..annotations import Shape
@@ -31,8 +31,8 @@ def _same(op: str) -> Write:
 
 for _names, _op in {
         "relu _npx_relu": "Relu",
-        "elemwise_add _plus _Plus broadcast_add broadcast_plus _npi_add": "Add",
-        "elemwise_sub broadcast_sub broadcast_minus _npi_subtract": "Sub",
+        "elemwise_add broadcast_add _npi_add": "Add",
+        "elemwise_sub broadcast_sub _npi_subtract": "Sub",
         "elemwise_mul broadcast_mul _npi_multiply": "Mul",
         "elemwise_div broadcast_div _npi_true_divide": "Div", "broadcast_maximum _maximum": "Max",
         "broadcast_minimum _minimum": "Min", "negative _npi_negative": "Neg",
@@ -43,12 +43,11 @@ for _names, _op in {
         "log _npi_log": "Log", "sqrt _npi_sqrt": "Sqrt", "erf": "Erf", "sin _npi_sin": "Sin",
         "cos _npi_cos": "Cos", "softsign": "Softsign", "floor _npi_floor": "Floor",
         "ceil _npi_ceil": "Ceil", "reciprocal _npi_reciprocal": "Reciprocal",
-        "add_n ElementWiseSum": "Sum", "broadcast_power _power _npi_power": "Pow"}.items():
+        "add_n": "Sum", "broadcast_power _power _npi_power": "Pow"}.items():
     row(*_names.split(), wide=True)(_same(_op))
 
 
-@row("identity", "_copy", "_np_copy", "BlockGrad", "stop_gradient", "Dropout",
-     "LinearRegressionOutput", "MAERegressionOutput")
+@row("_copy", "_np_copy", "BlockGrad", "Dropout", "LinearRegressionOutput", "MAERegressionOutput")
 def _identity(node: Operator) -> str:
     node.ignore("p", "mode", "axes", "grad_scale")
     if node.node.op == "Dropout" and node.node.attrs.get("mode", "training") != "training":
@@ -190,7 +189,7 @@ def _softmax(node: Operator) -> str:
     return node.add(op, node.input(0), axis=node.axis())
 
 
-@row("SoftmaxOutput", "Softmax", "SoftmaxActivation", wide=True)
+@row("SoftmaxOutput", "SoftmaxActivation", wide=True)
 def _softmax_output(node: Operator) -> str:
     """A loss head predicts the softmax; it reads its label in training only."""
     node.ignore("grad_scale", "ignore_label", "use_ignore", "normalization", "out_grad",
@@ -367,28 +366,29 @@ def _adaptive(node: Operator) -> str:
     return node.add("GlobalAveragePool", node.input(0))
 
 
+def _reduced_axes(node: Operator) -> List[int]:
+    """Returns the axes to reduce: all, if the node names none."""
+    axes = range(len(node.shape()))
+    return [axes[axis] for axis in node.several("axis", tuple(axes))]
+
+
 @row("_npi_var", "_npi_std", wide=True)
 def _spread(node: Operator) -> str:
     node.only("dtype", "None")
     node.only("ddof", "0")
-    axes = [axis % len(node.shape()) for axis in node.several("axis", tuple(range(
-        len(node.shape()))))]
-    x = node.input(0)
+    axes, x = _reduced_axes(node), node.input(0)
     off = node.add("Sub", x, node.add("ReduceMean", x, axes=axes))
     made = node.add("ReduceMean", node.add("Mul", off, off), axes=axes,
                     keepdims=int(node.flag("keepdims")))
     return node.add("Sqrt", made) if node.node.op == "_npi_std" else made
 
 
-@row("mean", "sum", "sum_axis", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min",
-     wide=True)
+@row("mean", "sum", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min", wide=True)
 def _reduce(node: Operator) -> str:
     node.only("exclude", "False", "0")
     node.only("initial", "None")
     node.only("dtype", "None")
-    axes = [axis % len(node.shape()) for axis in node.several("axis", tuple(range(
-        len(node.shape()))))]
-    x, keep = node.input(0), int(node.flag("keepdims"))
+    axes, x, keep = _reduced_axes(node), node.input(0), int(node.flag("keepdims"))
     op = {"mean": "ReduceMean", "max": "ReduceMax", "min": "ReduceMin"}.get(
         node.node.op.split("_")[-1])
     if op is None:
@@ -403,8 +403,8 @@ def _reduce(node: Operator) -> str:
 # ---- operators that copy values ----------------------------------------------
 
 
-@row("Reshape", "reshape", "Flatten", "flatten", "expand_dims", "squeeze", "reshape_like",
-     "_np_reshape", "_npx_reshape", "_np_squeeze")
+@row("Reshape", "Flatten", "expand_dims", "squeeze", "reshape_like", "_np_reshape",
+     "_npx_reshape", "_np_squeeze")
 def _reshape(node: Operator) -> str:
     """Writes operators that change the shape only, with the shape that MXNet infers."""
     node.unread.clear()
@@ -417,7 +417,7 @@ def _transpose(node: Operator) -> str:
     return node.add("Transpose", node.input(0), perm=axes)
 
 
-@row("SwapAxis", "swapaxes")
+@row("SwapAxis")
 def _swap(node: Operator) -> str:
     axes = list(range(len(node.shape())))
     a, b = node.axis("dim1", 0), node.axis("dim2", 0)
@@ -425,7 +425,7 @@ def _swap(node: Operator) -> str:
     return node.add("Transpose", node.input(0), perm=axes)
 
 
-@row("Concat", "concat")
+@row("Concat")
 def _concat(node: Operator) -> str:
     return node.add("Concat", *node.x, axis=node.axis("dim", 1))
 
@@ -490,7 +490,7 @@ def _slice_like(node: Operator) -> str:
                     node.constant(axes, "int64"))
 
 
-@row("tile", "_npi_tile")
+@row("tile")
 def _tile(node: Operator) -> str:
     reps, shape, x = node.several("reps"), node.shape(), node.input(0)
     if len(reps) > len(shape):
@@ -540,7 +540,7 @@ def _split_v2(node: Operator) -> Any:
     return made
 
 
-@row("SliceChannel", "split")
+@row("SliceChannel")
 def _split(node: Operator) -> Any:
     count, axis = node.whole("num_outputs"), node.axis(default=1)
     made = node.outputs("Split", count, node.input(0), axis=axis)
@@ -550,7 +550,7 @@ def _split(node: Operator) -> Any:
     return made
 
 
-@row("Pad", "pad")
+@row("Pad")
 def _pad(node: Operator) -> str:
     node.only("mode", "constant", "edge", "reflect")
     widths = node.several("pad_width")

@@ -212,7 +212,8 @@ class Operator:
         return str(self.node.attrs.get(name, default))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        return self.text(name, str(default)) in ("True", "1", "true")
+        found = self.text(name)
+        return default if found == "None" else found in ("True", "1", "true")
 
     def number(self, name: str, default: float = 0.0) -> float:
         return float(self.text(name, repr(default)))
