@@ -107,7 +107,8 @@ def test_recipe_differences_precede_any_claim():
     {"somewhere": "/tmp/x"}, {"loss_scale": 128.0}, {"resume_epoch": 3, "resume_params": "x"},
     {"mixup": False, "mixup_alpha": 0.2}, {"label_smoothing": 0.0}, {"no_wd": False}, {"seed": 3},
     {"claim_speed": True}, {"tensorboard": "x"}, {"mlperf": True}, {"xray": "x", "xray_steps": 2},
-    {"log_seconds": 9.0}, {"num_workers": 4}, {"data_nthreads": 2}])
+    {"log_seconds": 9.0}, {"num_workers": 4}, {"data_nthreads": 2}, {"logdir": "b"},
+    {"teacher_params": "a.params"}, {"weights": "models\\a"}])
 def test_precision_paths_seeds_and_disabled_options_are_no_differences(arguments):
     found, = comparisons(made("float32", data_train="y"),
                          made("float16", **{"data_train": "y", **arguments}))
@@ -116,11 +117,18 @@ def test_precision_paths_seeds_and_disabled_options_are_no_differences(arguments
 
 @pytest.mark.parametrize("arguments", [
     {"batch_size": 256}, {"num_gpus": 4}, {"mixup": True}, {"lr_decay_epoch": "3,4"},
-    {"layers": [1, 2]}, {"label_smoothing": 0.1}, {"num_epochs": 3}])
+    {"layers": [1, 2]}, {"label_smoothing": 0.1}, {"num_epochs": 3},
+    {"optimizer_params": {"learning_rate": 0.1}}, {"hyperparams": "momentum=0.9"},
+    {"lr_profile": "linear"}, {"rec_loss": 0.5}, {"ratio": "1/2"}])
 def test_other_arguments_are_differences(arguments):
     found, = comparisons(made("float32"), made("float16", **arguments))
     assert set(arguments) <= set(found.differences)
     assert found.speedup is None
+
+
+def test_only_a_flag_that_is_off_disables_its_options():
+    found, = comparisons(made("float32", lr=None, lr_max=0.1), made("float16", lr=None, lr_max=0.5))
+    assert found.differences == {"lr_max": (0.1, 0.5)}
 
 
 def test_different_number_of_epochs_is_a_difference_without_arguments():

@@ -1,7 +1,7 @@
 """Groups runs, and selects the groups to compare.
 
 A recipe is all arguments except the precision, paths, the seed, those of resuming, logging and data
-loading. An option that is off equals a missing one, and so do the options that depend on it
+loading. An option that is off equals a missing one, and so do the options of a flag that is False
 (mixup_alpha without mixup). Runs with the same recipe and precision are a group. A group of lower
 precision is compared with the float32 group of the same network and dataset whose recipe differs
 least.
@@ -20,8 +20,9 @@ PRECISION = {"dtype", "policy", "loss_scale", "amp"}
 NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "disp_batches",
              "save_period", "use_rec", "kvstore", "kv_store", "num_workers", "data_nthreads",
              "xray", "xray_steps"}
-PATHS = re.compile(r"rec_\w+|data_(train|val)|tensorboard|"
-                   r"\w*(dir|file|path|prefix|params|states)")
+PATHS = re.compile(r"(rec|data)_(train|val)(_idx)?|tensorboard|"
+                   r"(\w+_|log|save|data|work|out|model)?(dir|file|path|prefix)")  # arguments
+PATH = re.compile(r"(?=.*[/\\]).*[^\W\d].*|.*\.(params|states|rec|json|ya?ml)")  # a value
 TWICE = "two files or more have the same results of the same seed; it counts once"
 ROUNDED = 2e-6  # logs round results so
 NOT_LOGGED = "not in the log"
@@ -179,10 +180,11 @@ class Comparison:
 
 def recipe(run: Run) -> Dict[str, Any]:
     on = {key: value for key, value in run.arguments.items() if value not in OFF}
-    options_of_off = tuple(f"{key}_" for key in run.arguments if key not in on)
+    options_of_off = tuple(f"{key}_" for key, value in run.arguments.items()
+                           if str(value) == "False")
     return {key: value for key, value in on.items()
             if not _is_of_no_recipe(key) and not key.startswith(options_of_off)
-            and not (isinstance(value, str) and ("/" in value or "\\" in value))}
+            and not (isinstance(value, str) and PATH.fullmatch(value))}
 
 
 @lru_cache(maxsize=1000)
