@@ -72,6 +72,42 @@ def test_own_jsonl_is_read(tmp_path):
     assert run.metric == "accuracy"
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    ("val_accuracy", 0.75), ("test_acc", 0.75), ("validation_err_top1", 0.25), ("err_top1", 0.25),
+    ("eval_top1_error", 0.25), ("val_accuracy", 75), ("val_err_top1", 25)])
+def test_accuracy_in_json_lines_is_a_share(name, value, tmp_path):
+    run, = read_text(tmp_path, "".join(json.dumps({"epoch": n, "accuracy": 1.0, name: value}) + "\n"
+                                       for n in range(2)), "a.jsonl")
+    assert (run.measured, run.is_share, top1(run)) == ("top-1 accuracy", True, {0: 0.25, 1: 0.25})
+
+
+def test_other_results_of_validation_are_metrics(tmp_path):
+    values = {"val_mAP@0.5": 0.5, "val_f1-score": 0.25, "test_": 1.0, "val_student_accuracy": 0.5,
+              "val_teacher_accuracy": 0.75, "val_samples_per_second": 4000.0, "val_seconds": 5.0}
+    run, = read_text(tmp_path, json.dumps({"epoch": 0, "samples_per_second": 1000.0,
+                                           "seconds": 50.0, **values}) + "\n", "a.jsonl")
+    epoch = run.epochs[0]
+    assert (epoch.speed, epoch.seconds, run.is_share) == (1000, 50, False)
+    assert {**epoch.metrics, run.measure: run.told(epoch.top1)} == {
+        key.partition("_")[2]: value for key, value in values.items()}
+
+
+def test_accuracy_of_a_log_is_a_share(tmp_path):
+    log = amp.Log(str(tmp_path / "log.jsonl"), {"dtype": "float16"})
+    log.epoch(val_accuracy=0.75, val_acc_top5=0.5, val_mcc=0.125)
+    run, = read_logs([tmp_path / "log.jsonl"])
+    epoch = run.epochs[0]
+    assert (epoch.top1, epoch.top5, epoch.metrics) == (0.25, 0.5, {"mcc": 0.125})
+
+
+def test_epochs_of_a_resumed_log_keep_their_numbers(tmp_path):
+    log = amp.Log(str(tmp_path / "log.jsonl"), {"dtype": "float16", "epochs": 3}, begin=1)
+    for _ in range(2):
+        log.epoch(validation_accuracy=0.5)
+    run, = read_logs([tmp_path / "log.jsonl"])
+    assert list(run.epochs) == [1, 2]
+
+
 @pytest.mark.parametrize("write", [logs.gluoncv, logs.module])
 def test_changes_of_loss_scale_are_read(write, tmp_path):
     text = write([0.5], tail="\tloss-scale=1024\tskipped=1") \

@@ -28,7 +28,7 @@ from functools import lru_cache, partial
 from itertools import groupby, product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
 from ..checks import counted, iterator
 from . import events, tables
@@ -175,6 +175,7 @@ def read_log(path: Path, name: str) -> List[Run]:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
                 command = _command_for(line)
+    reader.add_shares()
     began = bool(reader.runs or waiting or reader.header)
     runs = [run for run in reader.runs if run.epochs]
     if not runs and command:
@@ -188,7 +189,7 @@ def read_log(path: Path, name: str) -> List[Run]:
             ". Known: logs of GluonCV and MXNet's Module, log.jsonl, TensorBoard's event files, "
             f"CSV with a column epoch{json_lines}")
     for i, run in enumerate(runs):
-        if run.counts_from_1:
+        if run.counts_from_1 and reader.version < 2:
             run.count_from_0()
         run.name += f" ({i + 1})" if len(runs) > 1 and run.name == name else ""
     return runs
@@ -214,6 +215,8 @@ class _Reader:
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments before the first epoch
         self.given = ""  # the run's name, if the line of its arguments has one
+        self.version = 0  # of log.jsonl; since version 2, epochs count from 0
+        self.shares: List[Tuple[Epoch, str, float]] = []  # JSON's, which may be percent
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
@@ -307,6 +310,7 @@ class _Reader:
                 raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
             self.header, self.given = entry["arguments"], str(entry.get("run", ""))
+            self.version = version
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
             values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
@@ -331,13 +335,26 @@ class _Reader:
             "err_top1", "err_top5", "samples_per_second", "seconds", "lr", "loss_scale",
             "skipped", "loss", "validation_loss")))
         for key, value in values.items():
-            name = re.sub(r"^(val|validation|test|eval)_", "", key)
-            if name not in (key, "loss") and value is not None:
-                epoch.metrics[name] = value
+            if value is not None and tables.VALIDATION.match(key):
+                prefix, quantity = tables.quantity_of(key) or ("", "")
+                if quantity.startswith("top") and not prefix:
+                    self.shares.append((epoch, quantity, value))
+                elif quantity != "validation_loss":
+                    epoch.metrics[tables.VALIDATION.sub("", key, 1)] = value
         epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
                                     if isinstance(entry.get(name), float)]
         run.metric = "accuracy" if "accuracy" in entry else ""
         run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
+
+    def add_shares(self) -> None:
+        """Adds the accuracies and errors of JSON lines to their epochs. If one is above 1, all are
+        percent."""
+        whole = 100 if any(value > 1 for *_, value in self.shares) else 1
+        for epoch, quantity, value in self.shares:
+            name = quantity.split()[0]
+            if epoch.get(name) is None:
+                error = value / whole
+                epoch.put(name, 1 - error if quantity.endswith("accuracy") else error)
 
     def _results(self, kind: bytes, values: Dict[str, float]) -> None:
         epoch, run = self.epoch, self.runs[-1]
