@@ -100,7 +100,8 @@ def test_runs_of_another_script_or_of_other_flags_are_not_mixed(change, message,
     (["--policies", "float32,float16,float16"], "takes float32 and others"),
     (["--policies", "float32,float17"], "Received: float32,float17"),
     (["--flags=--seed 3"], "compare sets --dtype, --seed and --save-dir"),
-    (["--flags=--dtype=float16"], "compare sets --dtype, --seed and --save-dir")])
+    (["--flags=--dtype=float16"], "compare sets --dtype, --seed and --save-dir"),
+    (["--margin", "0"], "margin is a number of points between 0 and 100")])
 def test_invalid_flags_start_no_run(flags, message, capsys):
     compare(*flags, code=1)
     assert message in capsys.readouterr().err

@@ -46,8 +46,7 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     """
     if accuracy is not None and not _is_between(accuracy, 1):
         raise ValueError(f"accuracy is between 0 and 1. Received: {accuracy!r}")
-    if not _is_between(margin, 100):
-        raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin!r}")
+    check_margin(margin)
     runs = read_logs(logs)
     if not runs:
         raise ValueError("report needs one log or more. Received: none")
@@ -60,6 +59,12 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     for name, content in files.items():
         replace_file(str(folder / name), partial(_write, content))
     return folder / "report.html"
+
+
+def check_margin(margin: object) -> None:
+    """Raises ValueError for a margin that no report takes."""
+    if not _is_between(margin, 100):
+        raise ValueError(f"margin is a number of points between 0 and 100. Received: {margin!r}")
 
 
 def _is_between(value: object, most: int) -> bool:

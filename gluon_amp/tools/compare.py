@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
-from ..checks import counted
+from ..checks import counted, imports_of
 from ..files import new_folder, replace_text
 from ..policy import POLICIES
-from ..reports import read_logs, report
+from ..reports import check_margin, read_logs, report
 
 _LAST = 2000  # characters of a failed run's output in the error
 
@@ -38,9 +38,14 @@ def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[st
         The path of report.html.
 
     Raises:
+        ImportError: a package of the extra `tools` is not installed.
         ValueError: the folder has runs of another script or of other flags, or a run fails.
     """
     _check(policies, flags)
+    check_margin(margin)
+    with imports_of("tools", "a report"):
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
     _remember(Path(folder), script, flags)
     runs = {Path(folder, f"{policy}-seed{seed}"): (policy, seed)
             for seed in range(seeds) for policy in policies}
