@@ -39,7 +39,11 @@ def _run_in(dtype: str, path: str, arguments: List[str]) -> None:
         switch = install(dtype)
     except ValueError as error:
         sys.exit(f"gluon-amp: --dtype: {error}")
-    _run(path, arguments)
+    try:
+        _run(path, arguments)
+    except SystemExit as done:  # sys.exit(main())
+        if done.code not in (None, 0) or {"-h", "--help", "--version"} & set(arguments):
+            raise
     if switch.trains is None and not switch.policy.is_float32:
         sys.exit(f"gluon-amp: --dtype {dtype} changed nothing: the script created no "
                  "gluon.Trainer, and no Module that trains. Write instead: amp.convert(net) and "

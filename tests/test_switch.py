@@ -8,7 +8,8 @@ from gluon_amp.tools.switch import install
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
-PLACES = [(mx.gluon, "Trainer"), (mx.mod, "Module"), (mx.mod, "BucketingModule"),
+PLACES = [(mx.gluon, "Trainer"), (mx.gluon.trainer, "Trainer"), (mx.mod, "Module"),
+          (mx.mod, "BucketingModule"),
           (mx.autograd, "backward"), (mx.nd.NDArray, "backward"), (mx.gluon.Block, "hybridize"),
           (mx.gluon.HybridBlock, "hybridize")]
 SCRIPT = """
@@ -144,6 +145,13 @@ def module_of(symbol):
     return module
 
 
+def test_trainer_is_replaced_in_its_module_too(switched):
+    switched("float16")
+    from mxnet.gluon.trainer import Trainer
+    assert Trainer is mx.gluon.Trainer
+    assert issubclass(Trainer, amp.Trainer)
+
+
 def test_module_trains_in_float16(switched):
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(
         mx.sym.var("data"), num_hidden=4, name="fc"), name="softmax")
@@ -276,12 +284,20 @@ def test_command_runs_a_script_with_its_arguments(tmp_path):
     assert done.returncode == 0
 
 
-def test_script_without_trainer_fails(tmp_path):
-    script = SCRIPT.format(trainer="trainer = None", step="loss.backward()")
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(0)"])
+def test_script_without_trainer_fails(end, tmp_path):
+    script = SCRIPT.format(trainer="trainer = None", step="loss.backward()") + end + "\n"
     done = run(tmp_path, script, "--dtype", "float16")
     assert done.returncode == 1
     assert "--dtype float16 changed nothing: the script created no gluon.Trainer" in done.stderr
     assert "float32" in done.stdout
+
+
+def test_help_of_a_script_succeeds(tmp_path):
+    done = run(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n", "--dtype",
+               "float16", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "show this help message" in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "error"), [

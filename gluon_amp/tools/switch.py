@@ -208,5 +208,5 @@ def _replace_classes(switch: Switch) -> None:
             switch.tell(f"a BucketingModule of {listed(self.output_names)}")
             super().init_optimizer(*args, **kwargs)
 
-    mx.gluon.Trainer = SwitchedTrainer
+    mx.gluon.Trainer = mx.gluon.trainer.Trainer = SwitchedTrainer
     mx.mod.Module, mx.mod.BucketingModule = SwitchedModule, SwitchedBucketingModule
