@@ -219,6 +219,18 @@ def test_nonfinite_float32_loss_is_first_note():
         assert f"batch {number}: the loss is not finite in float32 either" in view.notes[number]
 
 
+class Heads(nn.HybridBlock):
+    """A network with two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(4)
+
+    def hybrid_forward(self, F, x):
+        hidden = self.dense(x)
+        return hidden, hidden * 2
+
+
 @pytest.mark.parametrize(("make", "given", "said"), [
     (converted, lambda: [], "at least one batch"),
     (converted, lambda: [()], "a batch is a tuple of arrays"),
@@ -227,6 +239,9 @@ def test_nonfinite_float32_loss_is_first_note():
      r"does not take this batch.*\(2, 3, 12\)"),
     (converted, lambda: [(*batches(1)[0][:1], nd.ones((2, 3)))],
      r"loss_fn does not take.*\(2, 3\)"),
+    (lambda: prepared(Heads()), lambda: rows(1),
+     r"does not take.*\n?.*For several outputs, pass .* lambda outputs, label: "),
+    (converted, lambda: [(batches(1)[0][0], np.ones(2))], r"Received: .*'ndarray'"),
     (converted, lambda: batches(1)[0], r"is a list of tuples \(data, label\)"),
     (images_net, batches, "HybridSequential, which is float32: convert it to a 16-bit policy"),
     (lambda: prepared(images_net(), keep=nn.HybridSequential), batches,

@@ -54,7 +54,7 @@ class Batch(NamedTuple):
                                 for array in made.arrays):
             raise ValueError("a batch is a tuple of arrays that are not empty: data first, and "
                              "last the label or a list of labels. Received: "
-                             f"{[getattr(p, 'shape', type(p).__name__) for p in parts]}")
+                             f"{[_shown(part) for part in parts]}")
         return made
 
     @property
@@ -62,6 +62,11 @@ class Batch(NamedTuple):
         """All arrays, those of a list of labels included."""
         several = self.label and isinstance(self.label[0], (list, tuple)) and self.label[0]
         return [*self.data, *(several or self.label)]
+
+
+def _shown(given: Any) -> Any:
+    """Returns the shape of an array of MXNet, or else the type."""
+    return given.shape if isinstance(given, mx.nd.NDArray) else type(given).__name__
 
 
 class StepResult(NamedTuple):
@@ -244,11 +249,15 @@ class Session:
             output = outputs_of(self.net, data)
             try:
                 loss = self.loss_fn(output, *label)
-            except (mx.MXNetError, TypeError) as error:
-                shapes = [getattr(a, "shape", type(a).__name__) for a in [output, *label]]
-                raise ValueError("loss_fn does not take this output and label: "
-                                 f"{message(error)}. batches is a list of tuples (data, label). "
-                                 f"Received: {shapes}") from error
+            except (mx.MXNetError, TypeError, AssertionError) as error:
+                several = isinstance(output, (list, tuple))
+                given = [_shown(one) for one in [output, *label]]
+                raise ValueError(
+                    f"loss_fn does not take this output and label: {message(error):.200}. batches "
+                    "is a list of tuples (data, label)" + (
+                        ". For several outputs, pass a function such as lambda outputs, label: "
+                        "loss(outputs[0], label)" if several else "") +
+                    f". Received: {given}") from error
         if not isinstance(loss, mx.nd.NDArray):
             raise TypeError("loss_fn(output, label) must return one array. Received: "
                             f"{type(loss).__name__}")
