@@ -173,9 +173,6 @@ def loss_of(args):
     """Softmax cross entropy in float32, with label smoothing if the flags set it."""
     smooth, classes = args.label_smoothing, images.classes_of(args)
     hot, soft = args.temperature, 1 - args.hard_weight
-    if hot <= 0 or not 0 <= soft <= 1:
-        raise ValueError("--temperature must be above 0, and --hard-weight from 0 to 1. Received: "
-                         f"{args.temperature:g}, {args.hard_weight:g}")
     loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
     sparse_loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -231,7 +228,7 @@ def validate(net, loader, devices, loss_fn):
     is 0."""
     top1, top5, count, loss = 0, 0, 0, 0.0
     for data, label in loader:
-        datas, labels = (gluon.utils.split_and_load(x, devices, even_split=False)
+        datas, labels = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False)
                          for x in (data, label))
         for out, y in zip([net(x) for x in datas], labels):
             best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == y.asnumpy()[:, None]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import random
+import re
 import struct
 import sys
 
@@ -407,8 +408,10 @@ def without_head(symbol, layer=None, bn_momentum=None, freeze=0):
             if gamma.rsplit("_", 1)[0] in frozen:
                 attributes["use_global_stats"] = "True"
     internals = mx.sym.load_json(json.dumps(graph)).get_internals()
-    name = (layer or _head(nodes, graph["heads"][0][0])).replace("_output", "")
+    name = layer or _head(nodes, graph["heads"][0][0])
     layers = [one[:-len("_output")] for one in internals.list_outputs() if one.endswith("_output")]
+    if name not in layers:
+        name = re.sub("_output$", "", name)
     if name not in layers:
         similar = difflib.get_close_matches(name, layers, 5, 0.3) or layers[:5]
         raise ValueError(f"--layer-before-fullc: there is no layer {name}. Similar: "

@@ -118,7 +118,8 @@ def run(main):
     """Runs a script's `main`; prints user errors in one line, without a traceback."""
     try:
         main()
-    except (ValueError, AssertionError, OSError, mx.MXNetError) as error:
+    except (ValueError, AssertionError, OSError, ImportError, mx.MXNetError,
+            amp.LossScaleError) as error:
         if os.environ.get("DEBUG"):
             raise
         raise SystemExit(f"{first_line(error)} (DEBUG=1 shows where)") from None

@@ -265,6 +265,34 @@ def rates(steps, **options):
     return [round(schedule(step), 6) for step in steps]
 
 
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_last_batch_of_validation_may_be_smaller_than_number_of_devices(count):
+    net = mx.gluon.nn.Dense(3, in_units=2)
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    data, label = mx.nd.random.normal(shape=(count, 2)), mx.nd.arange(count) % 3
+    loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
+    results = [recipe.validate(net, [(data, label)], devices, loss_fn)
+               for devices in ([mx.cpu(0)], [mx.cpu(0), mx.cpu(1)])]
+    assert results[0] == pytest.approx(results[1])
+
+
+@pytest.mark.parametrize("prefix", ["output_", "fc_output"])
+def test_head_with_output_in_its_name_is_found(prefix):
+    data = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name=f"{prefix}fwd")
+    symbol = mx.sym.FullyConnected(data, num_hidden=3, name=f"{prefix}head")
+    assert images.without_head(symbol).name == f"{prefix}fwd"
+    for layer in (f"{prefix}fwd", f"{prefix}fwd_output"):
+        assert images.without_head(symbol, layer).name == f"{prefix}fwd"
+
+
+@pytest.mark.parametrize("error", [gluon_amp.LossScaleError("diverged"), ImportError("no package")])
+def test_user_errors_are_one_line(error):
+    def main():
+        raise error
+    with pytest.raises(SystemExit, match=f"{error} .DEBUG=1 shows where.$"):
+        recipes.run(main)
+
+
 def test_schedule_warms_up_and_decays():
     assert rates([1, 20, 21, 31], decay_epochs=[2, 3], decay=0.5) == [0.8, 0.8, 0.4, 0.2]
     assert rates([0, 5, 10], warmup_epochs=1, warmup_lr=0.2) == [0.2, 0.5, 0.8]

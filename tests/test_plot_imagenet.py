@@ -24,6 +24,14 @@ def test_legend_and_axis_show_types_and_measures(tmp_path):
     assert "mAP validation error, %" in drawn
 
 
+def test_measure_that_is_no_percentage_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"arguments": {"dtype": "float32"}}\n'
+                                      '{"epoch": 0, "validation_perplexity": 50.0}\n')
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]([str(tmp_path / "a.jsonl"), "-o", str(tmp_path / "a.png")])
+    assert "errors in percent. Received: perplexity" in capsys.readouterr().err
+
+
 def test_logs_without_results_are_refused(tmp_path, capsys):
     (tmp_path / "a.log").write_text("[Epoch 0] Training cost: 9.500, loss=1.000\n")
     with pytest.raises(SystemExit):
