@@ -93,6 +93,10 @@ MORE_MOVES = {
        for mode in ("constant", "edge", "reflect")
        for shape, width in (((2, 3, 5, 7), (0, 0, 0, 0, 1, 3, 4, 2)),
                             ((2, 3, 4, 5, 40), (0, 0, 0, 0, 1, 2, 0, 3, 4, 0)))},
+    **{f"Pad cropped by {width}": (sym.Pad(X, mode="edge", pad_width=(0, 0, 0, 0, *width)),
+                                   fixed((2, 3, 5, 40)))
+       for width in ((0, 0, -3, -4), (0, 0, -1, 2), (0, 0, 2, -1), (-1, -2, 0, 0),
+                     (1, -1, -40, 3), (0, 0, 50, -45), (0, 0, -45, 50))},
     "reverse": (sym.reverse(X, axis=1), fixed((3, 40))),
     "repeat": (sym.repeat(X, repeats=3, axis=1), fixed((3, 4))),
     "broadcast_to": (sym.broadcast_to(X, shape=(3, 4, 5)), fixed((3, 1, 5))),
@@ -220,3 +224,36 @@ def test_deconvolution_to_one_channel_has_gradients():
 
     for ours, theirs in zip(gradients(1, "float16"), gradients(2, "float32")):
         np.testing.assert_allclose(ours, theirs, rtol=2e-3, atol=2e-3 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cropping_with_pad_is_a_slice(dtype):
+    """Of float32 arrays, MXNet leaves parts of this gradient unwritten."""
+    x = mx.nd.arange(2 * 3 * 4 * 6).reshape((2, 3, 4, 6)).astype(dtype)
+    x.attach_grad()
+    with mx.autograd.record():
+        cropped = mx.nd.pad(x, mode="constant", pad_width=(0, 0, 0, 0, -1, 0, -2, -1))
+    cropped.backward()
+    assert np.array_equal(cropped.astype("float32").asnumpy(),
+                          x[:, :, 1:, 2:5].astype("float32").asnumpy())
+    inside = np.zeros(x.shape)
+    inside[:, :, 1:, 2:5] = 1
+    assert np.array_equal(x.grad.astype("float32").asnumpy(), inside)
+
+
+def test_reflection_beyond_the_array_is_refused():
+    x = mx.nd.ones((1, 1, 2, 2, 3), dtype="float16")
+    with pytest.raises(mx.MXNetError, match="reflect needs a padding below the size"):
+        mx.nd.pad(x, mode="reflect", pad_width=(0, 0, 0, 0, 0, 0, 1, 1, 4, 1)).wait_to_read()
+
+
+@pytest.mark.parametrize("begin", [2 ** 24 + 3, -37])
+def test_slice_axis_begins_at_any_integer(begin):
+    size = 2 ** 24 + 40
+    x = mx.nd.tile(mx.nd.arange(64, dtype="float16"), (size // 64 + 1,))[:size]
+    x.attach_grad()
+    with mx.autograd.record():
+        some = mx.nd.slice_axis(x, axis=0, begin=begin, end=begin + 5)
+    some.backward()
+    assert some.asnumpy().tolist() == [3, 4, 5, 6, 7]
+    assert np.flatnonzero(x.grad.asnumpy()).tolist() == list(range(2 ** 24 + 3, 2 ** 24 + 8))

@@ -132,6 +132,20 @@ location()[0] = errno.ERANGE
 print((x * 7e4).asnumpy())
 """
 
+FORK = """
+import os, signal
+import gluon_amp
+import mxnet as mx
+x = mx.nd.ones(2 ** 18, dtype="float16")
+(x + 1).wait_to_read()
+child = os.fork()
+signal.alarm(60)
+if child == 0:
+    print((x + 1)[-1].asscalar(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
 
 def python(code, folder=PACKAGE.parent, **variables):
     """The output of the code, run in a new process."""
@@ -167,6 +181,11 @@ def test_network_learns_with(name):
     if "AVX2" in name and not all(features):
         pytest.skip("this processor has no AVX2")
     python(START + TRAIN.replace("WORKERS", "0"), **SETTINGS[name])
+
+
+def test_fork_of_an_engine_without_threads_computes():
+    """OpenMP's threads of the parent do not exist in the fork."""
+    assert python(FORK, MXNET_ENGINE_TYPE="NaiveEngine", OMP_NUM_THREADS="2") == "2.0\n"
 
 
 def test_constant_overflows_to_infinity_after_erange():

@@ -177,6 +177,8 @@ inline void widen(const TBlob& from, float* to) { kernels_of(from)->widen(from.d
 
 // Attributes as MXNet's parsers read them, whatever the user's locale.
 float number(const NodeAttrs& attrs, const char* key, float otherwise);
+int64_t whole(const NodeAttrs& attrs, const char* key, int64_t otherwise);
+int axis_of(const NodeAttrs& attrs, const char* key, int otherwise, int dimensions);  // from 0 on
 bool flag(const NodeAttrs& attrs, const char* key, bool otherwise);
 std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise);
 std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key);  // of "(2, 3)"

@@ -3,6 +3,9 @@
 // Before any registration, `probe` checks that MXNet's layout is that of native.h. It only reads bytes and
 // calls no function that depends on the layout. Each check is a function of bytes, so that tests can pass
 // wrong ones.
+#include <omp.h>
+#include <pthread.h>
+
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -98,6 +101,9 @@ int start(const char* isa, int count, const char** names, int constants, const c
                               : kernels_for_portable_bfloat16();
     set_constants(constants, constant_names);
     replace_gpu_functions();
+    // A fork has one thread, and its parallel loops would wait for the others of the parent's pool. Threads that it
+    // starts have pools of their own.
+    pthread_atfork(nullptr, nullptr, [] { omp_set_num_threads(1); });
     register_training();
     register_tensor_core();
     register_gpu_norms();

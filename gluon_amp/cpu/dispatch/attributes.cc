@@ -96,6 +96,16 @@ float number(const NodeAttrs& attrs, const char* key, float otherwise) {
   return found ? parse_float(found->c_str()) : otherwise;
 }
 
+int64_t whole(const NodeAttrs& attrs, const char* key, int64_t otherwise) {
+  const std::vector<int64_t> found = numbers(attrs, key);
+  return found.empty() ? otherwise : found[0];
+}
+
+int axis_of(const NodeAttrs& attrs, const char* key, int otherwise, int dimensions) {
+  const int axis = static_cast<int>(whole(attrs, key, otherwise));
+  return axis < 0 ? axis + dimensions : axis;
+}
+
 bool flag(const NodeAttrs& attrs, const char* key, bool otherwise) {
   const std::string* found = find(attrs, key);
   return found ? *found == "True" || *found == "true" || *found == "1" : otherwise;

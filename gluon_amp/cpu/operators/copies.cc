@@ -169,17 +169,15 @@ void copy_row(const TBlob& from, int64_t source, const TBlob& to, int64_t target
 
 // The number of rows of a concatenation: the product of the sizes before its axis.
 int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
-  const int axis = static_cast<int>(number(call.attrs, key, 1));
-  return whole.ProdShape(0, axis < 0 ? axis + whole.ndim() : axis);
+  return whole.ProdShape(0, axis_of(call.attrs, key, 1, whole.ndim()));
 }
 
 // A slice of an axis, and its gradient, which is padded with zeros.
-bool slice_axis(const Call& call, const TBlob& whole, const TBlob& some, bool backward) {
+bool slice_axis(const Call& call, const TBlob& all, const TBlob& some, bool backward) {
   if (!all_16bit(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
-  const int64_t rows = rows_of(call, "axis", whole.shape_), step = size(whole) / rows;
-  const int64_t width = size(some) / rows, axis = number(call.attrs, "axis", 0);
-  const int64_t long_axis = whole.shape_[axis < 0 ? axis + whole.ndim() : axis];
-  const auto begin = static_cast<int64_t>(number(call.attrs, "begin", 0));
+  const int64_t rows = rows_of(call, "axis", all.shape_), step = size(all) / rows;
+  const int64_t width = size(some) / rows, begin = whole(call.attrs, "begin", 0);
+  const int64_t long_axis = all.shape_[axis_of(call.attrs, "axis", 0, all.ndim())];
   const int64_t first = (begin < 0 ? begin + long_axis : begin) * (step / long_axis);
   const TBlob& to = call.out[0];
   if (backward && call.write(0) == kStore)
@@ -238,10 +236,7 @@ bool swap_axes(const Call& call) {
   if (call.write(0) == kNothing) return true;
   std::vector<int64_t> order(x.ndim());
   std::iota(order.begin(), order.end(), 0);
-  auto axis = [&](const char* key) {
-    const auto said = static_cast<int64_t>(number(call.attrs, key, 0));
-    return said < 0 ? said + x.ndim() : said;
-  };
+  const auto axis = [&](const char* key) { return axis_of(call.attrs, key, 0, x.ndim()); };
   std::swap(order[axis("dim1")], order[axis("dim2")]);
   const auto move = [&](void* to) {
     const auto copy = [&](auto* numbers) {

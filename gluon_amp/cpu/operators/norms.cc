@@ -9,8 +9,7 @@ namespace {
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
   if (!is_16bit(x) && !(is_float(x) && (call.rounding.any || kernels_take_floats()))) return false;
   if (size(x) == 0) return false;
-  int axis = static_cast<int>(number(call.attrs, "axis", 1));
-  if (axis < 0) axis += x.ndim();
+  const int axis = axis_of(call.attrs, "axis", 1, x.ndim());
   const int64_t outer = x.shape_.ProdShape(0, axis), inner = x.shape_.ProdShape(axis + 1, x.ndim());
   *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
@@ -101,9 +100,8 @@ bool batch_norm_gradient(const Call& call) {
 
 // Over the last axis, of 16-bit numbers, or of floats if the node has that setting.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
-  const int axis = static_cast<int>(number(call.attrs, "axis", -1));
   if (!is_16bit(x) && !(is_float(x) && (kernels_take_floats() || call.settings.own_kernel))) return false;
-  if (x.ndim() == 0 || (axis != -1 && axis != x.ndim() - 1)) return false;
+  if (x.ndim() == 0 || axis_of(call.attrs, "axis", -1, x.ndim()) != x.ndim() - 1) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
   *made = {size(x) / width, width, number(call.attrs, "eps", 1e-5f)};
@@ -169,9 +167,9 @@ bool layer_norm_gradient(const Call& call) {
 // ---- softmax over the last axis ------------------------------------------------------------
 
 bool last_axis(const Call& call, const TBlob& x) {
-  const int axis = static_cast<int>(number(call.attrs, "axis", -1));
-  return (axis == -1 || axis == x.ndim() - 1) && !flag(call.attrs, "use_length", false) &&
-         x.ndim() > 0 && x.shape_[x.ndim() - 1] > 0;
+  const int last = x.ndim() - 1;
+  return last >= 0 && axis_of(call.attrs, "axis", -1, x.ndim()) == last && x.shape_[last] > 0 &&
+         !flag(call.attrs, "use_length", false);
 }
 
 float temperature(const Call& call) {

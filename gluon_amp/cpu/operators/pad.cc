@@ -1,4 +1,4 @@
-// Padding. MXNet's code is stateful, so the generic operator cannot replace it.
+// Padding, and cropping where a width is negative. MXNet's code is stateful, so the generic operator cannot replace it.
 #include "dispatch/watch.h"
 #include "operators/own.h"
 
@@ -9,7 +9,7 @@ namespace {
 // along the last axis.
 struct Padding {
   int64_t planes, rows, width;    // before padding
-  int64_t before, after;          // added to each row
+  int64_t first, count, begin;    // the columns that are copied in order, and where they begin in a padded row
   std::vector<int64_t> row_of;    // for each padded row, the row that it copies; -1: none
   std::vector<int64_t> place_of;  // for each column of a padded row, the column that it copies; -1: none
 };
@@ -20,6 +20,8 @@ std::vector<int64_t> places_of(int64_t size, int64_t before, int64_t after, cons
   for (int64_t at = -before; at < size + after; ++at) {
     if (mode == "edge") made.push_back(std::clamp<int64_t>(at, 0, size - 1));
     else if (at >= 0 && at < size) made.push_back(at);
+    else if (mode == "reflect" && (before >= size || after >= size))
+      throw dmlc::Error("Pad: reflect needs a padding below the size of the axis, " + std::to_string(size));
     else if (mode == "reflect") made.push_back(at < 0 ? -at : 2 * (size - 1) - at);
     else made.push_back(-1);
   }
@@ -30,7 +32,9 @@ Padding padding_of(const Call& call, const mxnet::TShape& x) {
   const std::vector<int64_t> added = numbers(call.attrs, "pad_width");
   const std::string mode = word(call.attrs, "mode", "constant");
   const int last = x.ndim() - 1;
-  Padding made{x[0] * x[1], 1, x[last], added[2 * last], added[2 * last + 1], {0}, {}};
+  const int64_t before = added[2 * last], after = added[2 * last + 1], width = x[last];
+  const int64_t first = std::max<int64_t>(0, -before), end = std::min(width, width + after);
+  Padding made{x[0] * x[1], 1, width, first, std::max<int64_t>(0, end - first), 0, {0}, {}};
   for (int i = 2; i < last; ++i) {
     std::vector<int64_t> rows;
     for (int64_t row : made.row_of)
@@ -39,7 +43,8 @@ Padding padding_of(const Call& call, const mxnet::TShape& x) {
     made.row_of = rows;
     made.rows *= x[i];
   }
-  made.place_of = places_of(made.width, made.before, made.after, mode);
+  made.place_of = places_of(width, before, after, mode);
+  made.begin = std::clamp<int64_t>(before, 0, made.place_of.size());
   return made;
 }
 
@@ -55,9 +60,9 @@ void pad(const Padding& p, const T* x, T* y, T constant) {
     }
     const T* const from = x + (i / high * p.rows + row) * p.width;
     const auto repeat = [&](int64_t at) { return p.place_of[at] < 0 ? constant : from[p.place_of[at]]; };
-    for (int64_t at = 0; at < p.before; ++at) to[at] = repeat(at);
-    std::copy_n(from, p.width, to + p.before);
-    for (int64_t at = p.before + p.width; at < wide; ++at) to[at] = repeat(at);
+    for (int64_t at = 0; at < p.begin; ++at) to[at] = repeat(at);
+    std::copy_n(from + p.first, p.count, to + p.begin);
+    for (int64_t at = p.begin + p.count; at < wide; ++at) to[at] = repeat(at);
   });
 }
 
@@ -75,9 +80,9 @@ void add_up(const Padding& p, bool more, T* sums, F row) {
       T* const to = own + p.row_of[i] * p.width;
       const T* const from = row((plane * high + i) * wide, memory.data());
       const auto add = [&](int64_t at) { if (p.place_of[at] >= 0) to[p.place_of[at]] += from[at]; };
-      for (int64_t at = 0; at < p.before; ++at) add(at);
-      for (int64_t at = 0; at < p.width; ++at) to[at] += from[p.before + at];
-      for (int64_t at = p.before + p.width; at < wide; ++at) add(at);
+      for (int64_t at = 0; at < p.begin; ++at) add(at);
+      for (int64_t at = 0; at < p.count; ++at) to[p.first + at] += from[p.begin + at];
+      for (int64_t at = p.begin + p.count; at < wide; ++at) add(at);
     }
   });
 }

@@ -182,12 +182,8 @@ void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& 
 template <Rule rule, bool momentum, bool lists>
 bool mxnets_update(const Call& call) {
   const size_t count = call.out.size(), stride = 3 + momentum;
-  const auto in_place = [&](size_t i) {
-    return call.req[i] != mxnet::kAddTo && call.req[i] != mxnet::kNullOp &&
-           call.out[i].dptr_ == call.in[i * stride].dptr_;
-  };
   for (size_t i = 0; i < count; ++i)
-    if (!in_place(i) || call.in.size() != count * stride || !is_16bit(call.in[i * stride + 1]) ||
+    if (call.write(i) != kStore || call.in.size() != count * stride || !is_16bit(call.in[i * stride + 1]) ||
         call.in[i * stride + 1].type_flag_ != call.out[0].type_flag_) {
       call.op.compute(call.attrs, call.context, call.in, call.req, call.out);
       return true;
@@ -200,7 +196,7 @@ bool mxnets_update(const Call& call) {
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     const TBlob* const of = &call.in[i * stride];
-    updates[i] = {of[0].dptr_, of[1].dptr_, floats(of[stride - 1]), {}, size(of[0]),
+    updates[i] = {call.out[i].dptr_, of[1].dptr_, floats(of[stride - 1]), {}, size(of[0]),
                   rates[i], decays[i], 0, false};
     if (momentum) updates[i].states[0] = floats(of[2]);
   }
