@@ -110,7 +110,31 @@ def test_schedule_is_restored(batches):
     trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": schedule})
     amp.lr_find(net, trainer, LOSS, batches, steps=20)
     assert trainer.learning_rate == 0.3
-    assert isinstance(trainer.optimizer.lr_scheduler, mx.lr_scheduler.FactorScheduler)
+    assert trainer.optimizer.lr_scheduler is schedule
+
+
+def test_schedule_may_be_a_function(batches):
+    net, _ = made()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": lambda step: 0.25})
+    amp.lr_find(net, trainer, LOSS, batches, steps=20)
+    assert trainer.learning_rate == 0.25
+
+
+def test_parameters_of_the_loss_are_restored(batches):
+    net, _ = made()
+    head = amp.convert(prepared_head())
+    trainer = amp.Trainer({**net.collect_params(), **head.collect_params()}, "sgd")
+    before = everything(net, trainer), numbers([p.data() for p in trainer._params])
+    amp.lr_find(net, trainer, lambda out, y: LOSS(head(out), y), batches, steps=20)
+    after = everything(net, trainer), numbers([p.data() for p in trainer._params])
+    assert same(before[0], after[0])
+    assert all(map(np.array_equal, before[1], after[1]))
+
+
+def prepared_head():
+    head = nn.Dense(1, in_units=1, prefix="head_")
+    head.initialize(mx.init.Xavier())
+    return head
 
 
 def test_no_suggestion_if_loss_does_not_decrease(batches):

@@ -12,10 +12,10 @@ Afterwards the network, the Trainer and the loss scale are restored. Accumulated
 """
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
-import pickle
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -213,11 +213,13 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
     if trainer._update_on_kvstore:
         raise ValueError("lr_find cannot restore an optimizer on a kvstore: create the Trainer "
                          "with update_on_kvstore=False")
-    parameters = {p: [a.copy() for a in p.list_data()] for p in net.collect_params().values()
-                  if p._data is not None}
+    every = dict.fromkeys([*net.collect_params().values(), *trainer._params])
+    parameters = {p: [a.copy() for a in p.list_data()] for p in every if p._data is not None}
     histories = {one: one.read() for one in scales_of(parameters)}
     optimizer = trainer._optimizer
-    attributes = pickle.dumps(optimizer.__getstate__())
+    attributes = copy.deepcopy({name: value for name, value in optimizer.__getstate__().items()
+                                if name != "lr_scheduler"})
+    scheduler = optimizer.lr_scheduler
     states = [updater.get_states() for updater in trainer._updaters]
     steps = trainer._step.state() if isinstance(trainer, Trainer) else None
     averaged = getattr(trainer, "_averaged", [])
@@ -233,7 +235,7 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
         for one, text in histories.items():
             one.write(text)
         clear_added(trainer._params)
-        optimizer.__dict__.update(pickle.loads(attributes))
+        optimizer.__dict__.update(attributes, lr_scheduler=scheduler)
         for updater, before in zip(trainer._updaters, states):
             updater.set_states(before)
         if steps is not None:
