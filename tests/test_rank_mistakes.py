@@ -102,8 +102,9 @@ def test_rank_that_ends_early_ends_others(ranks):
     assert told == "RankEndedError: rank 0 cannot continue: rank 1 has ended"
 
 
-def test_two_trainers_share_parameter_servers(ranks):
-    assert agree(ranks.run("has_two_trainers", 2, "dist_sync"))
+@pytest.mark.parametrize("count", [1, 2])
+def test_two_trainers_share_parameter_servers(ranks, count):
+    assert agree(ranks.run("has_two_trainers", count, "dist_sync"))
 
 
 @pytest.mark.parametrize("story", ["trains_without_scale", "module_trains_without_scale"])

@@ -199,6 +199,26 @@ def test_stale_infinite_gradients_are_ignored():
     assert trainer.step(1, ignore_stale_grad=True)
 
 
+@pytest.mark.parametrize("loss_scale", [None, 8, "dynamic"])
+def test_loss_of_one_device_updates_both(loss_scale):
+    """The last batch of an epoch may have fewer images than there are devices."""
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25},
+                          loss_scale=loss_scale)
+    trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+    trainer.step(2)
+    trainer.backward([recorded(net, ones(2), ones(2))])
+    assert trainer.step(1, ignore_stale_grad=True)
+    for parameter in (net.a, net.b):
+        assert all((weight.asnumpy() == 0.25).all() for weight in parameter.list_data())
+    trainer.backward([recorded(net, ones(2), ones(2))])
+    trainer.allreduce_grads()
+    assert trainer.update(2, ignore_stale_grad=True)
+    for parameter in (net.a, net.b):
+        assert all((weight.asnumpy() == 0).all() for weight in parameter.list_data())
+
+
 def test_frozen_layers_are_not_updated(batches):
     net = make("float16")
     net[0].collect_params().setattr("grad_req", "null")

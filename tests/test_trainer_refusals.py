@@ -96,6 +96,33 @@ def test_methods_require_trainer_backward(name, call):
     call(trainer)
 
 
+@pytest.mark.parametrize("loss_scale", [None, 8])
+def test_clipping_before_the_sum_over_devices_is_refused(loss_scale):
+    devices = [mx.cpu(0), mx.cpu(1)]
+    net = One(devices=devices)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale)
+    trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+    with pytest.raises(RuntimeError, match=r"clip_norm\(\) before the sum .*allreduce_grads\(\)"):
+        trainer.clip_norm(1)
+
+
+def test_parameter_given_twice_is_refused():
+    net = One()
+    with pytest.raises(ValueError, match=f"each parameter once. Received twice: {net.a.name}$"):
+        amp.Trainer([net.a, net.b, net.a], "sgd")
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8])
+def test_unscaling_for_an_optimizer_without_master_weights_is_refused(loss_scale):
+    net = One()
+    trainer = amp.Trainer(net.collect_params(), amp.optimizer("sgd", multi_precision=False),
+                          loss_scale=loss_scale)
+    autograd.backward(recorded(net, ones(), ones())) if loss_scale is None else \
+        trainer.backward(recorded(net, ones(), ones()))
+    with pytest.raises(RuntimeError, match=r"need an optimizer with master weights.*" + net.a.name):
+        trainer.unscale()
+
+
 def test_second_step_or_unscale_is_refused():
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)

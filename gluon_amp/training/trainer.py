@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
-from ..checks import counted, listed, positive_number, same_objects
+from ..checks import counted, in_names, listed, positive_number, same_objects
 from ..cpu.arrays import is_16bit
 from ..cpu.library import graph_operators
 from ..cpu.scales import for_devices, scales_of
@@ -93,6 +94,11 @@ class Trainer(mx.gluon.Trainer):
         self._workers = self._step.workers
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
+        counts = Counter(one for one in parameters if isinstance(one, Parameter))
+        twice = [one.name for one, count in counts.items() if count > 1]
+        if twice:
+            raise ValueError("a Trainer takes each parameter once. Received twice: "
+                             + listed(twice))
         if self._step.checks_gradients:
             store.check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
@@ -218,6 +224,9 @@ class Trainer(mx.gluon.Trainer):
     @in_turn
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
+        self._step.count_writes()
+        with suppress(UserWarning):  # there are no new gradients
+            set_to_zero(g.own for g in self._unreached({g.index for g in self._step.to_use()}))
         super().allreduce_grads()
         self._step.guard(self._step.new())
 
@@ -226,7 +235,7 @@ class Trainer(mx.gluon.Trainer):
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step("update()", batch_size, ignore_stale_grad)
         if ignore_stale_grad:
-            self._check_reached()
+            self._reach(self._check_reached())
         super().update(batch_size, ignore_stale_grad)
         return self._end_step()
 
@@ -237,6 +246,11 @@ class Trainer(mx.gluon.Trainer):
         For each parameter's name they are a list over devices. `update` uses these arrays, with
         your changes. The 16-bit gradients stay scaled.
         """
+        low = [g.name for g in self._step._find() if is_16bit(g.own.dtype)]
+        if low and not self._optimizer.multi_precision:
+            raise RuntimeError("unscale() returns float32 gradients, which need an optimizer with "
+                               "master weights: multi_precision=True. Received: multi_precision="
+                               f"False{in_names(low)}")
         named: Dict[str, List[Array]] = {}
         for gradient in self._step.unscale():
             named.setdefault(gradient.name, []).append(gradient.array)
@@ -252,10 +266,17 @@ class Trainer(mx.gluon.Trainer):
 
         Returns:
             The norm before clipping; infinite or NaN if the gradients are.
+
+        Raises:
+            RuntimeError: the gradients of several devices or workers have not been summed.
         """
         positive_number(max_norm, "max_norm")
         rescale_grad = self._scale / positive_number(batch_size, "batch_size")
         gradients = self._step.read("clip_norm()")
+        self._connect()
+        if self._step.sums_several and self._step.stage is not Stage.SUMMED:
+            raise RuntimeError("clip_norm() before the sum over devices and workers: call trainer."
+                               "allreduce_grads(), then clip_norm(), then update(batch_size)")
         self._step.guard(gradients)
         self._step.next_max_norm = max_norm
         return self._step.multiplier(rescale_grad) * self._step.norm(gradients)
@@ -426,20 +447,30 @@ class Trainer(mx.gluon.Trainer):
         self._connect_servers()
         super()._init_kvstore()
         self._workers.connect(self._kvstore, updates=bool(self._update_on_kvstore))
-        if self._workers.exchange:
+        if self._store_is_dist and not self._update_on_kvstore:
             self._workers.register_trainer()
 
     def _init_params(self) -> None:
         if not self._workers.exchange:
-            self._workers.lay_out((array for p in self._params for array in p.list_data()),
-                                  predicted=True)
-            super()._init_params()
+            self._init_params_of_one_worker()
             return
         consistency.check_same_network(self._workers, _described(self._params))
         consistency.agree_on_scale(self._workers, self._step.loss_scale)
         self._step.weights_replaced = consistency.broadcast(self._workers, [
             (self._param2idx[p.name], p.name, p.list_data()) for p in self._params], False)
         self._params_to_init = []
+
+    def _init_params_of_one_worker(self) -> None:
+        if not self._store_is_dist or self._update_on_kvstore:
+            self._workers.lay_out((array for p in self._params for array in p.list_data()),
+                                  predicted=True)
+            super()._init_params()
+            return
+        ready = [p for p in self._params_to_init if not p._deferred_init]
+        if ready:
+            self._workers.broadcast([(self._param2idx[p.name], p.list_data()) for p in ready],
+                                    False)
+            self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
 
     def _servers_update(self) -> bool:
         """Whether MXNet's servers update weights."""
@@ -491,30 +522,40 @@ class Trainer(mx.gluon.Trainer):
             consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 
     def _zero_unreached(self) -> None:
-        """Zeros gradients that only the losses of other ranks reach. Otherwise only some ranks
+        """Zeros gradients that only the losses of other devices or ranks reach. Otherwise only some
         would update the parameter, with stale gradients in the sum."""
-        reached, anywhere = self._reached()
-        for i in set(anywhere) - set(reached):
-            set_to_zero(self._params[i].list_grad())
-            for weight in self._params[i].list_data():
-                weight._fresh_grad = True
+        _, anywhere = self._reached()
+        set_to_zero(gradient.own for gradient in self._unreached(anywhere))
+        self._reach(anywhere)
+
+    def _reach(self, parameters: Set[int]) -> None:
+        """Marks all gradients of these parameters as new."""
+        for gradient in self._unreached(parameters):
+            gradient.weight._fresh_grad = True
         if self._step.scaling:
             self._step.note_written()
 
-    def _check_reached(self) -> None:
-        """Refuses such parameters after the sum, which has stale gradients."""
+    def _unreached(self, parameters: Set[int]) -> List[Gradient]:
+        """Returns the gradients of these parameters that are not new, if they will be summed."""
+        return [gradient for gradient in self._step._gradients if self._workers.sums
+                and gradient.index in parameters and not gradient.is_new]
+
+    def _check_reached(self) -> Set[int]:
+        """Returns the parameters that a loss reaches. Refuses those that only the losses of some
+        ranks reach: the sum has stale gradients."""
         reached, anywhere = self._reached()
         if self._workers.any(reached != anywhere):
             raise consistency.RanksDifferError(
                 "the losses of some ranks reach parameters that those of others do not, and their "
                 "stale gradients are in the sum: call step(batch_size, ignore_stale_grad=True), "
                 "which counts these gradients as zeros")
+        return reached
 
-    def _reached(self) -> Tuple[List[int], List[int]]:
+    def _reached(self) -> Tuple[Set[int], Set[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
         reached = {g.index for g in self._step.to_use()}
         flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
-        return sorted(reached), [i for i, column in enumerate(zip(*flags)) if any(column)]
+        return reached, {i for i, column in enumerate(zip(*flags)) if any(column)}
 
     # ---- files
 
