@@ -417,7 +417,95 @@ def test_failed_save_leaves_old_files_intact(tmp_path, monkeypatch):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == old
 
 
+# ---- several devices
+
+THREE = [mx.cpu(i) for i in range(3)]
+
+
+def test_float64_weights_of_two_devices_are_returned_in_float64():
+    data, weight = (S.var(name, dtype="float64") for name in ("data", "fc_weight"))
+    x = S.FullyConnected(data, weight, no_bias=True, num_hidden=3, name="fc")
+    mod = amp.Module(x, label_names=[], context=TWO)
+    mod.bind([mx.io.DataDesc("data", (4, 5), "float64")])
+    mod.init_params(mx.init.Normal(1 / 3))
+    weight = nd.arange(15, dtype="float64").reshape((3, 5)) / 7
+    mod.set_params({"fc_weight": weight}, {}, allow_missing=True)
+    assert np.array_equal(mod.get_params()[0]["fc_weight"].asnumpy(), weight.asnumpy())
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
+def test_epochs_at_rate_0_change_no_weight(policy):
+    mod = made(net(policy), context=THREE, optimizer=("sgd", {"learning_rate": 0.0}))
+    before = values(mod)
+    for seed in range(3):
+        learn(mod, batch(seed))
+        mod.set_params(*mod.get_params())  # as `fit` does after each epoch
+    trained = {name for name in before if "moving" not in name}
+    after = values(mod)
+    assert all(np.array_equal(before[name], after[name]) for name in trained)
+
+
+def test_large_weights_of_two_devices_are_returned():
+    mod = made(net(), context=TWO)
+    learn(mod, batch())
+    mod.set_params({"fc_weight": nd.full((3, 64), 40000)}, {}, allow_missing=True)
+    assert (values(mod)["fc_weight"] == 40000).all()
+
+
+@pytest.mark.parametrize("kvstore", ["local", "device"])
+def test_bfloat16_sums_over_devices_are_rounded_not_truncated(kvstore):
+    ended = []
+    for scale in (None, 1.0):
+        mod = bound(net("bfloat16"), context=TWO, loss_scale=scale)
+        mx.random.seed(3)
+        mod.init_params(mx.init.Xavier())
+        mod.init_optimizer(kvstore, "sgd", {"learning_rate": 0.1})
+        for seed in range(3):
+            learn(mod, batch(seed))
+        ended.append(values(mod))
+    assert same(*ended)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_parameters_beyond_float16_are_refused(missing):
+    mod = made(net())
+    args, averages = mod.get_params()
+    args = {**({} if missing else args), "fc_weight": nd.full((3, 64), 1e5)}
+    with pytest.raises(ValueError, match=r"float16 ends at 65504.*fc_weight \(up to 100000\)"):
+        mod.set_params(args, averages, allow_missing=missing)
+
+
 # ---- buckets
+
+@pytest.mark.parametrize("scale", [None, 128])
+@pytest.mark.parametrize("context", [mx.cpu(), TWO])
+def test_bucket_without_a_layer_keeps_states_of_others(context, scale):
+    """MXNet's module on one device numbers the states of each bucket by itself."""
+    def symbol(key):
+        x = S.var("data")
+        for i in (1, 2, 3) if key == 2 else (1, 3):
+            x = S.FullyConnected(x, num_hidden=4, no_bias=True, name=f"fc{i}")
+        return S.SoftmaxOutput(x, name="softmax"), ("data",), ("softmax_label",)
+
+    def train_on(cls, context, **kwargs):
+        mod = cls(symbol, default_bucket_key=2, context=context, **kwargs)
+        shapes = {"provide_data": [("data", (4, 4))], "provide_label": [("softmax_label", (4,))]}
+        mod.bind(shapes["provide_data"], shapes["provide_label"])
+        mx.random.seed(1)
+        mod.init_params(mx.init.Xavier())
+        if cls is amp.BucketingModule:
+            mod.switch_bucket(1, **{f"{name[8:]}_shapes": one for name, one in shapes.items()})
+        mod.init_optimizer("device", "sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.1})
+        data = mx.nd.random.normal(shape=(4, 4))
+        for key in (2, 2, 1, 2):
+            learn(mod, mx.io.DataBatch([data], [nd.arange(4)], bucket_key=key, **shapes))
+        return values(mod)
+
+    theirs = train_on(mx.mod.BucketingModule, TWO)  # which numbers by name
+    mine = train_on(amp.BucketingModule, context, loss_scale=scale)
+    for name, value in mine.items():
+        np.testing.assert_allclose(value, theirs[name], rtol=1e-5, atol=1e-6)
+
 
 def words(length, seed=0):
     rng = np.random.default_rng(seed)

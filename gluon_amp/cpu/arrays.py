@@ -56,6 +56,19 @@ def to_16bit(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
     return array.astype(dtype, copy=False)
 
 
+def mean_on_cpu(arrays: Sequence["mx.nd.NDArray"]) -> "mx.nd.NDArray":
+    """Returns the mean of arrays on several devices, on a CPU, of 16-bit arrays in float32.
+
+    Equal arrays of 16 or 32 bits are their mean, bit for bit: their sum is exact.
+    """
+    copies = [array.copyto(mx.cpu()) for array in arrays]
+    if is_16bit(copies[0].dtype):
+        copies = [to_float32(copy) for copy in copies]
+    elif len(copies) > 1 and dtype_name(copies[0].dtype) == "float32":
+        return (sum(copy.astype("float64") for copy in copies) / len(copies)).astype("float32")
+    return copies[0] if len(copies) == 1 else sum(copies) / len(copies)
+
+
 def on_device(array: Any, device: Any) -> Any:
     """Returns an array on a device; an array there unchanged. MXNet has no one method for arrays
     of `mx.nd` and `mx.np`."""

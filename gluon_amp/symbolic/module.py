@@ -24,7 +24,8 @@ from mxnet.model import _update_params
 from .._mxnet import environment, mx
 from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
 from ..checks import counted, in_names
-from ..cpu.arrays import dtype_name, is_16bit, to_float32
+from ..cpu.arrays import dtype_name, is_16bit, mean_on_cpu, to_float32
+from ..cpu.bfloat16 import is_bfloat16
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
@@ -161,6 +162,15 @@ class _Module:
         """Returns all modules that share its optimizer."""
         return [self]
 
+    def _numbered(self) -> mx.mod.Module:
+        """Returns the module whose parameters number the optimizer's states."""
+        return self
+
+    def _host(self) -> Dict[str, Array]:
+        """Returns the parameters on the host, which all buckets share."""
+        module = self._module()
+        return (module and module._arg_params) or {}
+
     def _bindable(self, symbol: Symbol) -> Bindable:
         if not isinstance(symbol, mx.sym.Symbol):
             raise TypeError(f"{type(self).__name__} takes a symbol. Received: "
@@ -172,8 +182,7 @@ class _Module:
                     arg_params: Optional[Dict[str, Array]] = None, *args: Any,
                     **kwargs: Any) -> None:
         """Initializes in float32 and rounds 16-bit parameters."""
-        module = self._module()
-        host = (module and module._arg_params) or {}  # buckets share the dictionary
+        host = self._host()
         low = {name: a for name, a in host.items() if is_16bit(a.dtype)}
         check_range({name: dtype_name(a.dtype) for name, a in low.items()}, arg_params or {})
         host.update({name: to_float32(a) for name, a in low.items()})
@@ -184,6 +193,14 @@ class _Module:
                 host[name].astype(array.dtype).copyto(array)
             host.update(low)
 
+    def set_params(self, arg_params: Dict[str, Array], aux_params: Dict[str, Array],
+                   allow_missing: bool = False, *args: Any, **kwargs: Any) -> None:
+        """The same as MXNet's; refuses numbers outside a parameter's type."""
+        if allow_missing:
+            check_range({name: dtype_name(a.dtype) for name, a in self._host().items()},
+                        arg_params)
+        super().set_params(arg_params, aux_params, allow_missing, *args, **kwargs)
+
     def init_optimizer(self, kvstore: KVStore = "local", optimizer: Union[str, Optimizer] = "sgd",
                        optimizer_params: Pairs = (("learning_rate", 0.01),),
                        force_init: bool = False) -> None:
@@ -192,6 +209,8 @@ class _Module:
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
             return
         module = self._module()
+        if self.params_initialized:
+            self.get_params()  # updates the host's copies, which initialize the store
         if self._step.checks_gradients:
             store.check_not_async(kvstore)
         kvstore = store.make_store(kvstore, module._compression_params)
@@ -214,7 +233,7 @@ class _Module:
             optimizer_params = {"multi_precision": True, **dict(optimizer_params)}
         else:
             given_optimizer(optimizer)
-        here = self._step.checks_gradients \
+        here = self._step.checks_gradients or self._sums_bfloat16() \
             or store.updates_on_ranks(kvstore, not self._sparse())
         with environment("MXNET_UPDATE_ON_KVSTORE", "0" if here else None):
             super().init_optimizer(kvstore, optimizer, optimizer_params, force_init)
@@ -307,14 +326,17 @@ class _Module:
         self._step.sum(group.param_names)
         gradients = self._step.to_use()
         used = {(g.index, g.device): g.array for g in gradients}
-        grad_arrays = [[used.get((i, device)) for device in range(len(grads))]
-                       for i, grads in enumerate(group.grad_arrays)]
+        devices = range(len(module._context))
+        at = {name: i for i, name in enumerate(group.param_names)}
+        names = self._numbered()._exec_group.param_names
+        weights = [group.param_arrays[at[name]] if name in at else [None] for name in names]
+        grad_arrays = [[used.get((at.get(name, -1), device)) for device in devices]
+                       for name in names]
         rescale_grad = optimizer.rescale_grad
 
         def apply(multiplier: float) -> None:
             optimizer.rescale_grad = multiplier
-            _update_params(group.param_arrays, grad_arrays, module._updater,
-                           len(module._context), None, group.param_names)
+            _update_params(weights, grad_arrays, module._updater, len(devices), None, names)
 
         try:
             if self._step.checks_gradients or self._step.weights_replaced:
@@ -397,8 +419,17 @@ class _Module:
     def _mxnet_updates(self) -> bool:
         """Whether MXNet's update suffices if gradients are not checked."""
         module = self._module()
-        return not self._workers.sums_at_once \
-            and (module._update_on_kvstore or self._workers.count == 1)
+        if module._update_on_kvstore:
+            return not self._workers.sums_at_once
+        same = module._exec_group.param_names == self._numbered()._exec_group.param_names
+        return self._workers.count == 1 and same and not self._workers.sums_at_once \
+            and not self._sums_bfloat16()
+
+    def _sums_bfloat16(self) -> bool:
+        """Whether it sums bfloat16 gradients of several devices, which MXNet's stores truncate."""
+        module = self._module()
+        return len(module._context) > 1 and any(is_bfloat16(weights[0].dtype)
+                                                for weights in module._exec_group.param_arrays)
 
     def _broadcast_parameters(self) -> None:
         """Broadcasts rank 0's parameters and moving averages."""
@@ -446,9 +477,22 @@ class _Module:
         consistency.check_can_exchange(self._workers, call, "MXNET_UPDATE_ON_KVSTORE=0")
 
     def get_params(self) -> Tuple[Dict[str, Array], Dict[str, Array]]:
-        """The same as MXNet's, after all updates of moving averages."""
+        """The same as MXNet's, after all updates of moving averages.
+
+        Of several devices, it is the mean. MXNet computes it in the parameters' type, which would
+        round or overflow.
+        """
         _wait_for_averages()
-        return super().get_params()
+        module = self._module()
+        dirty, group = self._params_dirty or module._params_dirty, module._exec_group
+        args, averages = super().get_params()
+        if dirty and len(module._context) > 1:
+            for names, arrays, host in ((group.param_names, group.param_arrays, args),
+                                        (group.aux_names, group.aux_arrays, averages)):
+                for name, on_devices in zip(names, arrays):
+                    if on_devices[0].stype == "default":
+                        host[name][:] = mean_on_cpu(on_devices).astype(host[name].dtype)
+        return args, averages
 
     # ---- files
 
@@ -492,7 +536,7 @@ class _Module:
         if updater is None:
             raise ValueError("states on servers cannot be loaded: set the environment variable "
                              "MXNET_UPDATE_ON_KVSTORE to 0")
-        group = module._exec_group
+        group = self._numbered()._exec_group
         trained = [(i, name) for i, name in enumerate(group.param_names)
                    if group.grad_arrays[i][0] is not None]
         devices = 0 if module._update_on_kvstore else len(module._context)
@@ -516,7 +560,7 @@ class _Module:
 
     def _weights(self) -> Dict[int, Tuple[str, Array]]:
         """Returns names and weights by the indices of MXNet's Module."""
-        module = self._module()
+        module = self._numbered()
         group, devices = module._exec_group, len(module._context)
         return {i * devices + k: (name, weight)
                 for i, (name, weights) in enumerate(zip(group.param_names, group.param_arrays))
@@ -616,6 +660,17 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
     def _modules(self) -> Iterable[mx.mod.Module]:
         return self._buckets.values()
+
+    def _numbered(self) -> mx.mod.Module:
+        return self._buckets[self._default_bucket_key]
+
+    def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        """The same as `Module`'s, for the parameters of the default bucket."""
+        current, self._curr_module = self._curr_module, self._numbered()
+        try:
+            super().init_optimizer(*args, **kwargs)
+        finally:
+            self._curr_module = current
 
     @staticmethod
     def load(prefix: str, epoch: int, sym_gen: Any = None,
