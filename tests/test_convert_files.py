@@ -12,6 +12,17 @@ from mxnet_alone import MXNET_ALONE
 from processes import printed
 
 
+def test_loading_with_types_of_the_file_keeps_those_of_the_parameters(tmp_path):
+    path = str(tmp_path / "net.params")
+    net = amp.convert(make(networks.Tied))
+    words = nd.array(np.arange(24).reshape(4, 6))
+    before, kept = net(words).asnumpy(), types(net)
+    net.save_parameters(path)
+    net.load_parameters(path, cast_dtype=True, dtype_source="saved")
+    assert types(net) == kept
+    assert np.array_equal(net(words).asnumpy(), before)
+
+
 @pytest.mark.parametrize("deduplicate", [False, True])
 def test_converted_net_saves_files_for_float32_net(deduplicate, tmp_path):
     net = make(networks.Tied)

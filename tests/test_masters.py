@@ -129,6 +129,35 @@ def test_files_of_masters_are_float32_and_load_in_full(policy, devices, tmp_path
     assert all(np.array_equal(masters(other, mine)[n], expected[n]) for n in expected)
 
 
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_masters_load_from_an_exported_file(policy, tmp_path):
+    path = str(tmp_path / "net")
+    plain = network("float32")
+    plain.hybridize()
+    plain(array(np.ones((1, 4), "float32")))
+    plain.export(path)
+    net = gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+    amp.convert(net, policy)
+    trainer = trainer_of(net)
+    net.load_parameters(f"{path}-0000.params", masters=trainer)
+    saved = {name.partition(":")[2]: array.asnumpy()
+             for name, array in nd.load(f"{path}-0000.params").items()}
+    trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    assert trained
+    assert all(np.array_equal(trainer.master(p).asnumpy(), saved[p.name]) for p in trained)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_files_of_three_devices_have_their_weights(policy, tmp_path):
+    path = str(tmp_path / "net.params")
+    net = network(policy, [mx.cpu(i) for i in range(3)])
+    net.save_parameters(path)
+    saved = nd.load(path)
+    for name, parameter in net._collect_params_with_prefix().items():
+        held = parameter.list_data()[0].astype("float32").asnumpy()
+        assert np.array_equal(saved[name].asnumpy(), held)
+
+
 def test_loaded_masters_train_as_if_never_saved(tmp_path):
     path = str(tmp_path / "net.params")
     net = network()

@@ -10,6 +10,7 @@ from ..cpu.arrays import (
     beyond_float16,
     dtype_name,
     is_16bit,
+    mean_on_cpu,
     on_device,
     to_16bit,
     to_float32,
@@ -29,8 +30,7 @@ class ConvertedParameter(mx.gluon.Parameter):
     _rounded_to: Optional[Any] = None  # its type, while its initial values are float32
 
     def _reduce(self) -> Array:
-        copies = [to_float32(w.copyto(mx.cpu())) for w in self.list_data()]
-        return copies[0] if len(copies) == 1 else sum(copies) / len(copies)
+        return mean_on_cpu(self.list_data())
 
     def _finish_deferred_init(self) -> None:
         self._rounded_to, self._dtype = self._dtype, "float32"
@@ -45,7 +45,7 @@ class ConvertedParameter(mx.gluon.Parameter):
     def _load_init(self, data: Array, ctx: Context, cast_dtype: bool = True,
                    dtype_source: str = "current") -> None:
         self._check_range(data)
-        super()._load_init(data, ctx, True, dtype_source)
+        super()._load_init(data, ctx, True, "current")
 
     def set_data(self, data: Array) -> None:
         self._check_range(data)

@@ -4,13 +4,14 @@ A converted network saves its policy and `keep=` beside its parameters (record.p
 parameters notes their record on the block. `convert` and `load_parameters` refuse a network in
 which a tensor would have another 16-bit policy than recorded, or would no longer be float32.
 """
+import re
 from dataclasses import replace
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from .._mxnet import mx
 from .._mxnet import replace as wrap
 from ..annotations import Array, Block, Network, Parameter
-from ..cpu.arrays import is_16bit, to_float32
+from ..cpu.arrays import is_16bit, mean_on_cpu, to_float32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
@@ -228,13 +229,20 @@ def float32_numbers(net: Block, masters: Any) -> Callable[[Parameter], Array]:
     Moving averages may differ between devices: their mean is returned, as MXNet saves it.
     """
     trainers = trainers_of(masters, net)
-    return lambda p: trainers[p].master(p) if p in trainers and p._differentiable else \
-        to_float32(p._reduce())
+
+    def numbers(parameter: Parameter) -> Array:
+        if parameter in trainers and parameter._differentiable:
+            return trainers[parameter].master(parameter)
+        return to_float32(parameter._reduce() if parameter._stype != "default" else
+                          mean_on_cpu(parameter.list_data()))
+
+    return numbers
 
 
 def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:
     """Sets master weights to the numbers in a file, which the weights have in rounded form."""
     saved = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(filename) if trainers else {}
+    saved = {re.sub("^(arg|aux):", "", name): array for name, array in saved.items()}  # exported
     named = {name[len(net.prefix):]: p for name, p in net.collect_params().items()}
     named.update(net._collect_params_with_prefix())
     for name, parameter in named.items():
