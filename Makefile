@@ -55,6 +55,9 @@ NUMPY := lr_find states trainer trainer_refusals trainer_search several_trainers
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
 
+# Tests start hundreds of processes, each of which would compile the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 

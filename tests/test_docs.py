@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import doctest
+import functools
 import importlib
 import io
 import json
@@ -347,14 +348,29 @@ def test_scripts_have_flags_of_table(monkeypatch):
                 assert flag in parser._option_string_actions, (script, row)
 
 
+@functools.lru_cache(maxsize=None)
+def anchors(page):
+    """The anchors of a page's headings, as GitHub and Sphinx make them, and its own."""
+    tokens = of_page(page)
+    titles = ["".join(child.content for child in following.children) for token, following in
+              zip(tokens, tokens[1:]) if token.type == "heading_open"]
+    made = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
+    twice = {f"{slug}-1" for slug in made if made.count(slug) > 1}
+    return {*made, *twice, *re.findall(r'id="(.*?)"', page.read_text()),
+            *re.findall(r"(?m)^\((.*?)\)=$", page.read_text())}
+
+
 @each_page
 def test_links_have_targets(page):
     for token in of_page(page):
         links = [(token.attrs or {}).get(name, "") for name in ("href", "src")]
         if token.type == "html_block":
             links += re.findall(r'(?:src|srcset|href)="(.*?)"', token.content)
-        for where in links:
-            assert "://" in where or (page.parent / where.partition("#")[0]).exists(), where
+        for where in (one for one in links if "://" not in one):
+            path, _, anchor = where.partition("#")
+            target = page.parent / path if path else page
+            assert target.exists(), where
+            assert target.suffix != ".md" or not anchor or anchor in anchors(target), where
 
 
 @pytest.mark.parametrize("line", [

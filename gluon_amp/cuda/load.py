@@ -14,7 +14,7 @@ from . import fatbin, libraries, pack, wheel
 from .devices import GPU, Devices, visible
 from .kernels import Kernels
 
-_FIRST_OF_PACKS = 90  # the wheel has code for 5.0 to 8.9, and nothing has for older GPUs
+_FIRST_OF_PACKS = 90  # the wheel serves 5.0 to 8.9, and nothing serves older GPUs
 _CUDA_OF_ABI = {8: 13000}  # the driver that machine code of an ELF ABI version needs
 
 

@@ -1,6 +1,6 @@
 """Runs one training step on this process's recording GPU, after warm-up steps.
 
-The first steps allocate memory, select cuDNN's algorithms and search the loss scale.
+The first steps allocate memory, select cuDNN's algorithms and search for the loss scale.
 `python -m gluon_amp.cuda.steps FILE` runs the step that a file of `trace.py` describes.
 """
 import json

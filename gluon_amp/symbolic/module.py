@@ -261,8 +261,8 @@ class _Module:
     def backward(self, out_grads: object = None) -> None:
         """The same as MXNet's; scales `out_grads`.
 
-        While the first dynamic scale is searched, this checks the gradients. If they overflow, it
-        repeats forward and backward at lower scales, so that no step is skipped.
+        While it searches for the first dynamic scale, this checks the gradients. If they overflow,
+        it repeats forward and backward at lower scales, so that no step is skipped.
         """
         module = self._module()
         if self._step.scaling and out_grads is None and not module._symbol.has_loss:

@@ -190,7 +190,7 @@ class Step:
 
     @property
     def searching(self) -> bool:
-        """Whether each backward pass searches the first loss scale."""
+        """Whether each backward pass searches for the first loss scale."""
         return not self.loss_scale.settled
 
     @property

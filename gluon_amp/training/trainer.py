@@ -166,9 +166,9 @@ class Trainer(mx.gluon.Trainer):
     def backward(self, loss: Arrays, retain_graph: bool = False) -> None:
         """Computes scaled gradients.
 
-        While the first dynamic scale is searched, this checks the gradients. If they overflow, it
-        repeats the backward pass at lower scales, so that no step is skipped; if they overflow at
-        every scale, it logs a warning, and `step` skips the update. Your own arrays with
+        While it searches for the first dynamic scale, this checks the gradients. If they overflow,
+        it repeats the backward pass at lower scales, so that no step is skipped; if they overflow
+        at every scale, it logs a warning, and `step` skips the update. Your own arrays with
         grad_req="add" get the sum of these passes. Calls before one step share one scale.
 
         Args:
@@ -292,7 +292,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _take_parameters(self, call: str) -> None:
         """Becomes the Trainer of its parameters. Refuses 16-bit weights that this Trainer and
-        another one update by turns."""
+        another one update alternately."""
         others = [p for p in self._params if p._trainer is not self and p._stype == "default"]
         shared = [p.name for p in others if self._has_updated and p.grad_req != "null"
                   and is_16bit(p.dtype) and isinstance(p._trainer, Trainer)
@@ -648,7 +648,7 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     """Computes scaled gradients of one loss for several Trainers. Then call `step` of each.
 
     The Trainers share the smallest of their loss scales. A Trainer whose gradients overflow skips
-    its own step. While the first scale is searched, all search.
+    its own step. While one searches for the first scale, all do.
 
     Args:
         loss: a loss, or a list with the loss of each device.
@@ -732,7 +732,7 @@ def _begin(trainers: Sequence[Trainer], losses: List[Array]) -> float:
 def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
 
-    Prefer `trainer.backward(loss)`: it searches the first dynamic scale without a skipped step, and
+    Prefer `trainer.backward(loss)`: it finds the first dynamic scale without a skipped step, and
     refuses all loss heads that no scale reaches. `scale_loss` makes one pass: it does not see those
     in hybridized and converted blocks.
 

@@ -1,9 +1,9 @@
-"""Counts X-ray's false alarms on fifty networks of MXNet's and GluonCV's model zoos.
+"""Counts X-ray's false positives on fifty networks of MXNet's and GluonCV's model zoos.
 
 The networks are fresh: random weights, random data, classes at random. If an X-ray has findings,
 the network trains in float32, in float32 with the weights changed by up to 2^-12, and in float16.
 The findings are confirmed if float16 differs from float32 by more than 1 % plus 0.005 and by more
-than twice what the changed weights do; otherwise they are false alarms.
+than twice what the changed weights do; otherwise they are false positives.
 
     python results/xray/zoo.py [--networks NAME ...] [--output CSV]
 """
@@ -77,23 +77,23 @@ def examine(name):
     view = amp.xray(net, batches, LOSS, steps=2)
     row = {"network": name, "findings": " ".join(finding.node for finding in view.findings),
            "reasons": "; ".join(dict.fromkeys(finding.reason for finding in view.findings)),
-           "keep": " ".join(view.keep), "notes": len(view.notes), "false alarm": False,
+           "keep": " ".join(view.keep), "notes": len(view.notes), "false positive": False,
            "seconds": round(time.process_time() - begin, 1)}
     if view.findings:
         right, changed, found = (trained(name, "float32"), trained(name, "float32", seed=1),
                                  trained(name, "float16"))
         confirmed = not agree(found, right) and abs(found - right) > 2 * abs(changed - right)
         row.update({"float32": round(right, 4), "changed": round(changed, 4),
-                    "float16": round(found, 4), "false alarm": not confirmed})
+                    "float16": round(found, 4), "false positive": not confirmed})
     return row
 
 
 def main():
     table = tabulate(__doc__, "networks", NETWORKS, examine, [
         "network", "findings", "reasons", "keep", "notes", "float32", "changed", "float16",
-        "false alarm", "seconds"])
+        "false positive", "seconds"])
     print(f"{len(table)} networks: {sum(bool(row['findings']) for row in table)} with findings, "
-          f"{sum(row['false alarm'] for row in table)} false alarms")
+          f"{sum(row['false positive'] for row in table)} false positives")
     return 0
 
 
