@@ -122,19 +122,15 @@ def test_schedule_may_be_a_function(batches):
 
 def test_parameters_of_the_loss_are_restored(batches):
     net, _ = made()
-    head = amp.convert(prepared_head())
+    head = nn.Dense(1, in_units=1, prefix="head_")
+    head.initialize(mx.init.Xavier())
+    amp.convert(head)
     trainer = amp.Trainer({**net.collect_params(), **head.collect_params()}, "sgd")
     before = everything(net, trainer), numbers([p.data() for p in trainer._params])
     amp.lr_find(net, trainer, lambda out, y: LOSS(head(out), y), batches, steps=20)
     after = everything(net, trainer), numbers([p.data() for p in trainer._params])
     assert same(before[0], after[0])
     assert all(map(np.array_equal, before[1], after[1]))
-
-
-def prepared_head():
-    head = nn.Dense(1, in_units=1, prefix="head_")
-    head.initialize(mx.init.Xavier())
-    return head
 
 
 def test_no_suggestion_if_loss_does_not_decrease(batches):

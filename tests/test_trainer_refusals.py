@@ -117,8 +117,7 @@ def test_unscaling_for_an_optimizer_without_master_weights_is_refused(loss_scale
     net = One()
     trainer = amp.Trainer(net.collect_params(), amp.optimizer("sgd", multi_precision=False),
                           loss_scale=loss_scale)
-    autograd.backward(recorded(net, ones(), ones())) if loss_scale is None else \
-        trainer.backward(recorded(net, ones(), ones()))
+    (autograd if loss_scale is None else trainer).backward(recorded(net, ones(), ones()))
     with pytest.raises(RuntimeError, match=r"need an optimizer with master weights.*" + net.a.name):
         trainer.unscale()
 

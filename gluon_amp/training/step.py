@@ -261,12 +261,16 @@ class Step:
         """Returns the gradients of backward passes since the last step."""
         return [gradient for gradient in self._gradients if gradient.is_new]
 
-    def to_use(self, ignore_stale: bool = True) -> List[Gradient]:
-        """Returns the gradients that the update uses, in the order of parameters."""
-        if not (self.scaling and self._marked):  # of any backward pass
+    def find_new(self) -> List[Gradient]:
+        """Returns the same, without a loss scale also those of backward passes by others."""
+        if not (self.scaling and self._marked):
             for gradient, is_marked in zip(self._find(), self._is_marked()):
                 gradient.is_new = bool(is_marked)
-        new = self.new()
+        return self.new()
+
+    def to_use(self, ignore_stale: bool = True) -> List[Gradient]:
+        """Returns the gradients that the update uses, in the order of parameters."""
+        new = self.find_new()
         if len(new) < len(self._gradients) and not (ignore_stale and new):
             stale = [gradient.name for gradient in self._gradients if not gradient.is_new]
             # the class that gluon.Trainer raises

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
@@ -225,8 +225,8 @@ class Trainer(mx.gluon.Trainer):
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
         self._step.count_writes()
-        with suppress(UserWarning):  # there are no new gradients
-            set_to_zero(g.own for g in self._unreached({g.index for g in self._step.to_use()}))
+        reached = {gradient.index for gradient in self._step.find_new()}
+        set_to_zero(gradient.own for gradient in self._unreached(reached))
         super().allreduce_grads()
         self._step.guard(self._step.new())
 
