@@ -19,10 +19,11 @@ def main(arguments=None):
         help="output file, PNG, SVG or PDF")
     args = parser.parse_args(arguments)
     runs = [run for run in amp.read_logs(args.logs) if run.best]
+    if not runs:
+        parser.error("the logs have no validation results")
     other = sorted({run.measure for run in runs if not run.is_share})
-    if other or not runs:
-        parser.error(f"the plot is of errors in percent. Received: {', '.join(other)}" if other
-                     else "the logs have no validation results")
+    if other:
+        parser.error(f"the plot is of errors in percent. Received: {', '.join(other)}")
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
@@ -44,8 +45,7 @@ def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[st
     _check(policies, flags)
     check_margin(margin)
     with imports_of("tools", "a report"):
-        import matplotlib  # noqa: F401
-        import scipy  # noqa: F401
+        import_module("gluon_amp.reports.plots")
     _remember(Path(folder), script, flags)
     runs = {Path(folder, f"{policy}-seed{seed}"): (policy, seed)
             for seed in range(seeds) for policy in policies}
