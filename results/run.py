@@ -4,16 +4,17 @@ It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.j
 results/tasks/STUDY.jsonl, or to FOLDER/STUDY.jsonl with --output FOLDER. Completed runs are
 skipped, there and in results/runs, so another call continues; remove a study's file to repeat it.
 Lower seeds of all studies run first. It trains one run per CPU in parallel, each with one thread,
-and ends those that remain after --minutes. The data is in ../shared or $GLUON_AMP_DATA. plan.md has
-the comparisons, which were fixed before the runs.
+and ends those that remain after --minutes. On the same machine, another call resumes those of
+image_classification.py after their last complete epoch. The data is in ../shared or
+$GLUON_AMP_DATA. plan.md has the comparisons, which were fixed before the runs.
 """
 import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -124,23 +125,32 @@ def machine(gpu):
     return f"{facts['model name']}, family {facts['cpu family']}, model {facts['model']}"
 
 
-def train(name, kind, seed, more="", seconds=None):
-    """Trains a run with more flags, and returns the lines of its log.jsonl.
+def train(name, kind, seed, where, more="", seconds=None):
+    """Trains a run on a machine with more flags, and returns the lines of its log.jsonl.
 
     Raises:
         RuntimeError: it fails. subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     script, flags, _, kinds = STUDIES[name]
-    with tempfile.TemporaryDirectory(dir=HERE, prefix=".run") as scratch:
-        saved, hits = Path(scratch, "saved"), Path(scratch, "hits")
-        before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
-        study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
-                    seconds=seconds)
-        text = (saved / "log.jsonl").read_text()
-        for folder, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
-            text = text.replace(str(folder), word)
-        lines = [json.loads(line) for line in text.splitlines()]
-        return [*lines, {"hits": hits.read_text()}] if before else lines
+    folder = HERE / ".unfinished" / re.sub(r"\W+", "_", where) / f"{name}-{kind}-seed{seed}"
+    saved, hits = folder / "saved", folder / "hits"
+    # observe.py changes the weights of the control after the first update of a process.
+    if script == CIFAR10.script and kind != "control" and (saved / "last.json").exists():
+        more += " --resume"
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
+    study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
+                seconds=seconds)
+    text = (saved / "log.jsonl").read_text()
+    for path, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
+        text = text.replace(str(path), word)
+    lines = [json.loads(line) for line in text.splitlines()]
+    if before:
+        lines.append({"hits": hits.read_text()})
+    lines[0]["machine"] = where
+    shutil.rmtree(folder)
+    return lines
 
 
 def main():
@@ -172,7 +182,7 @@ def main():
 
     def train_in_time(*run):
         seconds = end - time.monotonic()
-        return train(*run, more, seconds) if seconds > 0 else None
+        return train(*run, where, more, seconds) if seconds > 0 else None
 
     failed = 0
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -188,7 +198,6 @@ def main():
                 print(f"{name} {kind}-seed{seed}: {error}", flush=True)
                 continue
             if made:
-                made[0]["machine"] = where
                 study.put_run(files[name], f"{kind}-seed{seed}", made)
                 print(f"{name} {kind}-seed{seed}", flush=True)
     sys.exit(f"{failed} runs failed" if failed else 0)
