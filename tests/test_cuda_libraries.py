@@ -373,6 +373,16 @@ int cudaMalloc(void** p, size_t bytes) {
 }
 int cudaFree(void* p) { allocations--; free(p); return 0; }
 int cudaGetLastError(void) { return 2; }
+int device, measured;
+float milliseconds[8];  // of measurements, in order
+int cudaGetDevice(int* d) { *d = device; return 0; }
+int cudaMemcpy(void* to, const void* from, size_t bytes, int kind) { return 0; }
+int cudaStreamSynchronize(void* stream) { return 0; }
+int cudaEventCreate(void** event) { *event = malloc(1); return 0; }
+int cudaEventDestroy(void* event) { free(event); return 0; }
+int cudaEventRecord(void* event, void* stream) { return 0; }
+int cudaEventSynchronize(void* event) { return 0; }
+int cudaEventElapsedTime(float* ms, void* a, void* b) { *ms = milliseconds[measured++]; return 0; }
 """
 NCHW, NHWC, FLOAT, SPATIAL, PERSISTENT, EXECUTION_FAILED = 0, 1, 0, 1, 2, 8  # cuDNN's numbers
 
@@ -470,6 +480,224 @@ def test_workspaces_of_a_handle_stay_until_it_is_destroyed(norms):
     for handle in (1, 2):
         assert library.cudnnDestroy(ctypes.c_void_p(handle)) == 0
     assert allocations.value == before
+
+
+# cuDNN 9 with convolutions by plans, of which a heuristic lists two. A handle has the number of its
+# device, and a tensor's descriptor its shape. `ran` has the place in that list, the device of the
+# plan, and that of the handle; the place is -1 for the function that MXNet calls.
+CONVOLUTIONS = """
+#include <stdlib.h>
+#include <string.h>
+#define EMPTY(name) int name(void) { return 0; }
+%s
+enum { CONFIGURATION = 3, PLAN = 5 };
+typedef struct { int kind, place, device; } Descriptor;
+int plans, ran[3];
+const char* cudnnGetErrorString(int status) { return "text of 9"; }
+size_t cudnnGetVersion(void) { return 91900; }
+int cudnnGetStream(int* handle, void** stream) { *stream = 0; return 0; }
+int cudnnGetTensorNdDescriptor(int* d, int wanted, int* type, int* count, int* dims, int* steps) {
+  int nhwc[4] = {d[1] * d[2] * d[3], 1, d[1] * d[3], d[1]};
+  *type = 2;
+  *count = 4;
+  memcpy(dims, d, sizeof nhwc);
+  memcpy(steps, nhwc, sizeof nhwc);
+  return 0;
+}
+int cudnnGetFilterNdDescriptor(int* d, int wanted, int* type, int* format, int* count, int* dims) {
+  *type = 2;
+  *format = 1;
+  *count = 4;
+  memcpy(dims, d, 4 * sizeof(int));
+  return 0;
+}
+int cudnnGetConvolutionNdDescriptor(void* d, int wanted, int* count, int* pads, int* strides,
+                                    int* dilations, int* mode, int* type) {
+  *count = 2;
+  *mode = 1;
+  *type = 0;
+  for (int i = 0; i < 2; i++) pads[i] = 0, strides[i] = dilations[i] = 1;
+  return 0;
+}
+int cudnnGetConvolutionMathType(void* d, int* math) { *math = 1; return 0; }
+int cudnnBackendCreateDescriptor(int kind, Descriptor** d) {
+  *d = calloc(1, sizeof(Descriptor));
+  (*d)->kind = kind;
+  plans += kind == PLAN;
+  return 0;
+}
+int cudnnBackendDestroyDescriptor(Descriptor* d) { plans -= d->kind == PLAN; free(d); return 0; }
+int cudnnBackendFinalize(Descriptor* d) { return 0; }
+int cudnnBackendSetAttribute(Descriptor* d, int attribute, int type, long count, void** value) {
+  if (attribute == 400) d->device = *(int*)*value;
+  if (attribute == 401) d->place = ((Descriptor*)*value)->place;
+  return 0;
+}
+int cudnnBackendGetAttribute(Descriptor* d, int attribute, int type, long wanted, long* count,
+                             void* value) {
+  *count = attribute == 202 ? 2 : 1;
+  if (attribute == 402) *(long*)value = 1000;
+  else if (value) for (int i = 0; i < 2; i++) ((Descriptor**)value)[i]->place = i;
+  return 0;
+}
+static int run(int place, int of_plan, int* handle) {
+  ran[0] = place, ran[1] = of_plan, ran[2] = *handle;
+  return 0;
+}
+int cudnnBackendExecute(int* handle, Descriptor* plan, void* pack) {
+  return run(plan->place, plan->device, handle);
+}
+int cudnnConvolutionForward(int* handle) { return run(-1, *handle, handle); }
+int cudnnConvolutionBackwardBias(int* handle) { return run(-1, *handle, handle); }
+"""
+# `multiplied` has the devices of the handle and of the call.
+CUBLAS = """
+#include <stdlib.h>
+int cudaGetDevice(int* device);
+typedef struct { int device, math; } Blas;
+int handles, math, multiplied[2];
+int cublasCreate_v2(Blas** made) {
+  *made = calloc(1, sizeof(Blas));
+  handles++;
+  return cudaGetDevice(&(*made)->device);
+}
+int cublasDestroy_v2(Blas* blas) { handles--; free(blas); return 0; }
+int cublasSetMathMode(Blas* blas, int mode) { blas->math = mode; return 0; }
+int cublasSetStream_v2(Blas* blas, void* stream) { return 0; }
+int cublasGemmEx(Blas* blas) {
+  multiplied[0] = blas->device;
+  math = blas->math;
+  return cudaGetDevice(multiplied + 1);
+}
+"""
+DISALLOW_REDUCED_PRECISION_REDUCTION = 16  # cuBLAS's number
+
+
+@pytest.fixture(scope="module")
+def cublas(tmp_path_factory, cudart):
+    """cuBLAS as far as sums of biases need it; it stays loaded."""
+    path = compiled(tmp_path_factory.mktemp("cublas"), "libcublas.so.11", CUBLAS,
+                    "-Wl,-soname,libcublas.so.11,--no-as-needed", cudart._name)
+    return ctypes.CDLL(str(path))
+
+
+class Convolutions:
+    """cuDNN 8's functions by those of a cuDNN 9 with plans."""
+
+    def __init__(self, folder, cudart, cublas):
+        self.library, self.newer = forwarded(folder, CONVOLUTIONS)
+        self.cudart, self.cublas = cudart, cublas
+        for name in ("device", "measured"):
+            ctypes.c_int.in_dll(cudart, name).value = 0
+
+    def number(self, name, of=None):
+        return ctypes.c_int.in_dll(of or self.newer, name).value
+
+    def times(self, *milliseconds):
+        """Sets the times of the next measurements."""
+        values = (ctypes.c_float * 8).in_dll(self.cudart, "milliseconds")
+        begin = self.number("measured", self.cudart)
+        values[begin:begin + len(milliseconds)] = milliseconds
+
+    def handle(self, device, at=None):
+        """A handle of a device, which the thread selects; at the address of a destroyed one."""
+        ctypes.c_int.in_dll(self.cudart, "device").value = device
+        made = at or ctypes.c_int()
+        made.value = device
+        return made
+
+    def run(self, handle):
+        """Runs a convolution; returns the plan's place and device, and the handle's device."""
+        shape, some = (ctypes.c_int * 4)(2, 16, 4, 4), ctypes.c_void_p(4096)
+        one, zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
+        assert self.library.cudnnConvolutionForward(
+            ctypes.byref(handle), one, shape, some, (ctypes.c_int * 4)(16, 16, 1, 1), some, some, 0,
+            None, ctypes.c_size_t(0), zero, shape, some) == 0
+        return [*(ctypes.c_int * 3).in_dll(self.newer, "ran")]
+
+    def add_rows(self, handle):
+        """Runs the gradient of a bias; returns the devices of cuBLAS's handle and of the call."""
+        shape, some = (ctypes.c_int * 4)(2, 16, 4, 4), ctypes.c_void_p(4096)
+        one, zero = ctypes.byref(ctypes.c_float(1)), ctypes.byref(ctypes.c_float(0))
+        assert self.library.cudnnConvolutionBackwardBias(
+            ctypes.byref(handle), one, shape, some, zero, shape, some) == 0
+        return [*(ctypes.c_int * 2).in_dll(self.cublas, "multiplied")]
+
+    def destroy(self, handle):
+        assert self.library.cudnnDestroy(ctypes.byref(handle)) == 0
+
+
+@pytest.fixture()
+def convolutions(tmp_path, cudart, cublas):
+    return Convolutions(tmp_path, cudart, cublas)
+
+
+def test_handle_at_the_address_of_a_destroyed_one_shares_nothing(convolutions):
+    """MXNet destroys its handles at each fork; later ones have their addresses, on other GPUs."""
+    allocations = convolutions.number("allocations", convolutions.cudart)
+    handle = convolutions.handle(0)
+    convolutions.run(handle)
+    convolutions.add_rows(handle)
+    ones = 1  # of a GPU, which stay
+    convolutions.destroy(handle)
+    assert convolutions.number("plans") == convolutions.number("handles", convolutions.cublas) == 0
+    assert convolutions.number("allocations", convolutions.cudart) == allocations + ones
+    handle = convolutions.handle(1, at=handle)
+    assert convolutions.run(handle)[1:] == [1, 1]
+    assert convolutions.add_rows(handle) == [1, 1]
+    convolutions.destroy(handle)
+
+
+def test_cuda_graphs_keep_what_a_destroyed_handle_had(convolutions, monkeypatch):
+    monkeypatch.setenv("MXNET_ENABLE_CUDA_GRAPHS", "true")
+    before = [convolutions.number(name, of) for name, of in (
+        ("allocations", convolutions.cudart), ("handles", convolutions.cublas))]
+    handle = convolutions.handle(0)
+    convolutions.run(handle)
+    convolutions.add_rows(handle)
+    convolutions.destroy(handle)
+    workspace = ones = products = 1
+    assert convolutions.number("plans") == 1
+    assert [convolutions.number(name, of) for name, of in (
+        ("allocations", convolutions.cudart), ("handles", convolutions.cublas))] == \
+        [before[0] + workspace + ones, before[1] + products]
+    handle = convolutions.handle(1, at=handle)
+    assert convolutions.run(handle)[1:] == convolutions.add_rows(handle) == [1, 1]
+
+
+def test_threads_of_a_gpu_run_the_same_plan(convolutions):
+    """Each has a handle. Other plans could round differently."""
+    convolutions.times(5, 3)
+    first, second = (convolutions.handle(0) for _ in range(2))
+    assert convolutions.run(first) == [1, 0, 0]
+    convolutions.times(3, 5)
+    assert [convolutions.run(each) for each in (second, first)] == [[1, 0, 0]] * 2
+    convolutions.destroy(first)
+    assert convolutions.run(convolutions.handle(0, at=first)) == [1, 0, 0]
+    assert convolutions.number("measured", convolutions.cudart) == 2
+    assert convolutions.run(convolutions.handle(1)) == [0, 1, 1]  # of another GPU, measured
+
+
+def test_sums_of_biases_are_added_in_float32(convolutions):
+    convolutions.add_rows(convolutions.handle(0))
+    assert convolutions.number("math", convolutions.cublas) == DISALLOW_REDUCED_PRECISION_REDUCTION
+
+
+@pytest.mark.parametrize(("name", "value", "plan"), [
+    ("ENFORCE_DETERMINISM", "1", False), ("ENFORCE_DETERMINISM", "true", False),
+    ("ENFORCE_DETERMINISM", "False", True), ("ENFORCE_DETERMINISM", "", True),
+    ("CUDA_ALLOW_TENSOR_CORE", "0", False), ("CUDA_ALLOW_TENSOR_CORE", "FALSE", False),
+    ("CUDA_ALLOW_TENSOR_CORE", "True", True), ("CUDA_ALLOW_TENSOR_CORE", "", True)])
+def test_settings_of_mxnet_select_its_convolutions(name, value, plan, convolutions, monkeypatch):
+    monkeypatch.setenv(f"MXNET_{name}", value)
+    assert (convolutions.run(convolutions.handle(0))[0] >= 0) is plan
+
+
+@pytest.mark.parametrize(("value", "place"), [("0", 0), ("1", 1), ("2", 1), ("", 1)])
+def test_search_of_plans_follows_setting_of_mxnet(value, place, convolutions, monkeypatch):
+    monkeypatch.setenv("MXNET_CUDNN_AUTOTUNE_DEFAULT", value)
+    convolutions.times(5, 3)
+    assert convolutions.run(convolutions.handle(0))[0] == place
 
 
 NVRTC = """

@@ -23,7 +23,7 @@ namespace {
 
 enum { kHalf = 2 };                                              // cuDNN's number
 enum { kToDevice = 1 };                                          // the CUDA runtime's
-enum { kPlain = 0, kHalfOfBlas = 2, kSumsInFloat = 68, kTensorOp = 99 };  // cuBLAS's
+enum { kPlain = 0, kHalfOfBlas = 2, kNoSumsInHalf = 16, kSumsInFloat = 68, kTensorOp = 99 };  // cuBLAS's
 
 // Functions that MXNet loads, or cuDNN has.
 struct Library {
@@ -32,6 +32,8 @@ struct Library {
     return cublas ? (F)dlsym(cublas, name) : nullptr;
   }
   int (*create)(Blas*) = of_cublas<int (*)(Blas*)>("cublasCreate_v2");
+  int (*destroy)(Blas) = of_cublas<int (*)(Blas)>("cublasDestroy_v2");
+  int (*set_math)(Blas, int) = of_cublas<int (*)(Blas, int)>("cublasSetMathMode");
   int (*set_stream)(Blas, Stream) = of_cublas<int (*)(Blas, Stream)>("cublasSetStream_v2");
   int (*multiply)(Blas, int, int, int, int, int, In, In, int, int, In, int, int, In, Out, int, int, int, int) =
       of_cublas<decltype(multiply)>("cublasGemmEx");
@@ -43,9 +45,15 @@ struct Library {
   int (*wait)(Stream) = runtime<int (*)(Stream)>("cudaStreamSynchronize");
 
   bool complete() const {
-    return create && set_stream && multiply && allocate && clear_error && device && stream && copy && wait;
+    return create && destroy && set_math && set_stream && multiply && allocate && clear_error && device && stream && copy &&
+           wait;
   }
 };
+
+const Library& library() {
+  static const Library found;
+  return found;
+}
 
 // On a device, for all threads.
 struct Ones {
@@ -54,13 +62,13 @@ struct Ones {
 
   // Fills memory for `wanted` ones, and waits, because other streams read it. False if there is none. Earlier memory
   // stays, because a CUDA graph may have its address; it is at most half as large.
-  bool grow(const Library& library, int wanted) {
+  bool grow(int wanted) {
     if (count >= wanted) return true;
     const std::vector<uint16_t> ones(std::max<size_t>(wanted, 2 * (size_t)count), 0x3c00);  // in float16
     void* made = nullptr;
-    if (library.allocate(&made, ones.size() * sizeof ones[0]) ||
-        library.copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice) || library.wait(nullptr)) {
-      library.clear_error();
+    if (library().allocate(&made, ones.size() * sizeof ones[0]) ||
+        library().copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice) || library().wait(nullptr)) {
+      library().clear_error();
       return false;
     }
     data = made, count = (int)std::min<size_t>(ones.size(), INT32_MAX);
@@ -68,36 +76,50 @@ struct Ones {
   }
 };
 
+std::mutex g_mutex;
+std::map<Handle, Blas>& g_products = *new std::map<Handle, Blas>;  // of handles, which one thread uses at a time
+std::map<int, Ones>& g_ones = *new std::map<int, Ones>;
+
+// The handle's cuBLAS, which does not add partial sums in float16; null if there is none.
+Blas products(Handle handle) {
+  Blas& its = g_products[handle];
+  if (!its && library().create(&its)) return its = nullptr;
+  return library().set_math(its, kNoSumsInHalf) ? nullptr : its;
+}
+
 // Adds rows of channels-last data. False for other data.
 bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
-  static const Library library;
   int type, axes, dims[4], strides[4];
-  if (!library.complete() || cudnnGetTensorNdDescriptor(yd, 4, &type, &axes, dims, strides) || type != kHalf || axes != 4)
+  if (!library().complete() || cudnnGetTensorNdDescriptor(yd, 4, &type, &axes, dims, strides) || type != kHalf || axes != 4)
     return false;
   const int channels = dims[1], width = strides[3];
   const int64_t rows = (int64_t)dims[0] * dims[2] * dims[3];
   if (strides[1] != 1 || width != channels || strides[2] != dims[3] * width || strides[0] != dims[2] * strides[2] ||
       rows > INT32_MAX)
     return false;
-  static std::mutex mutex;
-  static auto& handles = *new std::map<Handle, Blas>;  // of cuDNN's handles, which one thread uses at a time
-  static auto& filled = *new std::map<int, Ones>;
   Blas blas;
   void* ones;
   {
-    std::lock_guard<std::mutex> lock(mutex);
-    Blas& its = handles[handle];
+    std::lock_guard<std::mutex> lock(g_mutex);
     int device;
-    if ((!its && library.create(&its)) || library.device(&device) || !filled[device].grow(library, (int)rows)) return false;
-    blas = its, ones = filled[device].data;
+    if (!(blas = products(handle)) || library().device(&device) || !g_ones[device].grow((int)rows)) return false;
+    ones = g_ones[device].data;
   }
   Stream stream;
-  return !library.stream(handle, &stream) && !library.set_stream(blas, stream) &&
-         !library.multiply(blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones,
-                           kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kTensorOp);
+  return !library().stream(handle, &stream) && !library().set_stream(blas, stream) &&
+         !library().multiply(blas, kPlain, kPlain, channels, 1, (int)rows, alpha, dy, kHalfOfBlas, channels, ones,
+                             kHalfOfBlas, (int)rows, beta, db, kHalfOfBlas, channels, kSumsInFloat, kTensorOp);
 }
 
 }  // namespace
+
+void forget_products(void* handle) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const auto found = g_products.find(handle);
+  if (found == g_products.end()) return;
+  if (!captures_graphs()) library().destroy(found->second);
+  g_products.erase(found);
+}
 
 API int cudnnConvolutionBackwardBias(Handle handle, In alpha, Tensor yd, In dy, In beta, Tensor bd, Out db) {
   if (add_rows(handle, alpha, yd, dy, beta, db)) return 0;

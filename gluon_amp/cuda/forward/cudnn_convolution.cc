@@ -5,7 +5,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 
 #include <map>
 #include <memory>
@@ -64,8 +63,7 @@ struct Library {
     find(convolution, "cudnnGetConvolutionNdDescriptor");
     find(math, "cudnnGetConvolutionMathType");
     find(stream, "cudnnGetStream");
-    const char *deterministic = getenv("MXNET_ENFORCE_DETERMINISM"), *cores = getenv("MXNET_CUDA_ALLOW_TENSOR_CORE");
-    complete &= (!deterministic || !atoi(deterministic)) && (!cores || atoi(cores));
+    complete &= !setting("MXNET_ENFORCE_DETERMINISM", 0) && setting("MXNET_CUDA_ALLOW_TENSOR_CORE", 1);
   }
 };
 
@@ -97,13 +95,13 @@ class Part {  // a descriptor of cuDNN 9
 // What a plan depends on.
 struct Problem {
   const Pass* pass;
-  Handle handle;
+  int device;
   int64_t x[8], w[8], y[8];  // sizes, then strides
   int64_t pads[2], strides[2], dilations[2];
   bool adds;  // to the result
 
   std::vector<int64_t> key() const {
-    std::vector<int64_t> made{pass->operation, (int64_t)handle, adds};
+    std::vector<int64_t> made{pass->operation, device, adds};
     for (const auto& of : {x, w, y}) made.insert(made.end(), of, of + 8);
     for (const auto& of : {pads, strides, dilations}) made.insert(made.end(), of, of + 2);
     return made;
@@ -144,6 +142,7 @@ struct Arrays { const void *x, *w, *y; };
 
 struct Plan {
   Part plan{kPlan};
+  int64_t place = 0;  // in the order of cuDNN's heuristic
   int64_t bytes = 0;  // of its workspace
 
   bool run(Handle handle, const Arrays& arrays) const {
@@ -156,10 +155,9 @@ struct Plan {
   }
 };
 
-// Plans in the order of cuDNN's heuristic. MXNet's workspace is that of the algorithm that it found to be fastest, often
-// none, so plans have another. Those for which there is no memory are left out.
-std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem) {
-  constexpr size_t kMost = 4;
+// Up to `most` plans in the order of cuDNN's heuristic, from a place on. MXNet's workspace is that of the algorithm that it
+// found to be fastest, often none, so plans have another. Those for which there is no memory are left out.
+std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem, Handle handle, int64_t first, size_t most) {
   constexpr int64_t kMostBytes = 128 << 20;  // of a workspace
   std::vector<std::unique_ptr<Plan>> made;
   const auto tensor = [](Part& part, int64_t name, const int64_t* sizes) {
@@ -182,7 +180,7 @@ std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem) {
   operation.set(pass.y, kDescriptor, of[3]).set(pass.alpha, kOfFloat, 1.0f);
   if (!operation.set(pass.beta, kOfFloat, problem.adds ? 1.0f : 0.0f).finalize()) return made;
   const Descriptor its = operation.get();
-  if (!graph.set(800, kOfHandle, problem.handle).set(801, kDescriptor, its).finalize()) return made;
+  if (!graph.set(800, kOfHandle, handle).set(801, kDescriptor, its).finalize()) return made;
   const Descriptor whole = graph.get();
   if (!heuristic.set(201, kDescriptor, whole).set(200, kOfHeuristic, best).finalize()) return made;
   int64_t count = 0;
@@ -194,12 +192,13 @@ std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem) {
     pointers.push_back(found.back()->get());
   }
   if (library().get(heuristic.get(), 202, kDescriptor, count, &count, pointers.data())) return made;
-  for (int64_t i = 0; i < count && made.size() < kMost; i++) {
+  for (int64_t i = first; i < count && made.size() < most; i++) {
     std::unique_ptr<Plan> one(new Plan);
     int64_t values;
-    if (one->plan.set(400, kOfHandle, problem.handle).set(401, kDescriptor, pointers[i]).finalize() &&
+    one->place = i;
+    if (one->plan.set(400, kOfHandle, handle).set(401, kDescriptor, pointers[i]).finalize() &&
         !library().get(one->plan.get(), 402, kInt64, 1, &values, &one->bytes) && one->bytes <= kMostBytes &&
-        (!one->bytes || workspace(problem.handle, one->bytes)))
+        (!one->bytes || workspace(handle, one->bytes)))
       made.push_back(std::move(one));
   }
   return made;
@@ -229,32 +228,54 @@ struct Clock {
   }
 };
 
-// The fastest of the plans on these arrays; the first, where the result is added to an array, or MXNet's setting excludes
+// The fastest of four plans on these arrays; the first, where the result is added to an array, or MXNet's setting excludes
 // a search.
-std::unique_ptr<Plan> fastest(const Problem& problem, const Arrays& arrays) {
-  auto plans = plans_for(problem);
+std::unique_ptr<Plan> fastest(const Problem& problem, Handle handle, const Arrays& arrays) {
+  auto plans = plans_for(problem, handle, 0, 4);
   if (plans.empty()) return nullptr;
-  const char* search = getenv("MXNET_CUDNN_AUTOTUNE_DEFAULT");
   Stream stream;
   size_t best = 0;
   static const Clock clock;
-  if (!problem.adds && plans.size() > 1 && (!search || atoi(search)) && clock.complete() &&
-      !library().stream(problem.handle, &stream)) {
+  if (!problem.adds && plans.size() > 1 && setting("MXNET_CUDNN_AUTOTUNE_DEFAULT", 1) && clock.complete() &&
+      !library().stream(handle, &stream)) {
     float least = 1e30f;
     for (size_t i = 0; i < plans.size(); i++) {
-      const float ms = clock.measure(stream, [&] { return plans[i]->run(problem.handle, arrays); });
+      const float ms = clock.measure(stream, [&] { return plans[i]->run(handle, arrays); });
       if (ms < least) least = ms, best = i;
     }
   }
   return std::move(plans[best]);
 }
 
+using Plans = std::map<std::vector<int64_t>, std::unique_ptr<Plan>>;
+std::mutex g_mutex;
+std::map<Handle, Plans>& g_plans = *new std::map<Handle, Plans>;
+// The fastest plans' places, which all handles of a GPU share: each of MXNet's threads has its own.
+std::map<std::vector<int64_t>, int64_t>& g_places = *new std::map<std::vector<int64_t>, int64_t>;
+
+const Plan* plan_for(const Problem& problem, Handle handle, const Arrays& arrays) {
+  const auto key = problem.key();
+  std::lock_guard<std::mutex> lock(g_mutex);
+  Plans& plans = g_plans[handle];
+  const auto kept = plans.find(key);
+  if (kept != plans.end()) return kept->second.get();
+  std::unique_ptr<Plan>& made = plans[key];
+  const auto place = g_places.find(key);
+  if (place == g_places.end()) {
+    made = fastest(problem, handle, arrays);
+    if (made) g_places[key] = made->place;
+  } else {
+    auto found = plans_for(problem, handle, place->second, 1);
+    if (!found.empty()) made = std::move(found[0]);
+  }
+  return made.get();
+}
+
 // Runs a pass by a plan. False if cuDNN has none; the function of MXNet's interface then runs.
 bool run_plan(const Pass& pass, Handle handle, In alpha, In beta, Tensor xd, In x, Filter wd, In w, Tensor yd, In y,
               Descriptor convolution) {
-  static std::mutex mutex;
-  static auto& kept = *new std::map<std::vector<int64_t>, std::unique_ptr<Plan>>;
-  if (!library().complete || ((uintptr_t)x | (uintptr_t)w | (uintptr_t)y) % kAlignment) return false;
+  static const auto device = runtime<int (*)(int*)>("cudaGetDevice");
+  if (!library().complete || !device || ((uintptr_t)x | (uintptr_t)w | (uintptr_t)y) % kAlignment) return false;
   Problem problem{};
   bool channels_last;
   if (!read(xd, problem.x) || !read_filter(wd, problem.w, &channels_last) || !read(yd, problem.y) ||
@@ -262,20 +283,23 @@ bool run_plan(const Pass& pass, Handle handle, In alpha, In beta, Tensor xd, In 
     return false;
   const float scale = *(const float*)alpha, added = *(const float*)beta;
   if (scale != 1 || (added != 0 && added != 1)) return false;
-  problem.pass = &pass, problem.handle = handle, problem.adds = added == 1;
+  problem.pass = &pass, problem.adds = added == 1;
+  if (device(&problem.device)) return false;
   const Arrays arrays{x, w, y};
-  const auto key = problem.key();
-  const Plan* plan;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto found = kept.find(key);
-    if (found == kept.end()) found = kept.emplace(key, fastest(problem, arrays)).first;
-    plan = found->second.get();
-  }
+  const Plan* const plan = plan_for(problem, handle, arrays);
   return plan && plan->run(handle, arrays);
 }
 
 }  // namespace
+
+void forget_plans(void* handle) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const auto found = g_plans.find(handle);
+  if (found == g_plans.end()) return;
+  if (captures_graphs())
+    for (auto& each : found->second) each.second.release();
+  g_plans.erase(found);
+}
 
 API int cudnnConvolutionForward(Handle handle, In alpha, Tensor xd, In x, Filter wd, In w, Descriptor convolution,
                                 int algorithm, Out work, size_t room, In beta, Tensor yd, Out y) {

@@ -4,9 +4,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#include <strings.h>
 
 #include <algorithm>
 #include <string>
@@ -89,12 +86,6 @@ template <class F> int change(Rnn rnn, F f) {
   return settings.write(rnn);
 }
 
-// MXNet's setting. Its RNN operator does not read it and always selects the default math for float16.
-bool allows_tensor_cores() {
-  const char* set = getenv("MXNET_CUDA_ALLOW_TENSOR_CORE");
-  return !set || (strcmp(set, "0") && strcasecmp(set, "false"));
-}
-
 // Sets what the older interface does not have in its descriptor: the type and the width of the inputs.
 int configure(Rnn rnn, Tensor x, Settings* settings, int* batch) {
   int type, count, dims[3], strides[3];
@@ -104,7 +95,9 @@ int configure(Rnn rnn, Tensor x, Settings* settings, int* batch) {
   if (settings->type == type && settings->input == dims[1]) return 0;
   settings->type = type;
   settings->input = dims[1];
-  if (type == kHalf && settings->math == kDefaultMath && allows_tensor_cores()) settings->math = kTensorOp;
+  // MXNet's RNN operator does not read its own setting, and always selects the default math for float16.
+  if (type == kHalf && settings->math == kDefaultMath && setting("MXNET_CUDA_ALLOW_TENSOR_CORE", 1))
+    settings->math = kTensorOp;
   if (settings->is_fast_if_persistent(*batch)) settings->algorithm = kPersistent;
   return settings->write(rnn);
 }

@@ -42,15 +42,18 @@ void* workspace(void* handle, size_t bytes) {
   return nullptr;
 }
 
-// Frees the handle's workspaces.
+void forget_workspaces(void* handle) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const auto found = g_workspaces.find(handle);
+  if (found == g_workspaces.end()) return;
+  if (!captures_graphs())
+    for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
+  g_workspaces.erase(found);
+}
+
 API int cudnnDestroy(void* handle) {
-  {
-    std::lock_guard<std::mutex> lock(g_mutex);
-    const auto found = g_workspaces.find(handle);
-    if (found != g_workspaces.end()) {
-      for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
-      g_workspaces.erase(found);
-    }
-  }
+  forget_plans(handle);
+  forget_products(handle);
+  forget_workspaces(handle);
   return translated(NEWER(cudnnDestroy)(handle));
 }

@@ -4,6 +4,8 @@
 #include "../dl.h"
 
 #include <stddef.h>
+#include <stdlib.h>
+#include <strings.h>
 
 struct Function {
   void* target;  // the newer library's function; null if it lacks it
@@ -32,6 +34,22 @@ int forward_error(int status, const char* reason);
 
 // For cuDNN: memory of a handle's GPU, which its later calls share; null for 0 bytes, or if there is none.
 void* workspace(void* handle, size_t bytes);
+
+// For cuDNN: frees what belongs to a handle that is destroyed. MXNet destroys all handles when it forks, and later handles
+// may have their addresses, also on other GPUs.
+void forget_workspaces(void* handle);
+void forget_plans(void* handle);
+void forget_products(void* handle);
+
+// A setting of MXNet, with 1 for "true"; `otherwise` if it is unset or empty.
+inline int setting(const char* name, int otherwise) {
+  const char* set = getenv(name);
+  if (!set || !*set) return otherwise;
+  return strcasecmp(set, "true") ? atoi(set) : 1;
+}
+
+// Whether CUDA graphs may use memory and kernels of a handle that is destroyed.
+inline bool captures_graphs() { return setting("MXNET_ENABLE_CUDA_GRAPHS", 0); }
 
 // A function of the CUDA runtime that libmxnet.so calls, or null.
 template <class F> F runtime(const char* name) {
