@@ -153,7 +153,7 @@ def _locate(cuda: int, places: Sequence[Path]) -> Tuple[Dict[str, Union[str, Pat
     missing = []
     for needed in NEEDED:
         name = _REPLACED[cuda].get(needed, needed)
-        path = next((place / name for place in places if (place / name).exists()), None)
+        path = next((place / name for place in places if os.path.exists(place / name)), None)
         if path is None:
             missing.append(name)
         paths[needed] = path or name
