@@ -152,6 +152,18 @@ def test_installed_packs_are_found_by_capability(tmp_path, monkeypatch):
         pack.find(103)
 
 
+def test_packs_of_other_gpus_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
+    pack.place(90).parent.mkdir()
+    pack.place(90).write_bytes(b"damaged")
+    pack.write(pack.place(100), 100, [dataclasses.replace(code, fat_binary=fatbin.fat_binary(
+        [fatbin.entry(ELF, 100)])) for code in CODE], **FACTS)
+    assert pack.find(120) is None
+    assert pack.find(103).arch == 100
+    with pytest.raises(pack.PackError, match=r"90\.pack is not a pack"):
+        pack.find(90)
+
+
 def test_machine_code_precedes_ptx(tmp_path, monkeypatch):
     monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
     text = fatbin.fat_binary([fatbin.entry(b".version 7.8\n\0", 90, "ptx")])

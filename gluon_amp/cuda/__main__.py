@@ -25,6 +25,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> None:
     parser.add_argument("--build", choices=BUILDS, default="cu112", help="MXNet's CUDA wheel")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if not options.command:
+        parser.error("a command is required")
     made = environment(options.log, options.devices, options.capability,
                        compute=options.compute, cudnn=options.cudnn, build=options.build)
     os.execvpe(options.command[0], options.command, made)

@@ -266,10 +266,10 @@ def build(architectures: Sequence[str], source: Optional[Path] = None, jobs: Opt
         report(f"kernels of {library}, sources in {tree}, nvcc {toolkit.nvcc.version}; parts in "
                f"{folder}")
         wheel = [source for source in read(library, sources.device_files(tree)) if source.first]
-        _check_space(folder, architectures)
         builder = Builder(folder, toolkit, tree, _key(
             sources.digest(tree), sources.digest(*toolkit.headers, HERE), toolkit.nvcc.version,
             repr(_FLAGS), str(_EDITS), pack.LIBMXNET))
+        _check_space(builder, wheel, architectures)
         _compile_all(builder, wheel, architectures, jobs or len(os.sched_getaffinity(0)))
         made = []
         for each in architectures:
@@ -290,13 +290,14 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _check_space(folder: Path, architectures: Sequence[str]) -> None:
+def _check_space(builder: Builder, wheel: List[Source], architectures: Sequence[str]) -> None:
     needed = 300 + 800 * len(architectures)  # megabytes: PTX; parts and a pack of each
-    free = shutil.disk_usage(folder).free // 10**6
-    kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) // 10**6
-    if free + kept < needed:
-        raise OSError(f"the build needs {needed} MB of disk space in {folder}. Available: {free} "
-                      "MB. Free some, or set GLUON_AMP_CACHE")
+    free = shutil.disk_usage(builder.folder).free // 10**6
+    parts = (builder.part(source, each) for source in wheel for each in architectures)
+    needed -= sum(part.stat().st_size for part in parts if part.exists()) // 10**6
+    if free < needed:
+        raise OSError(f"the build needs {needed} MB of disk space in {builder.folder}. Available: "
+                      f"{free} MB. Free some, or set GLUON_AMP_CACHE")
 
 
 def _compile_all(builder: Builder, wheel: List[Source], architectures: Sequence[str],

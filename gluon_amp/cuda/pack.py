@@ -251,8 +251,8 @@ def find(capability: int) -> Optional[Pack]:
         suffix = place(0, kind).name[1:]
         names = (path.name[:-len(suffix)] for path in place(0).parent.glob(f"*{suffix}"))
         for arch in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
-            if arch <= capability:
+            if runs_on(arch, kind, capability):
                 found = installed(arch, kind)
-                if found is not None and found.serves(capability):
+                if found is not None:
                     return found
     return None
