@@ -89,7 +89,7 @@ def overlap(box, others):
 
 
 def average_precision(detections, labels, kind):
-    """Returns the average precision of a class at an IoU of 0.5."""
+    """Returns the average precision of a class at an IoU of 0.5; NaN without objects."""
     objects = [label[label[:, 0] == kind, 1:] for label in labels]
     found = [np.zeros(len(each), bool) for each in objects]
     mine = [(row[1], i, row[2:]) for i, rows in enumerate(detections)
@@ -102,7 +102,8 @@ def average_precision(detections, labels, kind):
             found[i][overlaps.argmax()] = True
     true = np.cumsum(hits)
     precision = np.maximum.accumulate((true / np.arange(1, len(hits) + 1))[::-1])[::-1]
-    return float((precision * hits).sum() / max(sum(map(len, objects)), 1))
+    count = sum(map(len, objects))
+    return float((precision * hits).sum() / count) if count else np.nan
 
 
 def main(arguments=None):
@@ -179,7 +180,7 @@ def main(arguments=None):
                                              nms_threshold=0.45, threshold=0.05)
         detections += [rows[rows[:, 0] >= 0] for rows in found.asnumpy()]
     precisions = [average_precision(detections, labels, kind) for kind in range(len(CLASSES))]
-    print(f"mAP@0.5={np.mean(precisions):.4f}", *(
+    print(f"mAP@0.5={np.nanmean(precisions):.4f}", *(
         f"{name}={each:.4f}" for name, each in zip(CLASSES, precisions)))
 
 

@@ -92,6 +92,7 @@ def test_average_precision_is_area_under_precision_recall_curve():
     assert precision(right, late, twice) == 1
     assert precision(wrong) == 0
     assert object_detection.average_precision([np.empty((0, 6))] * 2, labels, 1) == 0
+    assert np.isnan(object_detection.average_precision([np.empty((0, 6))] * 2, labels, 2))
 
 
 @pytest.mark.parametrize(("main", "flags", "message"), [
