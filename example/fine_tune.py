@@ -39,7 +39,7 @@ def pretrained_features(args, device):
         except OSError as error:
             raise SystemExit(f"{error}: --pretrained-params names a file") from None
     else:
-        saved = mx.nd.load(path)
+        saved = parameters_of(path)
         classes = [v.shape[0] for n, v in saved.items() if n.endswith("weight") and v.ndim == 2]
         if not classes:
             raise SystemExit(f"{path} has no weight of a fully connected layer, which has "
@@ -55,6 +55,18 @@ def pretrained_features(args, device):
     if args.bn_momentum is not None:
         set_momentum(net.features, args.bn_momentum)
     return net.features
+
+
+def parameters_of(path):
+    """Returns the named arrays of a file of parameters."""
+    try:
+        saved = mx.nd.load(path)
+    except mx.MXNetError as error:
+        raise SystemExit(f"{path} is not a file of parameters: {recipes.first_line(error)}") \
+            from None
+    if not isinstance(saved, dict):
+        raise SystemExit(f"{path} has arrays without names")
+    return saved
 
 
 class Network(nn.HybridBlock):

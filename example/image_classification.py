@@ -283,7 +283,7 @@ def train(args, make_network, validates_first=False):
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
         recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * ranks.rank)  # dropout, augmentation
         mix = mixup_of(args, epoch, ranks.rank)
-        metric, total, start = mx.metric.Accuracy(), 0.0, time.time()
+        metric, start = mx.metric.Accuracy(), time.time()
         progress = recipes.Progress(args, loader, epoch, images_per_step, ranks.rank)
         for i, (data, label) in progress:
             images.check_labels(args, label)
@@ -298,8 +298,7 @@ def train(args, make_network, validates_first=False):
             trainer.step(images_per_step)
 
             metric.update(labels, outputs)
-            total_loss = sum(float(one.sum().asscalar()) for one in losses)
-            total, loss = total + total_loss, total_loss / args.batch_size
+            loss = sum(float(one.sum().asscalar()) for one in losses) / args.batch_size
             shown = record.step(trainer, loss, images_per_step)
             speed = progress.step(loss, trainer.loss_scale, shown)
             if speed:

@@ -43,7 +43,7 @@ def add_image_flags(parser):
     add("--data-dir", help="folder of the dataset (default: MXNet's)")
     add("--examples", type=recipes.positive, help="number of training images to use (default: all)")
     add("--classes", "--num-classes", type=recipes.positive,
-        help="number of classes (default: the dataset's)")
+        help="number of classes (default: the dataset's, or 10 for a .rec)")
     add("--image-size", "--input-size", type=recipes.positive,
         help="height and width in pixels (default: the dataset's, or 224)")
     add("--crop-ratio", default=1.0,
@@ -53,7 +53,7 @@ def add_image_flags(parser):
         "training (default: 40 to 100 %% of the image's area, resized)")
     add("--num-workers", "--num-data-workers", "-j", type=recipes.whole, default=0,
         help="number of processes that load images")
-    add("--mean", type=recipes.decimals, default=[0.45],
+    add("--mean", type=recipes.shares, default=[0.45],
         help="mean of pixels from 0 to 1: one number, or one for each channel")
     add("--std", type=recipes.deviations, default=[0.25],
         help="standard deviation of pixels from 0 to 1")
@@ -140,8 +140,8 @@ def image_datasets(args):
         if not args.data_dir:
             raise ValueError(f"this script does not download {name}: pass --data-dir FOLDER with "
                              "train/ and val/, each with a folder for each class")
-        data = [vision.ImageFolderDataset(_existing(os.path.join(args.data_dir, part)))
-                for part in ("train", "val")]
+        data = folders(args, [_existing(os.path.join(args.data_dir, part))
+                              for part in ("train", "val")])
     else:
         if not args.val:
             log.warning("no --val: validation uses the training data")
@@ -150,10 +150,10 @@ def image_datasets(args):
             for path, index in zip(paths, (args.rec_train_idx, args.rec_val_idx)):
                 check_records(path, classes_of(args))
                 _check_index(path, index)
-            data = [vision.ImageRecordDataset(path) for path in paths]
+            data = [vision.ImageRecordDataset(path).transform(_with_scalar) for path in paths]
             keep = max(map(os.path.getsize, paths)) < _SMALL
         else:
-            data = [vision.ImageFolderDataset(path) for path in paths]
+            data = folders(args, paths)
     size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
     log.info("images of %d x %d pixels (--image-size)", size, size)
     datasets = []
@@ -162,6 +162,52 @@ def image_datasets(args):
         part = part.transform_first(fixed)
         datasets.append((Kept(part) if keep else part).transform_first(drawn))
     return datasets
+
+
+class Folder(vision.ImageFolderDataset):
+    """The images of a folder with a folder for each class.
+
+    Args:
+        classes: the classes, in order; default: the folders with images, without hidden ones.
+    """
+
+    def __init__(self, path, classes=None):
+        super().__init__(path)
+        named = [(file, self.synsets[label]) for file, label in self.items]
+        named = [(file, name) for file, name in named if not name.startswith(".")]
+        if not named:
+            raise ValueError(f"{path} has no images: it must have a folder for each class, with "
+                             ".jpg, .jpeg or .png files")
+        found = sorted({name for _, name in named})
+        self.synsets = classes or found
+        other = set(found) - set(self.synsets)
+        if other:
+            raise ValueError(f"{path} has the classes {', '.join(sorted(other))}, which the "
+                             "training data lacks")
+        self.items = [(file, self.synsets.index(name)) for file, name in named]
+
+    def __getitem__(self, i):
+        try:
+            image, label = super().__getitem__(i)
+            image.wait_to_read()
+            return image, label
+        except mx.MXNetError as error:
+            raise ValueError(f"{self.items[i][0]} is not an image that MXNet can read: "
+                             f"{recipes.first_line(error)}") from None
+
+
+def folders(args, paths):
+    """Returns the images of two folders. Their classes have the same numbers."""
+    train = Folder(paths[0])
+    if args.examples:  # they are sorted by class
+        np.random.RandomState(0).shuffle(train.items)
+    args.classes = args.classes or len(train.synsets)
+    return train, Folder(paths[1], train.synsets)
+
+
+def _with_scalar(image, label):
+    """Returns a sample of a record; its label may be an array of one number."""
+    return image, np.float32(label).item()
 
 
 def _existing(path):
@@ -306,11 +352,16 @@ def check_records(path, classes):
             part, length = length >> 29, length & (1 << 29) - 1
             if part in (0, 1):  # a whole record or its first part
                 count += 1
-                if labels == 0 and not (0 <= label < classes and label == int(label)):
+                if labels > 1:
+                    raise ValueError(f"{path} has labels of {labels} numbers; a classifier takes "
+                                     "one")
+                if labels:
+                    label, = struct.unpack("<f", header[32:36])
+                if not (0 <= label < classes and label == int(label)):
                     raise ValueError(f"{path} has a label {label:g}, and the network {classes} "
                                      "classes, from 0 on: --num-classes")
                 image = header[32 + 4 * labels:] if length > 24 else b""
-                if labels <= 4 and at + 8 + length <= size and not image.startswith(_IMAGES):
+                if at + 8 + length <= size and not image.startswith(_IMAGES):
                     raise ValueError(f"{path} has a record at byte {at} that is not an image "
                                      "that MXNet can read")
             at += 8 + (length + 3) // 4 * 4

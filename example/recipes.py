@@ -162,13 +162,18 @@ positive = flag_type(int, lambda n: n >= 1, "must be an integer >= 1")
 new_file = flag_type(str, lambda path: not os.path.isdir(path) and os.path.isdir(
     os.path.dirname(os.path.realpath(path))), "must be a file in a folder that exists")
 whole = flag_type(int, lambda n: n >= 0, "must be an integer >= 0")
+seed = flag_type(int, lambda n: 0 <= n < 2**31, "must be an integer from 0 to 2147483647")
 decimal = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number >= 0")
 above_0 = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number > 0")
 share = flag_type(float, lambda x: 0 <= x <= 1, "must be a number from 0 to 1")
 numbers = flag_type(lambda text: [int(part) for part in text.split(",") if part],
                     lambda values: min(values, default=0) >= 0,
                     "must be integers >= 0, such as 0,2")
-decimals = flag_type(_floats, lambda values: True, "must be numbers, such as 0.5 or 0.5,0.4,0.4")
+decimals = flag_type(
+    _floats, lambda values: len(values) in (1, 3) and all(map(math.isfinite, values)),
+    "must be one finite number or three, such as 0.5 or 0.5,0.4,0.4")
+shares = flag_type(decimals, lambda values: all(0 <= value <= 1 for value in values),
+                   "must be from 0 to 1; --rgb-mean takes pixels from 0 to 255")
 deviations = flag_type(decimals, _above_0, "must be above 0")
 three_numbers = flag_type(str, lambda text: len(decimals(text)) == 3,
                           "takes three numbers, of red, green and blue")
@@ -192,7 +197,7 @@ def loss_scale(text):
 def add_device_flags(parser):
     """Adds `--seed`, `--gpus 0,1`, and GluonCV's equivalent `--num-gpus 2`."""
     add = parser.add_argument
-    add("--seed", type=whole, default=0, help="seed of all random numbers")
+    add("--seed", type=seed, default=0, help="seed of all random numbers")
     add("--gpus", type=numbers, default=[],
         help="GPUs to use, such as 0 or 0,2,5 (default: the CPU)")
     add("--num-gpus", dest="gpus", metavar="N", default=argparse.SUPPRESS,
@@ -253,7 +258,12 @@ def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_
     warmup_steps = int(warmup_epochs * steps)
     warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": warmup_lr,
               "warmup_mode": warmup_strategy}
+    if warmup_steps and warmup_lr > lr:
+        raise ValueError(f"--warmup-lr must be at most --lr {lr:g}. Received: {warmup_lr:g}")
     if mode == "step":
+        if any(a >= b for a, b in zip([0, *decay_epochs], decay_epochs)):
+            raise ValueError("the epochs after which the rate decays must rise, from 1 on. "
+                             f"Received: {', '.join(map(str, decay_epochs))}")
         after = [int(epoch * steps) for epoch in decay_epochs] or [1 << 60]
         return mx.lr_scheduler.MultiFactorScheduler(after, decay, lr, **warmup)
     if decay_epochs:
@@ -354,11 +364,6 @@ def start_log(args, path, interval, begin, rank=0):
                    rank=rank, progress=False)
 
 
-def mean(values):
-    """Returns the mean of numbers; NaN for none."""
-    return sum(values) / len(values) if values else math.nan
-
-
 # ---- the folder of a run
 
 # Flags that may change when a run is resumed.
@@ -378,6 +383,15 @@ def add_folder_flags(parser, folder):
     add("--resume-params", metavar="FILE", help="start with these parameters")
     add("--resume-states", metavar="FILE", help="start with these states of the Trainer")
     add("--resume-epoch", type=whole, default=0, help="start with this epoch, counted from 0")
+
+
+def check_flags(was, now, may_differ):
+    """Refuses flags of a resumed run that differ from the original run's; both are dicts."""
+    differ = [f"{name} was {was.get(name, 'unset')}, is {now.get(name, 'unset')}"
+              for name in {**was, **now} if name not in may_differ
+              and was.get(name) != now.get(name)]
+    if differ:
+        raise ValueError(f"--resume needs the flags of the original run: {'; '.join(differ)}")
 
 
 def replace_text(path, text):
@@ -439,10 +453,10 @@ class RunFolder:
             return
         net.save_parameters(self.file(f"epoch-{epoch}.params"))
         trainer.save_states(self.file(f"epoch-{epoch}.states"))
-        replace_text(self.last, json.dumps({"epoch": epoch}))
         errors = [line["err_top1"] for line in record.lines if line.get("err_top1") is not None]
         if errors and errors[-1] == min(errors):
             net.save_parameters(self.file("best.params"))
+        replace_text(self.last, json.dumps({"epoch": epoch}))
         old = [f"epoch-{epoch - 1}.states"]
         if not self.args.save_period or epoch % self.args.save_period:
             old += [f"epoch-{epoch - 1}.params", f"epoch-{epoch - 1}.params.json"]
@@ -485,9 +499,10 @@ class RunFolder:
             return True
         names = sorted(os.path.basename(path) for pattern in ("epoch-*.params", "best.params")
                        for path in glob.glob(self.file(pattern)))
-        later = [name for name in names if name != f"epoch-{self.args.resume_epoch}.params"]
+        first = f"epoch-{self.args.resume_epoch}.params"
+        later = set(names) - ({first, "best.params"} if first in names else set())
         if later:  # the first epoch may have been interrupted
-            raise ValueError(f"{self.last} is missing, and there is {later[0]}: no new run is "
+            raise ValueError(f"{self.last} is missing, and there is {min(later)}: no new run is "
                              'started. Restore last.json, such as {"epoch": 3} for '
                              "epoch-3.params and epoch-3.states")
         log.info("nothing to resume in %s", self.args.save_dir)
@@ -517,11 +532,7 @@ class RunFolder:
             log.info("completed epochs: %d; remaining: %d, with the schedule of %d epochs",
                      epoch + 1, args.epochs - epoch - 1, args.epochs)
             was["epochs"] = args.epochs
-        differ = [f"{name} was {was.get(name, 'unset')}, is {now.get(name, 'unset')}"
-                  for name in {**was, **now} if name not in MAY_DIFFER
-                  and was.get(name) != now.get(name)]
-        if differ:
-            raise ValueError(f"--resume needs the flags of the original run: {'; '.join(differ)}")
+        check_flags(was, now, MAY_DIFFER)
 
 
 def _load(net, trainer, params, states):

@@ -9,6 +9,7 @@ The flags and the log format are those of MXNet's example/image-classification.
 import argparse
 import glob
 import itertools
+import json
 import logging
 import math
 import os
@@ -154,8 +155,12 @@ def image_shape(args):
     return channels, height, width
 
 
-def iterators(args, part=0, parts=1):
-    """Returns training and validation data, and the number of training images."""
+def iterators(args, part=0, parts=1, begin=0):
+    """Returns training and validation data, and the number of training images.
+
+    Args:
+        begin: the number of completed epochs, whose random numbers are not repeated.
+    """
     shape = image_shape(args)
     if args.benchmark:
         examples = args.num_examples or 100 * args.batch_size
@@ -176,7 +181,7 @@ def iterators(args, part=0, parts=1):
         "preprocess_threads": args.data_nthreads}
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
-        seed=args.seed, seed_aug=args.seed,
+        seed=args.seed + begin, seed_aug=args.seed + begin,
         rand_crop=bool(args.random_crop), rand_mirror=bool(args.random_mirror),
         random_resized_crop=bool(args.random_resized_crop), pad=args.pad_size,
         fill_value=args.fill_value, random_h=args.max_random_h, random_s=args.max_random_s,
@@ -189,8 +194,6 @@ def iterators(args, part=0, parts=1):
         max_crop_size=args.max_crop_size, brightness=args.brightness, contrast=args.contrast,
         saturation=args.saturation, pca_noise=args.pca_noise,
         num_parts=parts, part_index=part, **common)
-    if parts > 1:  # parts of a file differ in size; all ranks take the same number of steps
-        train = mx.io.ResizeIter(train, examples // parts // args.batch_size, reset_internal=False)
     val = args.data_val and Unpadded(mx.io.ImageRecordIter(
         path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False, **common),
         val_examples, max(1, len(args.gpus)))
@@ -302,7 +305,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     contexts = ranks.devices(args.gpus)
     ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
     per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
-    train, val, examples = iterators(args, ranks.rank, ranks.workers)
+    train, val, examples = iterators(args, ranks.rank, ranks.workers, begin)
     logging.info("start with arguments %s", args)
     logging.info("gluon_amp %s, MXNet %s, Python %s", amp.__version__, mx.__version__,
                  platform.python_version())
@@ -314,7 +317,9 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
             raise SystemExit(f"--macrobatch-size {args.macrobatch_size}: an epoch has {examples} "
                              "images, which is less")
         batches = batches // per_update * per_update
-        train = mx.io.ResizeIter(train, batches, reset_internal=False)
+    # The iterator's epochs differ by one batch, if the batch size does not divide the images, and
+    # the ranks' parts of a file by one image.
+    train = mx.io.ResizeIter(train, batches, reset_internal=False)
     epoch_size = batches // per_update
     check_network(symbol, image_shape(args), args.model_prefix if begin else None)
     options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
@@ -324,7 +329,11 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         if not states:
             logging.warning("%s-%04d.states does not exist: the optimizer starts with new states",
                             args.model_prefix, begin)
-        module = AddingModule.load(args.model_prefix, begin, states, **options)
+        try:
+            module = AddingModule.load(args.model_prefix, begin, states, **options)
+        except mx.MXNetError as error:
+            raise ValueError(f"{args.model_prefix}-{begin:04d}.params is damaged: "
+                             f"{recipes.first_line(error)}") from None
     else:
         module = AddingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * epoch_size,
@@ -345,8 +354,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if ranks.workers > 1:
         epoch_ends += [lambda *_: module.check_ranks(), lambda *_: average_statistics(module)]
     if args.model_prefix and ranks.rank == 0:
-        epoch_ends.append(mx.callback.module_checkpoint(
-            module, args.model_prefix, args.save_period, save_optimizer_states=True))
+        epoch_ends.append(checkpoint(args, module))
     if args.xray and ranks.rank == 0:
         train = XrayedIter(args, begin, module, train)
     module.fit(
@@ -361,6 +369,14 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
     record.close()
     return module
+
+
+def checkpoint(args, module):
+    """Returns the callback that saves every --save-period epochs, and the last."""
+    def save(epoch, *_):
+        if (epoch + 1) % args.save_period == 0 or epoch + 1 == args.num_epochs:
+            module.save_checkpoint(args.model_prefix, epoch + 1, save_optimizer_states=True)
+    return save
 
 
 class AddingModule(amp.Module):
@@ -434,7 +450,8 @@ class ModuleLog:
 
     def validation_batch_end(self, param):
         """The `eval_batch_end_callback` of `fit`."""
-        self.validation.append(self.loss(param.locals["eval_batch"]))
+        batch = param.locals["eval_batch"]
+        self.validation.append((self.loss(batch), len(batch.label[0])))
 
     def validation_end(self, param):
         """The `eval_end_callback` of `fit`."""
@@ -442,7 +459,8 @@ class ModuleLog:
         errors = {"err_top1": 1 - found["accuracy"]}
         if "top_k_accuracy_5" in found:
             errors["err_top5"] = 1 - found["top_k_accuracy_5"]
-        self.end(validation_loss=recipes.mean(self.validation), **errors)
+        losses, counts = zip(*self.validation)
+        self.end(validation_loss=np.average(losses, weights=counts), **errors)
 
     def end(self, **values):
         """Ends an epoch of the log."""
@@ -544,15 +562,23 @@ def test_reading(train, args):
     logging.info("%d batches in %.3f s", i, time.time() - begun)
 
 
+# Flags that may change when a run is resumed.
+MAY_DIFFER = (*recipes.MAY_DIFFER, "num_epochs", "load_epoch", "model_prefix", "disp_batches",
+              "data_nthreads", "monitor")
+
+
 def start_record(args, ranks, begin, interval):
     """Returns the run's log; --load-epoch keeps the lines of earlier epochs in log.jsonl."""
     path = None
     if args.save_dir and not ranks.rank:
         os.makedirs(args.save_dir, exist_ok=True)
         path = os.path.join(args.save_dir, "log.jsonl")
-        if not begin and os.path.exists(path) and any(
+        if not begin and not args.resume and os.path.exists(path) and any(
                 "batch" not in line for line in amp.Log.read(path)[1]):
             raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
+        if begin and args.resume and os.path.exists(path):
+            recipes.check_flags(amp.Log.read(path)[0], json.loads(json.dumps(vars(args))),
+                                MAY_DIFFER)
     return recipes.start_log(args, path, interval, begin, ranks.rank)
 
 

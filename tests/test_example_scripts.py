@@ -202,6 +202,10 @@ def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatc
     ("fine_tune", "--pretrained a --last-gamma", "unrecognized arguments: --last-gamma"),
     ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
     ("train_imagenet", "--load-epoch 0", "--load-epoch: must be an integer >= 1"),
+    ("image_classification", "--mean 127", "--mean: must be from 0 to 1; --rgb-mean takes"),
+    ("image_classification", "--mean nan", "--mean: must be one finite number or three"),
+    ("image_classification", "--mean 0.5,0.4", "--mean: must be one finite number or three"),
+    ("image_classification", "--seed 5000000000", "--seed: must be an integer from 0 to"),
     ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
 def test_invalid_flag_is_one_line(script, flags, message, capsys):
     with pytest.raises(SystemExit):
@@ -452,9 +456,33 @@ def test_log_without_last_epoch_is_refused(cut):
         recipes.RunFolder(flags(cut)).resume(None, None)
 
 
-def test_run_killed_in_first_save_starts_again(tmp_path):
-    (tmp_path / "epoch-0.params").write_bytes(b"half")
+@pytest.mark.parametrize("names", [["epoch-0.params"], ["epoch-0.params", "best.params"]])
+def test_run_killed_in_first_save_starts_again(names, tmp_path):
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
     assert recipes.RunFolder(flags(tmp_path)).resume(None, None) == 0
+
+
+def test_epoch_counts_as_complete_after_its_best_parameters(tmp_path, monkeypatch):
+    """A run that is killed before repeats the epoch, and saves them again."""
+    net, saved = images.small_network(2), []
+    net.initialize()
+    net(mx.nd.zeros((1, 1, 8, 8)))
+    monkeypatch.setattr(recipes, "replace_text",
+                        lambda path, text: saved.append((tmp_path / "best.params").exists()))
+    record = Namespace(lines=[{"epoch": 0, "err_top1": 0.5}])
+    trainer = Namespace(save_states=lambda path: None)
+    recipes.RunFolder(flags(tmp_path, resume=False)).save(net, trainer, 0, record)
+    assert saved == [True]
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"decay_epochs": [2, 1]}, "the rate decays must rise, from 1 on. Received: 2, 1"),
+    ({"decay_epochs": [0]}, "the rate decays must rise, from 1 on. Received: 0"),
+    ({"warmup_epochs": 1, "warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1")])
+def test_schedule_that_is_impossible_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.schedule(0.8, 10, 4, **options)
 
 
 def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
@@ -562,9 +590,10 @@ def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
     (0.5, PNG, "has a label 0.5"),
     (0, b"no image", "has a record at byte 36 that is not an image"),
     (0, b"", "has a record at byte 36 that is not an image"),
-    (1, PNG, None)])
-def test_invalid_record_is_refused_before_training(label, contents, message,
-                                                                         tmp_path):
+    ([2.0], PNG, "has a label 2, and the network 2 classes"),
+    ([0.0, 1.0], PNG, "has labels of 2 numbers; a classifier takes one"),
+    (1, PNG, None), ([1.0], PNG, None)])
+def test_invalid_record_is_refused_before_training(label, contents, message, tmp_path):
     path = str(tmp_path / "a.rec")
     record = mx.recordio.MXRecordIO(path, "w")
     for of, what in ((0, PNG), (label, contents)):
@@ -575,6 +604,156 @@ def test_invalid_record_is_refused_before_training(label, contents, message,
     else:
         with pytest.raises(ValueError, match=f"a.rec {message}"):
             images.check_records(path, 2)
+
+
+def write_images(folder, **counts):
+    """Writes gray images of 8 x 8 pixels, darker for each class, into folders of classes."""
+    for i, (name, count) in enumerate(counts.items()):
+        (folder / name).mkdir(parents=True)
+        for j in range(count):
+            Image.new("RGB", (8, 8), (40 * i + 1,) * 3).save(folder / name / f"{j}.png")
+    return str(folder)
+
+
+def folder_loaders(train, val, *more):
+    args = recipe.parse(["--dataset", train, "--val", val, "--image-size", "8", "--batch-size", "4",
+                         *more])
+    return args, *images.image_loaders(args, recipes.Ranks())[1:]
+
+
+def test_folders_of_validation_have_the_classes_of_training(tmp_path):
+    train = write_images(tmp_path / "train", a=4, b=4, c=4)
+    val = write_images(tmp_path / "val", b=1, c=2)
+    (tmp_path / "val" / "a").mkdir()  # without images
+    write_images(tmp_path / "val", **{".ipynb_checkpoints": 3})
+    args, _, loader = folder_loaders(train, val)
+    assert [label.asnumpy().tolist() for _, label in loader] == [[1, 2, 2]]
+    assert images.classes_of(args) == 3
+    other = write_images(tmp_path / "other", a=1, d=1)
+    with pytest.raises(ValueError, match=r"other has the classes d, which the training data lacks"):
+        folder_loaders(train, other)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"empty has no images: it must have a folder for each"):
+        folder_loaders(train, str(tmp_path / "empty"))
+
+
+def test_some_examples_of_a_folder_have_all_classes(tmp_path):
+    train = write_images(tmp_path / "train", a=30, b=30)
+    _, loader, _ = folder_loaders(train, train, "--examples", "20")
+    labels = np.concatenate([label.asnumpy() for _, label in loader])
+    assert len(labels) == 20
+    assert set(labels) == {0, 1}
+
+
+def test_damaged_image_of_a_folder_is_named(tmp_path):
+    train = write_images(tmp_path / "train", a=4)
+    path = tmp_path / "train" / "a" / "2.png"
+    path.write_bytes(path.read_bytes()[:50])
+    _, _, loader = folder_loaders(train, train)
+    with pytest.raises(ValueError, match=r"a/2\.png is not an image that MXNet can read"):
+        list(loader)
+
+
+def test_label_of_a_record_may_be_an_array_of_one(tmp_path):
+    record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "a.idx"), str(tmp_path / "a.rec"), "w")
+    image = Path(write_images(tmp_path / "images", a=1), "a", "0.png").read_bytes()
+    for i in range(4):
+        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, [i], i, 0), image))
+    record.close()
+    _, _, loader = folder_loaders(str(tmp_path / "a.rec"), str(tmp_path / "a.rec"))
+    (_, label), = loader
+    assert label.asnumpy().tolist() == [0, 1, 2, 3]
+
+
+# ---- train_imagenet.py
+
+class Recorded:
+    """A RecordIO file of 10 images, and trainings with it."""
+
+    def __init__(self, folder):
+        self.folder, self.file = folder, str(folder / "a.rec")
+        record = mx.recordio.MXIndexedRecordIO(str(folder / "a.idx"), self.file, "w")
+        for i in range(10):
+            file = io.BytesIO()
+            Image.new("RGB", (4, 4), (25 * i,) * 3).save(file, "PNG")
+            header = mx.recordio.IRHeader(0, i % 2, i, 0)
+            record.write_idx(i, mx.recordio.pack(header, file.getvalue()))
+        record.close()
+
+    def flags(self, *more):
+        parser = recipes.Parser("")
+        train_imagenet.add_arguments(parser)
+        return train_imagenet.parse_flags(parser, [
+            "--data-train", self.file, "--data-train-idx", str(self.folder / "a.idx"),
+            "--data-val", self.file, "--num-classes", "2", "--image-shape", "3,4,4",
+            "--batch-size", "4", "--disp-batches", "1", "--rgb-std", "99,99,99",
+            "--save-dir", str(self.folder / "run"), "--model-prefix",
+            str(self.folder / "run" / "net"), *more])
+
+    def fit(self, *more):
+        """Trains; returns the lines of the log."""
+        dense = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.var("data")), num_hidden=2, name="out")
+        train_imagenet.fit(self.flags(*more), mx.sym.SoftmaxOutput(dense, name="softmax"))
+        return gluon_amp.Log.read(str(self.folder / "run" / "log.jsonl"))[1]
+
+
+@pytest.fixture()
+def recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
+    return Recorded(tmp_path)
+
+
+def test_rate_decays_after_epochs_that_batches_do_not_divide(recorded):
+    lines = recorded.fit("--num-epochs", "4", "--lr-step-epochs", "2,3")
+    rates = {(line["epoch"], line["batch"]): line["lr"] for line in lines if "batch" in line}
+    assert [rates[epoch, 0] for epoch in range(4)] == pytest.approx([0.1, 0.1, 0.01, 0.001])
+    assert len(rates) == 4 * 2
+
+
+def test_validation_loss_is_the_mean_over_images(recorded, caplog):
+    with caplog.at_level(logging.INFO):
+        *_, last = recorded.fit("--num-epochs", "1", "--loss", "ce")
+    of_mxnet, = re.findall(r"Validation-cross-entropy=(\S+)", caplog.text)
+    assert last["validation_loss"] == pytest.approx(float(of_mxnet), rel=1e-4)
+
+
+def test_resumed_training_draws_other_random_numbers(recorded):
+    def order(begin):
+        train, *_ = train_imagenet.iterators(recorded.flags(), begin=begin)
+        return [float(image.mean().asscalar()) for batch in train for image in batch.data[0]]
+    assert order(0) == order(0)
+    assert order(1) != order(0)
+    assert sorted(order(1)[:10]) == sorted(order(0)[:10])
+
+
+@pytest.mark.filterwarnings("ignore:Parameters already initialized")  # of MXNet
+def test_resumed_training_needs_its_flags(recorded):
+    recorded.fit("--num-epochs", "1", "--resume")
+    with pytest.raises(ValueError, match=r"flags of the original run: lr was 0.1, is 0.2"):
+        recorded.fit("--num-epochs", "2", "--resume", "--lr", "0.2")
+    lines = recorded.fit("--num-epochs", "2", "--resume")
+    assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1]
+
+
+def test_last_epoch_is_saved_besides_every_nth(recorded):
+    recorded.fit("--num-epochs", "3", "--save-period", "2")
+    assert sorted(path.name for path in (recorded.folder / "run").glob("*.params")) == \
+        ["net-0002.params", "net-0003.params"]
+
+
+def test_training_that_ended_before_its_first_checkpoint_starts_again(recorded, monkeypatch):
+    monkeypatch.setattr(train_imagenet, "checkpoint", lambda args, module: lambda *_: None)
+    recorded.fit("--num-epochs", "1", "--resume")
+    lines = recorded.fit("--num-epochs", "2", "--resume")
+    assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1]
+
+
+def test_damaged_checkpoint_is_named(recorded):
+    recorded.fit("--num-epochs", "1")
+    path = recorded.folder / "run" / "net-0001.params"
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"net-0001.params is damaged"):
+        recorded.fit("--num-epochs", "2", "--resume")
 
 
 def test_missing_index_is_named(tmp_path):
