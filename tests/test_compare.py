@@ -1,5 +1,9 @@
 """`gluon-amp compare`: runs of a script in several types, resumed, and their report."""
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +80,19 @@ def test_failed_run_is_named_and_leaves_nothing(capsys):
     assert sorted(path.name for path in Path("compare").iterdir()) == [
         "bfloat16-seed0", "compare.json", "float16-seed0", "float32-seed0", "float32-seed1"]
     assert len(calls()) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_trainings_end_with_their_comparison(number):
+    os.mkfifo("alive")
+    Path("train.py").write_text("import signal; alive = open('alive', 'w')\n"
+                                "print('started', file=alive, flush=True); signal.pause()\n")
+    process = subprocess.Popen([sys.executable, "-m", "gluon_amp", "compare", *FLAGS, "-j", "1"])
+    with open("alive") as alive:
+        assert alive.readline() == "started\n"
+        process.send_signal(number)
+        assert alive.read() == ""  # the training's end has closed it
+    assert process.wait() == -number
 
 
 def test_script_without_a_log_is_refused(capsys):

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from .rendezvous import ADDRESS, Rendezvous
 from .supervise import BEAT, patience
@@ -222,7 +222,15 @@ def _end(processes: List[_Process]) -> None:
 
 def _start(name: str, command: Sequence[str], settings: Dict[str, str],
            output: Optional[int] = None) -> _Process:
-    """Starts a process that the system kills when this one exits, even by SIGKILL."""
+    """Starts a process."""
+    return _Process(name, subprocess.Popen(list(command), env={**os.environ, **settings},
+                                           stdout=output, start_new_session=True,
+                                           preexec_fn=ending_with_parent()))
+
+
+def ending_with_parent() -> Callable[[], None]:
+    """Returns the `preexec_fn=` of a process that the system kills when the thread that starts it
+    exits, even by SIGKILL."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -231,10 +239,7 @@ def _start(name: str, command: Sequence[str], settings: Dict[str, str],
             libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
             if os.getppid() != parent:
                 os._exit(1)
-
-    return _Process(name, subprocess.Popen(list(command), env={**os.environ, **settings},
-                                           stdout=output, start_new_session=True,
-                                           preexec_fn=before))
+    return before
 
 
 def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:

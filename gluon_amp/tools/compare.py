@@ -12,6 +12,7 @@ from typing import Any, Dict, List, Sequence
 
 from ..checks import counted, imports_of
 from ..files import new_folder, replace_text
+from ..parallel.launch import ending_with_parent
 from ..policy import POLICIES
 from ..reports import check_margin, read_logs, report
 
@@ -119,7 +120,7 @@ def _run(script: str, policy: str, seed: int, flags: Sequence[str], folder: Path
             done = subprocess.run([*command, "--save-dir", beside, *flags], check=False,
                                   env={**os.environ, "OMP_NUM_THREADS": threads},
                                   stdin=subprocess.DEVNULL, stdout=output,
-                                  stderr=subprocess.STDOUT)
+                                  stderr=subprocess.STDOUT, preexec_fn=ending_with_parent())
             output.seek(0)
             text = output.read().decode(errors="replace")
         what = f"{Path(script).name} with --dtype {policy} --seed {seed}"
