@@ -1,12 +1,13 @@
 """Runs the trainings of this folder: python results/run.py [STUDY ...]
 
-It writes the concatenated log.jsonl of runs named KIND-seedN to results/STUDY.jsonl, or to
-results/tasks/STUDY.jsonl, or to FOLDER/STUDY.jsonl with --output FOLDER. Completed runs are
-skipped, there and in results/runs, so another call continues; remove a study's file to repeat it.
-Lower seeds of all studies run first. It trains one run per CPU in parallel, each with one thread,
-and ends those that remain after --minutes. On the same machine, another call resumes those of
-image_classification.py after their last complete epoch. The data is in ../shared or
-$GLUON_AMP_DATA. plan.md has the comparisons, which were fixed before the runs.
+It writes the concatenated log.jsonl of runs named KIND-seedN to STUDY.jsonl.xz in
+results/runs/MACHINE, or in FOLDER with --output FOLDER. Completed runs of this machine are skipped,
+there and in results/runs, so another call continues; remove a study's file to repeat it. A run that
+fails after its first step is completed: plan.md counts it. Lower seeds of all studies run first. It
+trains one run per CPU in parallel, each with one thread, and ends those that remain after
+--minutes. On the same machine, another call resumes those of image_classification.py after their
+last complete epoch. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
+were fixed before the runs.
 """
 import argparse
 import json
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -98,41 +100,45 @@ STUDIES = {
 }
 
 
-def file_of(name, folder=None):
-    """Returns the file of a study's runs."""
-    if folder is None:
-        folder = HERE / "tasks" if "tasks" in STUDIES[name].script else HERE
-    return folder / f"{name}.jsonl"
+def files_of(name):
+    """Returns the files of a study's runs. The first are not in runs/."""
+    return [*HERE.glob(f"{name}.jsonl"), *HERE.glob(f"tasks/{name}.jsonl"),
+            *sorted(HERE.glob(f"runs/*/{name}.jsonl.xz"))]
 
 
-def compressed(name):
-    """Returns the files of a study in runs/."""
-    return sorted(HERE.glob(f"runs/*/{name}.jsonl.xz"))
+def runs_of(file, where):
+    """Returns the names of a machine's runs in a file."""
+    return {run for run, lines in study.runs(file).items() if lines[0].get("machine") == where}
 
 
-def committed(name, where):
-    """Returns the runs of a study in runs/ that are of a machine."""
-    return {run: lines for file in compressed(name)
-            for run, lines in study.runs(file).items() if lines[0]["machine"] == where}
+def words(where):
+    """Returns a machine's name as the name of a folder."""
+    return re.sub(r"\W+", "_", where).lower()
 
 
 def machine(gpu):
     """Returns the name of the GPU or of the CPU that trains."""
     if gpu:
         return subprocess.check_output(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], text=True).strip()
+            ["nvidia-smi", "--id=0", "--query-gpu=name", "--format=csv,noheader"],
+            text=True).strip()
     facts = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M))
     return f"{facts['model name']}, family {facts['cpu family']}, model {facts['model']}"
 
 
 def train(name, kind, seed, where, more="", seconds=None):
-    """Trains a run on a machine with more flags, and returns the lines of its log.jsonl.
+    """Trains a run on a machine with more flags.
+
+    Returns:
+        Its folder, which is to be removed, and the lines of its log.jsonl. If it fails after its
+        first step, the last line has why.
 
     Raises:
-        RuntimeError: it fails. subprocess.TimeoutExpired: it has not ended after so many seconds.
+        RuntimeError: it fails before. subprocess.TimeoutExpired: it has not ended after so many
+        seconds.
     """
     script, flags, _, kinds = STUDIES[name]
-    folder = HERE / ".unfinished" / re.sub(r"\W+", "_", where) / f"{name}-{kind}-seed{seed}"
+    folder = HERE / ".unfinished" / words(where) / f"{name}-{kind}-seed{seed}"
     saved, hits = folder / "saved", folder / "hits"
     # observe.py changes the weights of the control after the first update of a process.
     if script == CIFAR10.script and kind != "control" and (saved / "last.json").exists():
@@ -140,17 +146,25 @@ def train(name, kind, seed, where, more="", seconds=None):
     else:
         shutil.rmtree(folder, ignore_errors=True)
     before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
-    study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
-                seconds=seconds)
-    text = (saved / "log.jsonl").read_text()
+    last = []
+    try:
+        study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
+                    seconds=seconds)
+    except RuntimeError as error:
+        last = [{"failed": str(error)[-500:]}]
+        if not any("loss" in line for line in study.lines(saved / "log.jsonl")):
+            raise
+    if before and not last:
+        last = [{"hits": hits.read_text()}]
+        if not last[0]["hits"]:  # it was interrupted after its last epoch
+            shutil.rmtree(folder)
+            raise RuntimeError("no validation. Another call repeats it")
+    lines = [*study.lines(saved / "log.jsonl"), *last]
+    lines[0]["machine"] = where
+    text = json.dumps(lines)
     for path, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
         text = text.replace(str(path), word)
-    lines = [json.loads(line) for line in text.splitlines()]
-    if before:
-        lines.append({"hits": hits.read_text()})
-    lines[0]["machine"] = where
-    shutil.rmtree(folder)
-    return lines
+    return folder, json.loads(text)
 
 
 def main():
@@ -172,34 +186,45 @@ def main():
     if args.gpu:
         more = " --gpus 0"
         os.environ.update(NVIDIA_TF32_OVERRIDE="0", MXNET_CUDNN_AUTOTUNE_DEFAULT="0")
-    files = {name: file_of(name, args.output) for name in args.studies or STUDIES}
     where = machine(args.gpu)
-    done = {name: {**study.runs(file), **committed(name, where)} for name, file in files.items()}
+    output = args.output or HERE / "runs" / words(where)
+    files = {name: output / f"{name}.jsonl.xz" for name in args.studies or STUDIES}
+    for file in files.values():
+        if len(runs_of(file, where)) < len(study.runs(file)):
+            parser.error(f"{file} has runs of another machine: pass another --output")
+    done = {name: set().union(*(runs_of(each, where) for each in (file, *files_of(name))))
+            for name, file in files.items()}
     left = sorted(((name, kind, seed) for name in files for seed in STUDIES[name].seeds
                    for kind in STUDIES[name].kinds if not (args.gpu and kind == "bfloat16")
                    if f"{kind}-seed{seed}" not in done[name]), key=lambda run: run[2])
-    end = time.monotonic() + 60 * args.minutes
+    end, writing = time.monotonic() + 60 * args.minutes, threading.Lock()
 
-    def train_in_time(*run):
+    def train_in_time(name, kind, seed):
+        """Returns whether the run has not failed."""
         seconds = end - time.monotonic()
-        return train(*run, where, more, seconds) if seconds > 0 else None
+        if seconds <= 0:
+            return True
+        run = f"{kind}-seed{seed}"
+        try:
+            folder, made = train(name, kind, seed, where, more, seconds)
+        except subprocess.TimeoutExpired:
+            return True
+        except RuntimeError as error:
+            print(f"{name} {run}: {error}", flush=True)
+            return False
+        with writing:
+            study.put_run(files[name], run, made)
+        shutil.rmtree(folder)
+        print(f"{name} {run}", *([made[-1]["failed"]] if "failed" in made[-1] else []), flush=True)
+        return "failed" not in made[-1]
 
-    failed = 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {pool.submit(train_in_time, *run): run for run in left}
-        for future in as_completed(futures):
-            name, kind, seed = futures[future]
-            try:
-                made = future.result()
-            except subprocess.TimeoutExpired:
-                continue
-            except RuntimeError as error:
-                failed += 1
-                print(f"{name} {kind}-seed{seed}: {error}", flush=True)
-                continue
-            if made:
-                study.put_run(files[name], f"{kind}-seed{seed}", made)
-                print(f"{name} {kind}-seed{seed}", flush=True)
+    pool = ThreadPoolExecutor(args.jobs)
+    futures = [pool.submit(train_in_time, *run) for run in left]
+    try:
+        failed = sum(not future.result() for future in as_completed(futures))
+    except BaseException as error:  # the system ends the trainings with this process
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
     sys.exit(f"{failed} runs failed" if failed else 0)
 
 

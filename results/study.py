@@ -11,7 +11,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from gluon_amp.files import replace_text
+from gluon_amp.files import replace_file
+from gluon_amp.parallel.launch import ending_with_parent
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("GLUON_AMP_DATA", CHECKOUT.parent / "shared")).resolve()
@@ -38,7 +39,8 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1
     command = [*launcher, *PYTHON, *before, CHECKOUT / script, "--save-dir", folder, *words]
     process = subprocess.Popen(
         list(map(str, command)), env={**os.environ, "OMP_NUM_THREADS": str(threads)}, text=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        preexec_fn=ending_with_parent())
     try:
         _, errors = process.communicate(timeout=seconds)
     finally:
@@ -66,8 +68,11 @@ def add(path, *made):
 
 def _write(path, made):
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(str(path), "".join(json.dumps({
-        name: value for name, value in line.items() if name not in TIMES}) + "\n" for line in made))
+    data = "".join(json.dumps({name: value for name, value in line.items() if name not in TIMES})
+                   + "\n" for line in made).encode()
+    if path.suffix == ".xz":
+        data = lzma.compress(data)
+    replace_file(str(path), lambda beside: Path(beside).write_bytes(data))
 
 
 def runs(path):

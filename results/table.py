@@ -19,7 +19,7 @@ from gluon_amp.files import replace_text
 from gluon_amp.reports.colors import color
 from gluon_amp.reports.verdict import LEVEL, Difference, p_number, p_text, paired
 from matplotlib.figure import Figure
-from run import STUDIES, compressed, file_of
+from run import STUDIES, files_of
 from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
@@ -51,6 +51,8 @@ STEP_ARMS = ("control", "float16", "bfloat16")
 READERS_ARMS = ("float16", "bfloat16")
 
 
+# Steps of an epoch where the first logs lack them: they have every 5th or 20th step.
+STEPS = {"digits": 21, "fine_tune_symbolic": 19}
 LAST = 5  # epochs, whose mean test accuracy shows a plateau
 SHOWN = 4  # margins; what is farther is drawn there
 
@@ -85,6 +87,12 @@ class Results(NamedTuple):
     curves: Dict[str, Dict[int, List[float]]]  # test accuracy after each epoch
 
     @property
+    def step(self):
+        """The points of one test image; 0 if the logs do not have the images."""
+        images = [len(line) for of_arm in self.hits.values() for line in of_arm.values()]
+        return 100 / images[0] if images else 0.0
+
+    @property
     def margin(self):
         if self.measure is MEASURES["err_top1"]:
             return MARGIN
@@ -113,7 +121,7 @@ def machine_of(line):
 def logged(name):
     """Returns the completed runs of a study by machine: their lines by name."""
     of_machine = {}
-    for file in (file_of(name), *compressed(name)):
+    for file in files_of(name):
         for run, lines in study.runs(file).items():
             of_machine.setdefault(machine_of(lines[0]), {})[run] = lines
     return of_machine
@@ -136,13 +144,16 @@ def read(name, machine, runs):
     for run, lines in runs.items():
         arm, seed = run.rsplit("-seed", 1)
         seed = int(seed)
+        if "failed" in lines[-1]:
+            values.setdefault(arm, {})[seed], skipped.setdefault(arm, {})[seed] = math.nan, 0
+            continue
         end = next(line for line in reversed(lines) if not MEASURES.keys().isdisjoint(line))
         key = next(key for key in MEASURES if key in end)
         measure, value = MEASURES[key], end[key]
         value = 100 * (1 - value) if key == "err_top1" else measure.factor * value
         values.setdefault(arm, {})[seed] = value
-        skipped.setdefault(arm, {})[seed] = end["skipped"]
-        losses.setdefault(arm, {})[seed] = training_losses(lines)
+        skipped.setdefault(arm, {})[seed] = end["skipped"] + end.get("critic_skipped", 0)
+        losses.setdefault(arm, {})[seed] = training_losses(lines, STEPS.get(name, 0))
         curves.setdefault(arm, {})[seed] = [100 * (1 - line["err_top1"]) for line in lines
                                             if "err_top1" in line]
         if "hits" in lines[-1]:
@@ -155,9 +166,13 @@ def read(name, machine, runs):
     return Results(name, machine, measure, values, skipped, hits, losses, curves)
 
 
-def training_losses(lines):
-    """Returns the logged losses of training, by step. The lines of recipes have epoch and batch."""
-    batches = 1 + max((line["batch"] for line in lines if "batch" in line), default=0)
+def training_losses(lines, batches):
+    """Returns the logged losses of training, by step. The lines of recipes have epoch and batch.
+
+    Args:
+        batches: at least so many steps are in an epoch.
+    """
+    batches = max(batches, 1 + max((line["batch"] for line in lines if "batch" in line), default=0))
     return {line["step"] if "step" in line else line["epoch"] * batches + line["batch"] + 1:
             line["loss"] for line in lines
             if "loss" in line and ("step" in line or "batch" in line)}
@@ -173,7 +188,7 @@ def comparisons(of):
         like_chance = None
         if arm != "control" and chance:
             like_chance = float(mannwhitneyu(np.abs(differences), chance).pvalue)
-        yield Comparison(of, arm, paired(differences, [0] * len(differences)), like_chance)
+        yield Comparison(of, arm, paired(differences, [0] * len(differences), of.step), like_chance)
 
 
 def holm(p_values):
@@ -199,6 +214,8 @@ def answer(one, p):
     """Returns whether a comparison shows the same mean; p is corrected."""
     same = one.difference.p_equivalent(one.study.margin) < LEVEL
     different = p is not None and p < LEVEL
+    if one.difference.p is None:  # all pairs differ alike
+        different = one.difference.mean != 0
     return {(True, False): "same", (False, True): "**different**", (False, False): "undecided",
             (True, True): "**different**, within the margin"}[same, different]
 
@@ -360,8 +377,8 @@ def images(of, arm):
     """Returns how many test images both, only float32, only the arm, and neither classify
     correctly: sums over the pairs of runs."""
     counts = Counter()
-    for seed, line in of.hits[arm].items():
-        counts.update(zip(of.hits["float32"][seed], line))
+    for seed in of.hits[arm].keys() & of.hits["float32"].keys():
+        counts.update(zip(of.hits["float32"][seed], of.hits[arm][seed]))
     return [counts[pair] for pair in (("1", "1"), ("1", "0"), ("0", "1"), ("0", "0"))]
 
 
@@ -387,11 +404,11 @@ def until(losses, target):
 
 def step_table(studies):
     """Yields the lines of a table of steps until the loss that float32 reaches at 3/4 of its
-    steps: medians over the seeds."""
+    logged steps: medians over the seeds."""
     yield from head("study", "machine", "loss", "float32", *STEP_ARMS)
     for of in studies:
         target = median(loss for run in of.losses["float32"].values()
-                        for loss in [run[sorted(run)[len(run) * 3 // 4]]])
+                        for loss in [run[sorted(run)[math.ceil(len(run) * 3 / 4) - 1]]])
         cells = [f"{median(until(run, target) for run in of.losses[arm].values()):g}"
                  if arm in of.losses else "" for arm in ("float32", *STEP_ARMS)]
         yield line(of.name, of.machine, f"{target:.3g}", *cells)
@@ -408,7 +425,8 @@ def draw_losses(studies, path):
         for arm in STEP_ARMS:
             if arm not in of.losses:
                 continue
-            pairs = [(of.losses["float32"][seed], run) for seed, run in of.losses[arm].items()]
+            pairs = [(of.losses["float32"][seed], run) for seed, run in of.losses[arm].items()
+                     if seed in of.losses["float32"]]
             steps = sorted(set.intersection(*(set(run) for pair in pairs for run in pair)))
             apart = np.array([[abs(run[step] / float32[step] - 1) for step in steps]
                               for float32, run in pairs])
@@ -472,10 +490,10 @@ def fill(path, texts):
     """Replaces the lines between `<!-- NAME -->` and `<!-- end -->` of a page, for each name."""
     page = path.read_text()
     for name, lines in texts.items():
-        begin, mark, rest = page.partition(f"<!-- {name} -->\n")
-        if mark:
-            rest = rest[rest.index("<!-- end -->"):]
-            page = f"{begin}{mark}\n" + "\n".join(lines) + f"\n\n{rest}"
+        mark = f"<!-- {name} -->\n"
+        begin = page.index(mark) + len(mark)
+        end = page.index("<!-- end -->", begin)
+        page = page[:begin] + "\n" + "\n".join(lines) + "\n\n" + page[end:]
     replace_text(str(path), page)
 
 
@@ -489,7 +507,6 @@ def main():
         loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
     with_hits = [of for of in studies if len(of.hits) > 1]
     fill(HERE / "README.md", {"summary": summary(planned), "readers": readers_table(planned)})
-    fill(HERE.parent / "README.md", {"summary": summary(planned)})
     fill(HERE / "comparisons.md", {
         "planned": table(planned), "before": table(before), "images": image_table(with_hits),
         "steps": step_table(with_steps), "plateau": plateau_table(to_plateau)})

@@ -46,6 +46,8 @@ class Run:
         self.validation_rng = np.random.RandomState(args.seed + 1000)
         self._losses = []
         self._updates = 0
+        self._trainers = []
+        self._clip_norm = None  # of `cast`
 
     def steps(self, count):
         """Yields the numbers of the steps."""
@@ -65,10 +67,13 @@ class Run:
     def trainer(self, net, optimizer, settings, clip_norm=None):
         """Returns the arm's Trainer."""
         if self.arm == "cast":
+            self._clip_norm = clip_norm
             return gluon.Trainer(net.collect_params(), optimizer,
                                  {**settings, "multi_precision": True})
-        return amp.Trainer(net.collect_params(), optimizer, settings, clip_norm=clip_norm,
-                           loss_scale="dynamic" if self.arm == "float16" else None)
+        self._trainers.append(amp.Trainer(
+            net.collect_params(), optimizer, settings, clip_norm=clip_norm,
+            loss_scale="dynamic" if self.arm == "float16" else None))
+        return self._trainers[-1]
 
     def array(self, values):
         """Returns data of the type that the network reads."""
@@ -78,17 +83,27 @@ class Run:
         """Runs the backward pass of a recorded loss, and an update."""
         if self.arm == "cast":
             autograd.backward(loss, mx.nd.full(loss.shape, STATIC, dtype=loss.dtype))
-            trainer.step(batch_size * STATIC)
+            trainer.step(batch_size * STATIC * self._clip(trainer, batch_size * STATIC))
         else:
             trainer.backward(loss)
             trainer.step(batch_size)
         self._updates += 1
         if self.arm == "control" and self._updates == 1:
-            nudge_trainer(trainer)
+            for each in self._trainers:
+                nudge_trainer(each)
         self._losses.append(float(loss.mean().asscalar()))
         if len(self._losses) == 20:
             self._write(step=self._updates, loss=float(np.mean(self._losses)))
             self._losses = []
+
+    def _clip(self, trainer, divisor):
+        """Returns what divides the gradients of `cast`, too, so that their norm is at most that of
+        the other arms."""
+        if not self._clip_norm:
+            return 1.0
+        norms = [float(p.grad().astype("float32").norm().asscalar())
+                 for p in trainer._params if p.grad_req != "null"]
+        return max(1.0, float(np.linalg.norm(norms)) / divisor / self._clip_norm)
 
     def end(self, trainer, **measures):
         """Writes the task's measures."""
