@@ -284,6 +284,8 @@ def readers_table(found):
     for one, (p, _) in zip(found, corrected(found)):
         answers.setdefault(id(one.study), {})[one.arm] = one, p
     for arms in answers.values():
+        if arms.keys().isdisjoint(READERS_ARMS):
+            continue
         of = next(iter(arms.values()))[0].study
         cells = []
         for arm in READERS_ARMS:
