@@ -1,6 +1,7 @@
 """`gluon-amp compare`: runs of a script in several types, resumed, and their report."""
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -86,13 +87,23 @@ def test_failed_run_is_named_and_leaves_nothing(capsys):
 def test_trainings_end_with_their_comparison(number):
     os.mkfifo("alive")
     Path("train.py").write_text("import signal; alive = open('alive', 'w')\n"
-                                "print('started', file=alive, flush=True); signal.pause()\n")
+                                "print('started', file=alive, flush=True)\n"
+                                "signal.alarm(120); signal.pause()\n")
+    alive = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
     process = subprocess.Popen([sys.executable, "-m", "gluon_amp", "compare", *FLAGS, "-j", "1"])
-    with open("alive") as alive:
-        assert alive.readline() == "started\n"
+
+    def received():
+        select.select([alive], [], [], 60)
+        return os.read(alive, 99)
+
+    try:
+        assert received() == b"started\n"
         process.send_signal(number)
-        assert alive.read() == ""  # the training's end has closed it
-    assert process.wait() == -number
+        assert received() == b""  # the training's end has closed it
+        assert process.wait() == -number
+    finally:
+        process.kill()
+        os.close(alive)
 
 
 def test_script_without_a_log_is_refused(capsys):

@@ -44,10 +44,10 @@ static int ptx_version(int cuda) {
 // Lowers the PTX version to the driver's, which compiles no newer one. It refuses instructions that its own lacks.
 API int nvrtcGetPTX(void* program, char* text) {
   if (int status = NEWER(nvrtcGetPTX)(program, text)) return status;
-  static const auto supported = runtime<int (*)(int*)>("cudaDriverGetVersion");
+  static const auto driver_version = runtime<int (*)(int*)>("cudaDriverGetVersion");
   int cuda = 0, major, minor, length = 0;
   char* const line = strstr(text, "\n.version ");
-  if (!line || !supported || supported(&cuda) || !cuda) return 0;
+  if (!line || !driver_version || driver_version(&cuda) || !cuda) return 0;
   char* const version = line + strlen("\n.version ");
   const int newest = ptx_version(cuda);
   if (sscanf(version, "%d.%d%n", &major, &minor, &length) < 2 || 10 * major + minor <= newest) return 0;
