@@ -10,6 +10,7 @@ last complete epoch. The data is in ../shared or $GLUON_AMP_DATA. plan.md has th
 were fixed before the runs.
 """
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -116,6 +117,11 @@ def words(where):
     return re.sub(r"\W+", "_", where).lower()
 
 
+def unfinished(where):
+    """Returns the folder of a machine's runs that have not ended."""
+    return HERE / ".unfinished" / words(where)
+
+
 def machine(gpu):
     """Returns the name of the GPU or of the CPU that trains."""
     if gpu:
@@ -134,11 +140,11 @@ def train(name, kind, seed, where, more="", seconds=None):
         first step, the last line has why.
 
     Raises:
-        RuntimeError: it fails before. subprocess.TimeoutExpired: it has not ended after so many
-        seconds.
+        RuntimeError: it fails before. ChildProcessError: a signal ends it.
+        subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     script, flags, _, kinds = STUDIES[name]
-    folder = HERE / ".unfinished" / words(where) / f"{name}-{kind}-seed{seed}"
+    folder = unfinished(where) / f"{name}-{kind}-seed{seed}"
     saved, hits = folder / "saved", folder / "hits"
     # observe.py changes the weights of the control after the first update of a process.
     if script == CIFAR10.script and kind != "control" and (saved / "last.json").exists():
@@ -146,20 +152,21 @@ def train(name, kind, seed, where, more="", seconds=None):
     else:
         shutil.rmtree(folder, ignore_errors=True)
     before = [] if "tasks" in script else [HERE / "observe.py", kind, hits]
-    last = []
+    last, log, begun = [], saved / "log.jsonl", time.time()
     try:
         study.train(script, f"--seed {seed} {kinds[kind]} {flags}{more}", saved, before=before,
                     seconds=seconds)
     except RuntimeError as error:
         last = [{"failed": str(error)[-500:]}]
-        if not any("loss" in line for line in study.lines(saved / "log.jsonl")):
+        if not log.exists() or log.stat().st_mtime < begun \
+                or not any("loss" in line for line in study.lines(log)):
             raise
     if before and not last:
         last = [{"hits": hits.read_text()}]
         if not last[0]["hits"]:  # it was interrupted after its last epoch
             shutil.rmtree(folder)
             raise RuntimeError("no validation. Another call repeats it")
-    lines = [*study.lines(saved / "log.jsonl"), *last]
+    lines = [*study.lines(log), *last]
     lines[0]["machine"] = where
     text = json.dumps(lines)
     for path, word in ((saved, "SAVE_DIR"), (study.SHARED, "SHARED")):
@@ -187,6 +194,12 @@ def main():
         more = " --gpus 0"
         os.environ.update(NVIDIA_TF32_OVERRIDE="0", MXNET_CUDNN_AUTOTUNE_DEFAULT="0")
     where = machine(args.gpu)
+    unfinished(where).mkdir(parents=True, exist_ok=True)
+    lock = (unfinished(where) / "lock").open("w")  # until the end of the process
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        parser.error(f"another call trains in {unfinished(where)}: wait for its end")
     output = args.output or HERE / "runs" / words(where)
     files = {name: output / f"{name}.jsonl.xz" for name in args.studies or STUDIES}
     for file in files.values():
@@ -209,7 +222,7 @@ def main():
             folder, made = train(name, kind, seed, where, more, seconds)
         except subprocess.TimeoutExpired:
             return True
-        except RuntimeError as error:
+        except (RuntimeError, ChildProcessError) as error:
             print(f"{name} {run}: {error}", flush=True)
             return False
         with writing:

@@ -33,6 +33,7 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1
 
     Raises:
         RuntimeError: it fails.
+        ChildProcessError: a signal ends it.
         subprocess.TimeoutExpired: the time is over.
     """
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
@@ -47,6 +48,8 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its workers, too
         process.wait()
+    if process.returncode < 0:
+        raise ChildProcessError(f"{script} {flags}: signal {-process.returncode}")
     if process.returncode:
         raise RuntimeError(f"{script} {flags} failed:\n{errors[-2000:]}")
 

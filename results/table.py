@@ -409,6 +409,8 @@ def step_table(studies):
     logged steps: medians over the seeds."""
     yield from head("study", "machine", "loss", "float32", *STEP_ARMS)
     for of in studies:
+        if of.losses.keys().isdisjoint(STEP_ARMS):
+            continue
         target = median(loss for run in of.losses["float32"].values()
                         for loss in [run[sorted(run)[math.ceil(len(run) * 3 / 4) - 1]]])
         cells = [f"{median(until(run, target) for run in of.losses[arm].values()):g}"
