@@ -55,7 +55,7 @@ def add_image_flags(parser):
         help="number of processes that load images")
     add("--mean", type=recipes.shares, default=[0.45],
         help="mean of pixels from 0 to 1: one number, or one for each channel")
-    add("--std", type=recipes.deviations, default=[0.25],
+    add("--std", type=recipes.share_deviations, default=[0.25],
         help="standard deviation of pixels from 0 to 1")
     for flag, kind in (("mean", recipes.decimals), ("std", recipes.deviations)):
         add(f"--rgb-{flag}", dest=flag, default=argparse.SUPPRESS, metavar="R,G,B",
@@ -184,7 +184,8 @@ class Folder(vision.ImageFolderDataset):
         if other:
             raise ValueError(f"{path} has the classes {', '.join(sorted(other))}, which the "
                              "training data lacks")
-        self.items = [(file, self.synsets.index(name)) for file, name in named]
+        numbers = {name: number for number, name in enumerate(self.synsets)}
+        self.items = [(file, numbers[name]) for file, name in named]
 
     def __getitem__(self, i):
         try:
@@ -201,7 +202,7 @@ def folders(args, paths):
     train = Folder(paths[0])
     if args.examples:  # they are sorted by class
         np.random.RandomState(0).shuffle(train.items)
-    args.classes = args.classes or len(train.synsets)
+    args.classes = args.classes or CLASSES.get(args.dataset) or len(train.synsets)
     return train, Folder(paths[1], train.synsets)
 
 

@@ -173,8 +173,9 @@ decimals = flag_type(
     _floats, lambda values: len(values) in (1, 3) and all(map(math.isfinite, values)),
     "must be one finite number or three, such as 0.5 or 0.5,0.4,0.4")
 shares = flag_type(decimals, lambda values: all(0 <= value <= 1 for value in values),
-                   "must be from 0 to 1; --rgb-mean takes pixels from 0 to 255")
+                   "must be from 0 to 1; --rgb-mean and --rgb-std take pixels from 0 to 255")
 deviations = flag_type(decimals, _above_0, "must be above 0")
+share_deviations = flag_type(shares, _above_0, "must be above 0")
 three_numbers = flag_type(str, lambda text: len(decimals(text)) == 3,
                           "takes three numbers, of red, green and blue")
 three_deviations = flag_type(three_numbers, lambda text: _above_0(decimals(text)),
@@ -385,8 +386,15 @@ def add_folder_flags(parser, folder):
     add("--resume-epoch", type=whole, default=0, help="start with this epoch, counted from 0")
 
 
-def check_flags(was, now, may_differ):
-    """Refuses flags of a resumed run that differ from the original run's; both are dicts."""
+def check_flags(path, was, args, may_differ=MAY_DIFFER):
+    """Refuses flags of a resumed run that differ from those in the log of the original run."""
+    now = json.loads(json.dumps(vars(args)))
+    for run in (was, now):  # the number of ranks may change, not the size of a step
+        sizes = run.get("batch_size", 0), run.get("workers", 1)
+        if any(type(size) is not int for size in sizes):
+            raise ValueError(f"{path} is damaged: batch_size and workers must be integers. "
+                             f"Received: {sizes}")
+        run["batch_size"] = sizes[0] * sizes[1]
     differ = [f"{name} was {was.get(name, 'unset')}, is {now.get(name, 'unset')}"
               for name in {**was, **now} if name not in may_differ
               and was.get(name) != now.get(name)]
@@ -521,18 +529,12 @@ class RunFolder:
 
     def _check_flags(self, was, epoch):
         """Refuses flags that differ from the original run's, except more epochs at its end."""
-        args, now = self.args, json.loads(json.dumps(vars(self.args)))
-        for run in (was, now):  # the number of ranks may change, not the size of a step
-            sizes = run.get("batch_size", 0), run.get("workers", 1)
-            if any(type(size) is not int for size in sizes):
-                raise ValueError(f"{self.log} is damaged: batch_size and workers must be "
-                                 f"integers. Received: {sizes}")
-            run["batch_size"] = sizes[0] * sizes[1]
+        args = self.args
         if epoch + 1 == was.get("epochs") < args.epochs:
             log.info("completed epochs: %d; remaining: %d, with the schedule of %d epochs",
                      epoch + 1, args.epochs - epoch - 1, args.epochs)
             was["epochs"] = args.epochs
-        check_flags(was, now, MAY_DIFFER)
+        check_flags(self.log, was, args)
 
 
 def _load(net, trainer, params, states):

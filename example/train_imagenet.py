@@ -9,7 +9,6 @@ The flags and the log format are those of MXNet's example/image-classification.
 import argparse
 import glob
 import itertools
-import json
 import logging
 import math
 import os
@@ -90,8 +89,8 @@ def add_arguments(parser):
     add("--input-size", dest="image_shape", metavar="N", default=argparse.SUPPRESS,
         type=lambda text: "3,{0},{0}".format(positive(text)), help="--image-shape 3,N,N")
     add("--num-classes", "--classes", type=positive, default=1000, help="number of classes")
-    add("--num-examples", type=positive, help="training images in an epoch, for the schedule "
-        "(default: those of the file)")
+    add("--num-examples", type=positive, help="training images in an epoch "
+        "(default, and at most: those of the file)")
     add("--rgb-mean", type=recipes.three_numbers, default="123.68,116.779,103.939",
         help="mean of pixels from 0 to 255")
     add("--rgb-std", type=recipes.three_deviations, default="1,1,1",
@@ -181,7 +180,7 @@ def iterators(args, part=0, parts=1, begin=0):
         "preprocess_threads": args.data_nthreads}
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
-        seed=args.seed + begin, seed_aug=args.seed + begin,
+        seed=(args.seed + begin) % 2**31, seed_aug=(args.seed + begin) % 2**31,
         rand_crop=bool(args.random_crop), rand_mirror=bool(args.random_mirror),
         random_resized_crop=bool(args.random_resized_crop), pad=args.pad_size,
         fill_value=args.fill_value, random_h=args.max_random_h, random_s=args.max_random_s,
@@ -197,7 +196,7 @@ def iterators(args, part=0, parts=1, begin=0):
     val = args.data_val and Unpadded(mx.io.ImageRecordIter(
         path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False, **common),
         val_examples, max(1, len(args.gpus)))
-    return train, val, args.num_examples or examples
+    return train, val, min(args.num_examples or examples, examples)
 
 
 class RandomIter(mx.io.DataIter):
@@ -302,6 +301,8 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     ranks = recipes.Ranks(args.kvstore)
+    if ranks.workers > 1:
+        args.workers = ranks.workers
     contexts = ranks.devices(args.gpus)
     ranks.start_log(f"%(asctime)-15s Node[{ranks.rank}] %(message)s")
     per_update, begin = batches_of_update(args, ranks.workers), epoch_to_begin(args)
@@ -564,7 +565,7 @@ def test_reading(train, args):
 
 # Flags that may change when a run is resumed.
 MAY_DIFFER = (*recipes.MAY_DIFFER, "num_epochs", "load_epoch", "model_prefix", "disp_batches",
-              "data_nthreads", "monitor")
+              "data_nthreads", "monitor", "loss", "top_k", "use_rec")
 
 
 def start_record(args, ranks, begin, interval):
@@ -573,12 +574,14 @@ def start_record(args, ranks, begin, interval):
     if args.save_dir and not ranks.rank:
         os.makedirs(args.save_dir, exist_ok=True)
         path = os.path.join(args.save_dir, "log.jsonl")
-        if not begin and not args.resume and os.path.exists(path) and any(
-                "batch" not in line for line in amp.Log.read(path)[1]):
-            raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
-        if begin and args.resume and os.path.exists(path):
-            recipes.check_flags(amp.Log.read(path)[0], json.loads(json.dumps(vars(args))),
-                                MAY_DIFFER)
+        was, lines = amp.Log.read(path) if os.path.exists(path) else ({}, [])
+        if any("batch" not in line for line in lines):  # it has a whole epoch
+            if args.resume:  # without a checkpoint, it starts again: not that of another prefix
+                recipes.check_flags(path, was, args, set(MAY_DIFFER) - (
+                    set() if begin else {"model_prefix"}))
+            elif not begin:
+                raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to "
+                                 "continue")
     return recipes.start_log(args, path, interval, begin, ranks.rank)
 
 

@@ -202,7 +202,9 @@ def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatc
     ("fine_tune", "--pretrained a --last-gamma", "unrecognized arguments: --last-gamma"),
     ("train_imagenet", "--loss cross", "argument --loss: invalid choice: 'cross'"),
     ("train_imagenet", "--load-epoch 0", "--load-epoch: must be an integer >= 1"),
-    ("image_classification", "--mean 127", "--mean: must be from 0 to 1; --rgb-mean takes"),
+    ("image_classification", "--mean 127", "--mean: must be from 0 to 1; --rgb-mean and --rgb-std"),
+    ("image_classification", "--std 58", "--std: must be from 0 to 1; --rgb-mean and --rgb-std"),
+    ("image_classification", "--std 0.2,0,0.2", "--std: must be above 0. Received: '0.2,0,0.2'"),
     ("image_classification", "--mean nan", "--mean: must be one finite number or three"),
     ("image_classification", "--mean 0.5,0.4", "--mean: must be one finite number or three"),
     ("image_classification", "--seed 5000000000", "--seed: must be an integer from 0 to"),
@@ -629,6 +631,9 @@ def test_folders_of_validation_have_the_classes_of_training(tmp_path):
     args, _, loader = folder_loaders(train, val)
     assert [label.asnumpy().tolist() for _, label in loader] == [[1, 2, 2]]
     assert images.classes_of(args) == 3
+    args = recipe.parse(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--batch-size", "4"])
+    images.image_loaders(args, recipes.Ranks())
+    assert images.classes_of(args) == 1000
     other = write_images(tmp_path / "other", a=1, d=1)
     with pytest.raises(ValueError, match=r"other has the classes d, which the training data lacks"):
         folder_loaders(train, other)
@@ -717,9 +722,10 @@ def test_validation_loss_is_the_mean_over_images(recorded, caplog):
     assert last["validation_loss"] == pytest.approx(float(of_mxnet), rel=1e-4)
 
 
-def test_resumed_training_draws_other_random_numbers(recorded):
+@pytest.mark.parametrize("seed", ["0", "2147483647"])
+def test_resumed_training_draws_other_random_numbers(seed, recorded):
     def order(begin):
-        train, *_ = train_imagenet.iterators(recorded.flags(), begin=begin)
+        train, *_ = train_imagenet.iterators(recorded.flags("--seed", seed), begin=begin)
         return [float(image.mean().asscalar()) for batch in train for image in batch.data[0]]
     assert order(0) == order(0)
     assert order(1) != order(0)
@@ -731,8 +737,33 @@ def test_resumed_training_needs_its_flags(recorded):
     recorded.fit("--num-epochs", "1", "--resume")
     with pytest.raises(ValueError, match=r"flags of the original run: lr was 0.1, is 0.2"):
         recorded.fit("--num-epochs", "2", "--resume", "--lr", "0.2")
-    lines = recorded.fit("--num-epochs", "2", "--resume")
+    with pytest.raises(ValueError, match=r"flags of the original run: batch_size was 4, is 2"):
+        recorded.fit("--num-epochs", "2", "--resume", "--batch-size", "2")
+    lines = recorded.fit("--num-epochs", "2", "--resume", "--loss", "ce")
     assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1]
+
+
+def test_ranks_may_change_but_not_the_size_of_a_step():
+    was = {"batch_size": 4, "workers": 2}
+    recipes.check_flags("log.jsonl", dict(was), Namespace(batch_size=8))
+    with pytest.raises(ValueError, match="batch_size was 8, is 4"):
+        recipes.check_flags("log.jsonl", dict(was), Namespace(batch_size=4))
+
+
+def test_log_of_another_prefix_is_not_overwritten(recorded):
+    before = recorded.fit("--num-epochs", "2")
+    other = str(recorded.folder / "other")
+    with pytest.raises(ValueError, match="flags of the original run: model_prefix was"):
+        recorded.fit("--num-epochs", "2", "--resume", "--model-prefix", other)
+    with pytest.raises(SystemExit, match=r"log\.jsonl exists"):
+        recorded.fit("--num-epochs", "2", "--model-prefix", other)
+    assert gluon_amp.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
+
+
+@pytest.mark.parametrize(("examples", "steps"), [("4", 1), ("40", 2)])
+def test_epochs_have_at_most_the_images_of_the_file(examples, steps, recorded):
+    *_, last = recorded.fit("--num-epochs", "1", "--num-examples", examples)
+    assert last["steps"] == steps
 
 
 def test_last_epoch_is_saved_besides_every_nth(recorded):
