@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -76,15 +77,22 @@ struct Ones {
   }
 };
 
-std::mutex g_mutex;
-std::map<Handle, Blas>& g_products = *new std::map<Handle, Blas>;  // of handles, which one thread uses at a time
-std::map<int, Ones>& g_ones = *new std::map<int, Ones>;
+struct Destroy {
+  void operator()(Blas blas) const { library().destroy(blas); }
+};
+using Products = std::unique_ptr<void, Destroy>;
+OfHandles<Products>& g_products = *new OfHandles<Products>;
+std::map<int, Ones>& g_ones = *new std::map<int, Ones>;  // with the same mutex
 
 // The handle's cuBLAS, which does not add partial sums in float16; null if there is none.
 Blas products(Handle handle) {
-  Blas& its = g_products[handle];
-  if (!its && library().create(&its)) return its = nullptr;
-  return library().set_math(its, kNoSumsInHalf) ? nullptr : its;
+  Products& its = g_products[handle];
+  Blas made;
+  if (!its && !library().create(&made)) {
+    its.reset(made);
+    if (library().set_math(made, kNoSumsInHalf)) its.reset();
+  }
+  return its.get();
 }
 
 // Adds rows of channels-last data. False for other data.
@@ -100,7 +108,7 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
   Blas blas;
   void* ones;
   {
-    std::lock_guard<std::mutex> lock(g_mutex);
+    std::lock_guard<std::mutex> lock(g_products.mutex);
     int device;
     if (!(blas = products(handle)) || library().device(&device) || !g_ones[device].grow((int)rows)) return false;
     ones = g_ones[device].data;
@@ -113,13 +121,7 @@ bool add_rows(Handle handle, In alpha, Tensor yd, In dy, In beta, Out db) {
 
 }  // namespace
 
-void forget_products(void* handle) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_products.find(handle);
-  if (found == g_products.end()) return;
-  if (!captures_graphs()) library().destroy(found->second);
-  g_products.erase(found);
-}
+void forget_products(void* handle) { g_products.forget(handle); }
 
 API int cudnnConvolutionBackwardBias(Handle handle, In alpha, Tensor yd, In dy, In beta, Tensor bd, Out db) {
   if (add_rows(handle, alpha, yd, dy, beta, db)) return 0;

@@ -248,14 +248,13 @@ std::unique_ptr<Plan> fastest(const Problem& problem, Handle handle, const Array
 }
 
 using Plans = std::map<std::vector<int64_t>, std::unique_ptr<Plan>>;
-std::mutex g_mutex;
-std::map<Handle, Plans>& g_plans = *new std::map<Handle, Plans>;
-// The fastest plans' places, which all handles of a GPU share: each of MXNet's threads has its own.
+OfHandles<Plans>& g_plans = *new OfHandles<Plans>;
+// The fastest plans' places, which all handles of a GPU share: each of MXNet's threads has its own. With the same mutex.
 std::map<std::vector<int64_t>, int64_t>& g_places = *new std::map<std::vector<int64_t>, int64_t>;
 
 const Plan* plan_for(const Problem& problem, Handle handle, const Arrays& arrays) {
   const auto key = problem.key();
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_plans.mutex);
   Plans& plans = g_plans[handle];
   const auto kept = plans.find(key);
   if (kept != plans.end()) return kept->second.get();
@@ -292,14 +291,7 @@ bool run_plan(const Pass& pass, Handle handle, In alpha, In beta, Tensor xd, In 
 
 }  // namespace
 
-void forget_plans(void* handle) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_plans.find(handle);
-  if (found == g_plans.end()) return;
-  if (captures_graphs())
-    for (auto& each : found->second) each.second.release();
-  g_plans.erase(found);
-}
+void forget_plans(void* handle) { g_plans.forget(handle); }
 
 API int cudnnConvolutionForward(Handle handle, In alpha, Tensor xd, In x, Filter wd, In w, Descriptor convolution,
                                 int algorithm, Out work, size_t room, In beta, Tensor yd, Out y) {

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-#include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -12,12 +12,14 @@ namespace {
 
 // Memory of the GPU for each handle, which one thread uses at a time and whose calls run in order. Smaller memory stays,
 // because a CUDA graph may have its address; each size is 8 times the one before.
+struct Free {
+  void operator()(void* data) const { runtime<int (*)(void*)>("cudaFree")(data); }
+};
 struct Workspace {
-  std::vector<void*> data;
+  std::vector<std::unique_ptr<void, Free>> data;
   size_t bytes = 0;  // of the last
 };
-std::mutex g_mutex;
-std::map<void*, Workspace>& g_workspaces = *new std::map<void*, Workspace>;
+OfHandles<Workspace>& g_workspaces = *new OfHandles<Workspace>;
 
 }  // namespace
 
@@ -25,15 +27,15 @@ void* workspace(void* handle, size_t bytes) {
   static const auto allocate = runtime<int (*)(void**, size_t)>("cudaMalloc");
   static const auto clear_error = runtime<int (*)()>("cudaGetLastError");
   if (!bytes || !allocate || !clear_error) return nullptr;
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_workspaces.mutex);
   Workspace& kept = g_workspaces[handle];
-  if (kept.bytes >= bytes) return kept.data.back();
+  if (kept.bytes >= bytes) return kept.data.back().get();
   size_t large = 16 << 20;
   while (large < bytes) large *= 8;
   for (const size_t size : {large, bytes}) {
     void* made = nullptr;
     if (!allocate(&made, size)) {
-      kept.data.push_back(made);
+      kept.data.emplace_back(made);
       kept.bytes = size;
       return made;
     }
@@ -42,14 +44,7 @@ void* workspace(void* handle, size_t bytes) {
   return nullptr;
 }
 
-void forget_workspaces(void* handle) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  const auto found = g_workspaces.find(handle);
-  if (found == g_workspaces.end()) return;
-  if (!captures_graphs())
-    for (void* each : found->second.data) runtime<int (*)(void*)>("cudaFree")(each);
-  g_workspaces.erase(found);
-}
+void forget_workspaces(void* handle) { g_workspaces.forget(handle); }
 
 API int cudnnDestroy(void* handle) {
   forget_plans(handle);

@@ -7,6 +7,10 @@
 #include <stdlib.h>
 #include <strings.h>
 
+#include <map>
+#include <mutex>
+#include <utility>
+
 struct Function {
   void* target;  // the newer library's function; null if it lacks it
   const char* name;
@@ -35,8 +39,7 @@ int forward_error(int status, const char* reason);
 // For cuDNN: memory of a handle's GPU, which its later calls share; null for 0 bytes, or if there is none.
 void* workspace(void* handle, size_t bytes);
 
-// For cuDNN: frees what belongs to a handle that is destroyed. MXNet destroys all handles when it forks, and later handles
-// may have their addresses, also on other GPUs.
+// For cuDNN: ends what belongs to a handle that is destroyed.
 void forget_workspaces(void* handle);
 void forget_plans(void* handle);
 void forget_products(void* handle);
@@ -48,8 +51,27 @@ inline int setting(const char* name, int otherwise) {
   return strcasecmp(set, "true") ? atoi(set) : 1;
 }
 
-// Whether CUDA graphs may use memory and kernels of a handle that is destroyed.
-inline bool captures_graphs() { return setting("MXNET_ENABLE_CUDA_GRAPHS", 0); }
+// For cuDNN: what belongs to its handles. MXNet destroys all handles when it forks, and later handles may have their
+// addresses, also on other GPUs.
+template <class T> class OfHandles {
+ public:
+  std::mutex mutex;
+
+  // That of a handle, which one thread uses at a time; the caller holds the mutex.
+  T& operator[](void* handle) { return kept_[handle]; }
+
+  // Ends that of a handle, unless CUDA graphs may use it.
+  void forget(void* handle) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = kept_.find(handle);
+    if (found == kept_.end()) return;
+    if (setting("MXNET_ENABLE_CUDA_GRAPHS", 0)) new T(std::move(found->second));
+    kept_.erase(found);
+  }
+
+ private:
+  std::map<void*, T> kept_;
+};
 
 // A function of the CUDA runtime that libmxnet.so calls, or null.
 template <class F> F runtime(const char* name) {
