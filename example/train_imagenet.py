@@ -351,11 +351,15 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     interval = -(-args.disp_batches // per_update) * per_update
     record = start_record(args, ranks, begin, interval)
     log = ModuleLog(record, module, args.batch_size * ranks.workers, bool(val))
-    epoch_ends = [log.epoch_end]
+    epoch_ends, validation_ends = [log.epoch_end], [log.validation_end]
     if ranks.workers > 1:
         epoch_ends += [lambda *_: module.check_ranks(), lambda *_: average_statistics(module)]
     if args.model_prefix and ranks.rank == 0:
-        epoch_ends.append(checkpoint(args, module))
+        save = checkpoint(args, module)  # after the epoch's line in the log
+        if val:
+            validation_ends.append(lambda param: save(param.epoch))
+        else:
+            epoch_ends.append(save)
     if args.xray and ranks.rank == 0:
         train = XrayedIter(args, begin, module, train)
     module.fit(
@@ -366,7 +370,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
         initializer=initializer_of(args),
         batch_end_callback=[log.batch_end, Speedometer(args.batch_size, args.disp_batches)],
         epoch_end_callback=epoch_ends, eval_batch_end_callback=log.validation_batch_end,
-        eval_end_callback=log.validation_end,
+        eval_end_callback=validation_ends,
         monitor=mx.mon.Monitor(args.monitor) if args.monitor else None)
     record.close()
     return module
@@ -564,24 +568,26 @@ def test_reading(train, args):
 
 
 # Flags that may change when a run is resumed.
-MAY_DIFFER = (*recipes.MAY_DIFFER, "num_epochs", "load_epoch", "model_prefix", "disp_batches",
-              "data_nthreads", "monitor", "loss", "top_k", "use_rec")
+MAY_DIFFER = (*recipes.MAY_DIFFER, "num_epochs", "load_epoch", "disp_batches", "data_nthreads",
+              "monitor", "loss", "top_k", "use_rec")
 
 
 def start_record(args, ranks, begin, interval):
     """Returns the run's log; --load-epoch keeps the lines of earlier epochs in log.jsonl."""
     path = None
     if args.save_dir and not ranks.rank:
-        os.makedirs(args.save_dir, exist_ok=True)
+        recipes.hold(args.save_dir)
         path = os.path.join(args.save_dir, "log.jsonl")
         was, lines = amp.Log.read(path) if os.path.exists(path) else ({}, [])
-        if any("batch" not in line for line in lines):  # it has a whole epoch
-            if args.resume:  # without a checkpoint, it starts again: not that of another prefix
-                recipes.check_flags(path, was, args, set(MAY_DIFFER) - (
-                    set() if begin else {"model_prefix"}))
-            elif not begin:
-                raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to "
-                                 "continue")
+        ended = [line["epoch"] for line in lines if "batch" not in line]
+        if args.resume and was and (begin or ended):
+            recipes.check_flags(path, was, args, MAY_DIFFER)
+            if begin and begin - 1 not in ended:
+                raise SystemExit(f"{path} has no end of epoch {begin - 1}, and "
+                                 f"{args.model_prefix}-{begin:04d}.params is of that epoch: the "
+                                 "files are of different runs")
+        elif ended and not begin:
+            raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
     return recipes.start_log(args, path, interval, begin, ranks.rank)
 
 
