@@ -168,7 +168,7 @@ class Folder(vision.ImageFolderDataset):
     """The images of a folder with a folder for each class.
 
     Args:
-        classes: the classes, in order; default: the folders with images, without hidden ones.
+        classes: the classes, in order; default: the folders, without hidden ones.
     """
 
     def __init__(self, path, classes=None):
@@ -178,9 +178,8 @@ class Folder(vision.ImageFolderDataset):
         if not named:
             raise ValueError(f"{path} has no images: it must have a folder for each class, with "
                              ".jpg, .jpeg or .png files")
-        found = sorted({name for _, name in named})
-        self.synsets = classes or found
-        other = set(found) - set(self.synsets)
+        self.synsets = classes or [name for name in self.synsets if not name.startswith(".")]
+        other = {name for _, name in named} - set(self.synsets)
         if other:
             raise ValueError(f"{path} has the classes {', '.join(sorted(other))}, which the "
                              "training data lacks")
@@ -202,7 +201,8 @@ def folders(args, paths):
     train = Folder(paths[0])
     if args.examples:  # they are sorted by class
         np.random.RandomState(0).shuffle(train.items)
-    args.classes = args.classes or CLASSES.get(args.dataset) or len(train.synsets)
+    if args.dataset not in CLASSES:
+        args.classes = args.classes or len(train.synsets)
     return train, Folder(paths[1], train.synsets)
 
 

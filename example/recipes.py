@@ -259,7 +259,7 @@ def schedule(lr, steps, epochs, mode="step", decay_epochs=(), decay=0.1, warmup_
     warmup_steps = int(warmup_epochs * steps)
     warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": warmup_lr,
               "warmup_mode": warmup_strategy}
-    if warmup_steps and warmup_lr > lr:
+    if warmup_lr > lr:
         raise ValueError(f"--warmup-lr must be at most --lr {lr:g}. Received: {warmup_lr:g}")
     if mode == "step":
         if any(a >= b for a, b in zip([0, *decay_epochs], decay_epochs)):

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from argparse import Namespace
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -481,7 +482,8 @@ def test_epoch_counts_as_complete_after_its_best_parameters(tmp_path, monkeypatc
 @pytest.mark.parametrize(("options", "message"), [
     ({"decay_epochs": [2, 1]}, "the rate decays must rise, from 1 on. Received: 2, 1"),
     ({"decay_epochs": [0]}, "the rate decays must rise, from 1 on. Received: 0"),
-    ({"warmup_epochs": 1, "warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1")])
+    ({"warmup_epochs": 1, "warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1"),
+    ({"warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1")])
 def test_schedule_that_is_impossible_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         recipes.schedule(0.8, 10, 4, **options)
@@ -512,22 +514,29 @@ def test_resumed_run_must_keep_total_batch_size(cut):
         folder.resume(images.small_network(2), None)
 
 
-def test_second_run_in_same_folder_is_refused(tmp_path):
+@contextmanager
+def held(folder):
+    """Another process that holds a folder."""
     (read, told), (end, ended) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        recipes.hold(str(tmp_path))
+        recipes.hold(str(folder))
         os.write(told, b"!")
         os.close(ended)
         os.read(end, 1)
         os._exit(0)
     os.read(read, 1)
     try:
-        with pytest.raises(ValueError, match=r"another run writes to .*: pass another --save-dir"):
-            recipes.RunFolder(flags(tmp_path))
+        yield
     finally:
         os.close(ended)
         os.waitpid(child, 0)
+
+
+def test_second_run_in_same_folder_is_refused(tmp_path):
+    with held(tmp_path), pytest.raises(
+            ValueError, match=r"another run writes to .*: pass another --save-dir"):
+        recipes.RunFolder(flags(tmp_path))
     recipes.RunFolder(flags(tmp_path))
 
 
@@ -625,12 +634,13 @@ def folder_loaders(train, val, *more):
 
 def test_folders_of_validation_have_the_classes_of_training(tmp_path):
     train = write_images(tmp_path / "train", a=4, b=4, c=4)
+    (tmp_path / "train" / "aa").mkdir()  # without images, but a class: MXNet counts it
     val = write_images(tmp_path / "val", b=1, c=2)
     (tmp_path / "val" / "a").mkdir()  # without images
     write_images(tmp_path / "val", **{".ipynb_checkpoints": 3})
     args, _, loader = folder_loaders(train, val)
-    assert [label.asnumpy().tolist() for _, label in loader] == [[1, 2, 2]]
-    assert images.classes_of(args) == 3
+    assert [label.asnumpy().tolist() for _, label in loader] == [[2, 3, 3]]
+    assert images.classes_of(args) == 4
     args = recipe.parse(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--batch-size", "4"])
     images.image_loaders(args, recipes.Ranks())
     assert images.classes_of(args) == 1000
@@ -753,11 +763,39 @@ def test_ranks_may_change_but_not_the_size_of_a_step():
 def test_log_of_another_prefix_is_not_overwritten(recorded):
     before = recorded.fit("--num-epochs", "2")
     other = str(recorded.folder / "other")
-    with pytest.raises(ValueError, match="flags of the original run: model_prefix was"):
-        recorded.fit("--num-epochs", "2", "--resume", "--model-prefix", other)
+    recorded.fit("--num-epochs", "1", "--model-prefix", other, "--save-dir", "")
+    for prefix in (other, str(recorded.folder / "none")):
+        with pytest.raises(ValueError, match="flags of the original run: model_prefix was"):
+            recorded.fit("--num-epochs", "2", "--resume", "--model-prefix", prefix)
     with pytest.raises(SystemExit, match=r"log\.jsonl exists"):
         recorded.fit("--num-epochs", "2", "--model-prefix", other)
     assert gluon_amp.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
+
+
+def test_log_without_the_epoch_of_the_checkpoint_is_not_overwritten(recorded):
+    before = recorded.fit("--num-epochs", "1")
+    recorded.fit("--num-epochs", "2", "--save-dir", "")
+    with pytest.raises(SystemExit, match=r"has no end of epoch 1, and .*net-0002\.params is of"):
+        recorded.fit("--num-epochs", "3", "--resume")
+    assert gluon_amp.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
+
+
+def test_interrupted_validation_does_not_lose_an_epoch(recorded, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(train_imagenet.ModuleLog, "validation_end", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            recorded.fit("--num-epochs", "1")
+    lines = recorded.fit("--num-epochs", "2", "--resume")
+    assert [line["epoch"] for line in lines if "validation_loss" in line] == [0, 1]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_log_of_a_running_training_is_not_overwritten(recorded):
+    with held(recorded.folder / "run"), pytest.raises(ValueError, match="another run writes to"):
+        recorded.fit("--num-epochs", "1")
 
 
 @pytest.mark.parametrize(("examples", "steps"), [("4", 1), ("40", 2)])
