@@ -3,8 +3,8 @@
 It writes the concatenated log.jsonl of runs named KIND-seedN to STUDY.jsonl.xz in
 results/runs/MACHINE, or in FOLDER with --output FOLDER. Completed runs of this machine are skipped,
 there and in results/runs, so another call continues; remove a study's file to repeat it. A run that
-fails after its first step is completed: plan.md counts it. Lower seeds of all studies run first. It
-trains one run per CPU in parallel, each with one thread, and ends those that remain after
+fails after its first logged loss is completed: plan.md counts it. Lower seeds of all studies run
+first. It trains one run per CPU in parallel, each with one thread, and ends those that remain after
 --minutes. On the same machine, another call resumes those of image_classification.py after their
 last complete epoch. The data is in ../shared or $GLUON_AMP_DATA. plan.md has the comparisons, which
 were fixed before the runs.
@@ -137,10 +137,10 @@ def train(name, kind, seed, where, more="", seconds=None):
 
     Returns:
         Its folder, which is to be removed, and the lines of its log.jsonl. If it fails after its
-        first step, the last line has why.
+        first logged loss, the last line has why.
 
     Raises:
-        RuntimeError: it fails before. ChildProcessError: a signal ends it.
+        RuntimeError: it fails before. ChildProcessError: a signal from outside ends it.
         subprocess.TimeoutExpired: it has not ended after so many seconds.
     """
     script, flags, _, kinds = STUDIES[name]
@@ -160,7 +160,7 @@ def train(name, kind, seed, where, more="", seconds=None):
         last = [{"failed": str(error)[-500:]}]
         if not log.exists() or log.stat().st_mtime < begun \
                 or not any("loss" in line for line in study.lines(log)):
-            raise
+            raise RuntimeError(f"{error}\nRemove {folder} to start it again") from None
     if before and not last:
         last = [{"hits": hits.read_text()}]
         if not last[0]["hits"]:  # it was interrupted after its last epoch

@@ -18,6 +18,7 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("GLUON_AMP_DATA", CHECKOUT.parent / "shared")).resolve()
 # Times in logs are dropped: runs are parallel, and not all on one machine.
 TIMES = {"seconds", "samples_per_second"}
+OUTSIDE = signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM
 PYTHON = [sys.executable, "-W", "ignore"]
 
 
@@ -33,7 +34,7 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1
 
     Raises:
         RuntimeError: it fails.
-        ChildProcessError: a signal ends it.
+        ChildProcessError: a signal from outside ends it.
         subprocess.TimeoutExpired: the time is over.
     """
     words = shlex.split(flags.replace("SHARED", shlex.quote(str(SHARED))))
@@ -48,10 +49,10 @@ def train(script, flags, folder, launcher=(), before=(), seconds=None, threads=1
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its workers, too
         process.wait()
-    if process.returncode < 0:
+    if -process.returncode in OUTSIDE:
         raise ChildProcessError(f"{script} {flags}: signal {-process.returncode}")
     if process.returncode:
-        raise RuntimeError(f"{script} {flags} failed:\n{errors[-2000:]}")
+        raise RuntimeError(f"{script} {flags} failed with {process.returncode}:\n{errors[-2000:]}")
 
 
 def lines(path):
