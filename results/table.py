@@ -24,6 +24,7 @@ from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
+MISTAKES = "cast-unclipped", "control-generator"  # arms that are reported, and not tested
 # the tables' names of machines by `machine` in the first line of a run, which the first runs lack
 MACHINES = {None: "AMD EPYC, Zen 5", "AMD EPYC, family 25, model 1": "AMD EPYC, Zen 3",
             "Intel(R) Xeon(R) Processor": "Intel Xeon"}
@@ -51,7 +52,7 @@ STEP_ARMS = ("control", "float16", "bfloat16")
 READERS_ARMS = ("float16", "bfloat16")
 
 
-# Steps of an epoch where the first logs lack them: they have every 5th or 20th step.
+# Steps of an epoch, which the first logs lack: they have every 5th or 20th step.
 STEPS = {"digits": 21, "fine_tune_symbolic": 19}
 LAST = 5  # epochs, whose mean test accuracy shows a plateau
 SHOWN = 4  # margins; what is farther is drawn there
@@ -132,6 +133,11 @@ def results(name):
     for machine, runs in logged(name).items():
         pairs = {run: lines for run, lines in runs.items()
                  if f"float32-seed{run.rpartition('seed')[2]}" in runs}
+        if all("failed" in lines[-1] for run, lines in pairs.items() if "float32" in run):
+            continue
+        lengths = {steps(lines) for lines in pairs.values()} - {None}
+        if len(lengths) > 1:
+            raise ValueError(f"{name} on {machine}: epochs of {sorted(lengths)} steps")
         of = read(name, machine, pairs)
         if any(len(of.values[arm]) > 1 for arm in of.values if arm != "float32"):
             yield of
@@ -153,7 +159,8 @@ def read(name, machine, runs):
         value = 100 * (1 - value) if key == "err_top1" else measure.factor * value
         values.setdefault(arm, {})[seed] = value
         skipped.setdefault(arm, {})[seed] = end["skipped"] + end.get("critic_skipped", 0)
-        losses.setdefault(arm, {})[seed] = training_losses(lines, STEPS.get(name, 0))
+        losses.setdefault(arm, {})[seed] = training_losses(
+            lines, steps(lines) or STEPS.get(name, 0))
         curves.setdefault(arm, {})[seed] = [100 * (1 - line["err_top1"]) for line in lines
                                             if "err_top1" in line]
         if "hits" in lines[-1]:
@@ -164,6 +171,11 @@ def read(name, machine, runs):
             if not math.isfinite(value):
                 of_arm[seed] = min(finite) if measure.higher_is_better else max(finite)
     return Results(name, machine, measure, values, skipped, hits, losses, curves)
+
+
+def steps(lines):
+    """Returns the steps of an epoch; None for tasks, the first logs, and without a whole epoch."""
+    return next((line["steps"] for line in lines if "steps" in line), None)
 
 
 def training_losses(lines, batches):
@@ -186,7 +198,7 @@ def comparisons(of):
         if len(differences) < 2:
             continue
         like_chance = None
-        if arm != "control" and chance:
+        if arm not in ("control", *MISTAKES) and chance:
             like_chance = float(mannwhitneyu(np.abs(differences), chance).pvalue)
         yield Comparison(of, arm, paired(differences, [0] * len(differences), of.step), like_chance)
 
@@ -244,8 +256,8 @@ def skips(of, arm):
 
 def corrected(found):
     """Returns the p values of comparisons, of difference and of chance, corrected over all of them;
-    the control has none."""
-    tested = [one for one in found if one.arm != "control"]
+    the control and mistakes have none."""
+    tested = [one for one in found if one.arm not in ("control", *MISTAKES)]
     p_values = dict(zip(map(id, tested), zip(holm([one.difference.p for one in tested]),
                                              holm([one.like_chance for one in tested]))))
     return [p_values.get(id(one), (None, None)) for one in found]
@@ -253,7 +265,7 @@ def corrected(found):
 
 def table(found):
     """Yields the lines of the table of all comparisons."""
-    yield from head("study", "machine", "arm", "pairs", "measure: mean ± standard deviation",
+    yield from head("study", "machine", "arm", "runs", "measure: mean ± standard deviation",
                     "skipped steps", "minus float32 (95 %)", "margin",
                     "within the margin?", "difference: p", "chance: p")
     last = None
@@ -276,16 +288,22 @@ def line(*cells):
 
 
 def readers_table(found):
-    """Yields the lines of the table for readers: a row for each study and machine."""
+    """Yields the lines of the table for readers: a row for each study, of the machine with the most
+    pairs in 16 bits, and of those with a control if there are several."""
     yield from head("network and task", "machine", "measure: float32",
                     *(f"{arm} minus float32" for arm in READERS_ARMS), "largest of the control",
                     *(f"{cost} / float32: float16, bfloat16" for cost in ("step", "memory")))
     costs, answers = study.lines(HERE / "runs/costs.jsonl"), {}
     for one, (p, _) in zip(found, corrected(found)):
-        answers.setdefault(id(one.study), {})[one.arm] = one, p
-    for arms in answers.values():
-        if arms.keys().isdisjoint(READERS_ARMS):
-            continue
+        machines = answers.setdefault(one.study.name, {})
+        machines.setdefault(one.study.machine, {})[one.arm] = one, p
+
+    def evidence(arms):
+        return (sum(arms[arm][0].difference.seeds for arm in READERS_ARMS if arm in arms),
+                "control" in arms)
+
+    for machines in answers.values():
+        arms = max(machines.values(), key=evidence)
         of = next(iter(arms.values()))[0].study
         cells = []
         for arm in READERS_ARMS:
@@ -293,8 +311,7 @@ def readers_table(found):
                 one, p = arms[arm]
                 cells.append(f"{answer(one, p)}: {interval(one)}, {one.difference.seeds} pairs")
             else:
-                cells.append("CPUs only" if arm == "bfloat16" and "NVIDIA" in of.machine
-                             else "not run")
+                cells.append("not run")
         control = "not run"
         if "control" in arms:
             control = signed(of, max(map(abs, of.differences("control")))).replace("+", "±")
@@ -392,8 +409,8 @@ def image_table(studies):
         for arm in sorted(of.hits.keys() - {"float32"}, key=lambda arm: (arm != "control", arm)):
             both, float32, this, neither = images(of, arm)
             p = binomtest(this, float32 + this).pvalue if float32 + this else 1.0
-            yield line(of.name, of.machine, arm, len(of.hits[arm]), both, float32, this, neither,
-                       p_number(p))
+            pairs = len(of.hits[arm].keys() & of.hits["float32"].keys())
+            yield line(of.name, of.machine, arm, pairs, both, float32, this, neither, p_number(p))
 
 
 # ---- over the steps
@@ -413,8 +430,9 @@ def step_table(studies):
             continue
         target = median(loss for run in of.losses["float32"].values()
                         for loss in [run[sorted(run)[math.ceil(len(run) * 3 / 4) - 1]]])
-        cells = [f"{median(until(run, target) for run in of.losses[arm].values()):g}"
-                 if arm in of.losses else "" for arm in ("float32", *STEP_ARMS)]
+        cells = ["" if arm not in of.values else "{:g}".format(median(
+            until(of.losses.get(arm, {}).get(seed, {}), target) for seed in of.values[arm]))
+            for arm in ("float32", *STEP_ARMS)]
         yield line(of.name, of.machine, f"{target:.3g}", *cells)
 
 
@@ -453,7 +471,7 @@ def draw(found, path):
     control's pairs. Each machine has a panel."""
     of_machine = {}
     for one in found:
-        if one.arm != "control":
+        if one.arm not in ("control", *MISTAKES):
             of_machine.setdefault(one.study.machine, []).append(one)
     heights = [len(shown) + 1 for shown in of_machine.values()]
     figure = Figure(figsize=(6.4, 0.6 + 0.28 * sum(heights)), layout="constrained")
@@ -505,10 +523,9 @@ def main():
     studies = [of for name in STUDIES for of in results(name)]
     planned = [one for of in studies if of.name not in BEFORE_PLAN for one in comparisons(of)]
     before = [one for of in studies if of.name in BEFORE_PLAN for one in comparisons(of)]
-    with_steps = [of for of in studies if all(of.losses["float32"].values())]
-    to_plateau = [read("plateau", *of) for of in sorted(logged("plateau").items())]
-    positive = [of for of in with_steps if "control" in of.losses and min(
+    with_steps = [of for of in studies if all(of.losses["float32"].values()) and min(
         loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
+    to_plateau = [read("plateau", *of) for of in sorted(logged("plateau").items())]
     with_hits = [of for of in studies if len(of.hits) > 1]
     fill(HERE / "README.md", {"summary": summary(planned), "readers": readers_table(planned)})
     fill(HERE / "comparisons.md", {
@@ -516,8 +533,9 @@ def main():
         "steps": step_table(with_steps), "plateau": plateau_table(to_plateau)})
     draw(planned, HERE / "differences.png")
     draw_curves(to_plateau, HERE / "plateau.png")
-    if positive:
-        draw_losses(positive, HERE / "losses.png")
+    with_control = [of for of in with_steps if "control" in of.losses]
+    if with_control:
+        draw_losses(with_control, HERE / "losses.png")
 
 
 if __name__ == "__main__":
