@@ -24,7 +24,8 @@ from scipy.stats import binomtest, mannwhitneyu
 
 HERE = Path(__file__).parent
 BEFORE_PLAN = ["cifar10"]  # reported, but not part of the plan
-MISTAKES = "cast-unclipped", "control-generator"  # arms that are reported, and not tested
+# arms that are reported, and not tested: the last two are mistakes (plan.md)
+UNTESTED = "control", "cast-unclipped", "control-generator"
 # the tables' names of machines by `machine` in the first line of a run, which the first runs lack
 MACHINES = {None: "AMD EPYC, Zen 5", "AMD EPYC, family 25, model 1": "AMD EPYC, Zen 3",
             "Intel(R) Xeon(R) Processor": "Intel Xeon"}
@@ -198,7 +199,7 @@ def comparisons(of):
         if len(differences) < 2:
             continue
         like_chance = None
-        if arm not in ("control", *MISTAKES) and chance:
+        if arm not in UNTESTED and chance:
             like_chance = float(mannwhitneyu(np.abs(differences), chance).pvalue)
         yield Comparison(of, arm, paired(differences, [0] * len(differences), of.step), like_chance)
 
@@ -257,7 +258,7 @@ def skips(of, arm):
 def corrected(found):
     """Returns the p values of comparisons, of difference and of chance, corrected over all of them;
     the control and mistakes have none."""
-    tested = [one for one in found if one.arm not in ("control", *MISTAKES)]
+    tested = [one for one in found if one.arm not in UNTESTED]
     p_values = dict(zip(map(id, tested), zip(holm([one.difference.p for one in tested]),
                                              holm([one.like_chance for one in tested]))))
     return [p_values.get(id(one), (None, None)) for one in found]
@@ -471,7 +472,7 @@ def draw(found, path):
     control's pairs. Each machine has a panel."""
     of_machine = {}
     for one in found:
-        if one.arm not in ("control", *MISTAKES):
+        if one.arm not in UNTESTED:
             of_machine.setdefault(one.study.machine, []).append(one)
     heights = [len(shown) + 1 for shown in of_machine.values()]
     figure = Figure(figsize=(6.4, 0.6 + 0.28 * sum(heights)), layout="constrained")
