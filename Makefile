@@ -12,8 +12,8 @@
 # make test-weight-gradients   weight gradients of convolutions of all small shapes, in ten minutes; PART=0/4: a quarter
 # make fuzz-states N=10000   load damaged and crafted files of optimizer states
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
-# make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/published.py lists the checkouts
-# make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/foreign.py lists them; NAMES="arcface wgan": only those
+# make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/outside/published.py lists the checkouts
+# make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/outside/foreign.py lists them; NAMES="arcface wgan": only those
 # make test-tensor-cores SOURCES=FOLDER   compare tensor_core_dot with MATLAB-tensor-core's measurements (a checkout)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's tests (tests/python of its sources) with gluon_amp imported
 # make test-mxnet-float16 MXNET_SOURCE=FOLDER   the same tests in float16 on a CPU, from a checkout of MXNet 1.9.1
@@ -96,34 +96,34 @@ test-pythons: wheel
 	$(PYTHON) tests/pythons.py story
 
 test-zoo: .venv/setup
-	$(BIN)/python tests/zoo.py
+	$(BIN)/python tests/outside/zoo.py
 
 test-published: .venv/test
-	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/published.py
+	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/outside/published.py
 
 test-foreign: .venv/test
-	@SOURCES="$(SOURCES)" NAMES="$(NAMES)" $(BIN)/python -W ignore tests/foreign.py
+	@SOURCES="$(SOURCES)" NAMES="$(NAMES)" $(BIN)/python -W ignore tests/outside/foreign.py
 
 test-tensor-cores: .venv/test
 	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/tensor_core_vectors.py
 
 test-mxnet: .venv/test
-	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py
+	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/outside/mxnets_tests.py
 
 test-mxnet-numpy: .venv/test
-	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/mxnets_tests.py numpy
+	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/outside/mxnets_tests.py numpy
 
 test-mxnet-float16: .venv/test
-	@MXNET_SOURCE="$(MXNET_SOURCE)" $(BIN)/python -W ignore tests/mxnet_float16.py
+	@MXNET_SOURCE="$(MXNET_SOURCE)" $(BIN)/python -W ignore tests/outside/mxnet_float16.py
 
 fuzz: .venv/test
-	@$(BIN)/python -W ignore tests/fuzz.py $(if $(SEED),one $(SEED),$(or $(N),1000) $(or $(FROM),0))
+	@$(BIN)/python -W ignore tests/cpu/fuzz.py $(if $(SEED),one $(SEED),$(or $(N),1000) $(or $(FROM),0))
 
 fuzz-states: .venv/test
-	@$(BIN)/python -W ignore tests/fuzz_states.py $(or $(N),10000) $(or $(FROM),0)
+	@$(BIN)/python -W ignore tests/training/fuzz_states.py $(or $(N),10000) $(or $(FROM),0)
 
 test-weight-gradients: .venv/test
-	@PART="$(or $(PART),0/1)" $(BIN)/python -W ignore tests/weight_gradients.py
+	@PART="$(or $(PART),0/1)" $(BIN)/python -W ignore tests/cpu/weight_gradients.py
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -145,7 +145,7 @@ $(CUDA_WHEEL): | .venv/test
 	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-$(CUDA_BUILD)==1.9.1
 
 test-isa: .venv/test
-	@$(BIN)/python -W ignore tests/isa.py
+	@$(BIN)/python -W ignore tests/cpu/isa.py
 
 test-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore -m gluon_amp.cuda --build $(CUDA_BUILD) --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
@@ -174,7 +174,7 @@ results-gpu: .venv/test $(CUDA_WHEEL)
 	$(BIN)/python -W ignore results/gpu/run.py
 
 test-ranks: .venv/test
-	GLUON_AMP_TESTS=all $(BIN)/pytest -v tests/test_distributed.py tests/test_horovod.py
+	GLUON_AMP_TESTS=all $(BIN)/pytest -v tests/parallel/test_distributed.py tests/parallel/test_horovod.py
 
 horovod: .venv/horovod
 

@@ -83,7 +83,7 @@ def _forward(theirs):
 
 def _is_ours(name):
     file = getattr(sys.modules.get(name), "__file__", None) or ""
-    return Path(file).parent == HERE
+    return HERE in Path(file).parents
 
 
 def prepare_networks():

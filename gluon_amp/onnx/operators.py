@@ -1,6 +1,6 @@
 """The table of MXNet's operators in ONNX: one row for each.
 
-Other operators are refused. `tests/test_onnx.py` runs every row in onnxruntime.
+Other operators are refused. `tests/onnx/test_onnx.py` runs every row in onnxruntime.
 """
 import ast
 from typing import Any, Callable, Dict, List

@@ -25,7 +25,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORKERS, CHUNK = 2, 1000  # processes, and calls per process
 LONGEST = 20  # seconds per call
 F16, F32 = "float16", "float32"
@@ -626,7 +626,7 @@ class Runner:
     """Runs calls in this process."""
 
     def __init__(self):
-        sys.path.insert(0, str(Path(__file__).parent))
+        sys.path.insert(0, str(ROOT / "tests"))
         import gluon_amp  # noqa: F401
         import mxnet as mx
         import numpy as np

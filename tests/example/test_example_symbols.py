@@ -10,7 +10,7 @@ import pytest
 from cases import cases
 from gluon_amp.graph.graph import Graph
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "example"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "example"))
 import symbols
 from symbols import (
     alexnet,

@@ -4,16 +4,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pythons import find_python
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+from pythons import find_python  # noqa: E402
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / ".zoo"
 TOOLS = ("pytest==8.3.5", "setuptools==59.8.0", "wheel==0.45.1", "matplotlib==3.7.5", "tqdm")
 
 
 def packages(file="zoo.txt"):
     """The Python version and requirements of each package in a file."""
-    lines = (line.split() for line in (ROOT / "tests" / file).read_text().splitlines()
+    lines = (line.split() for line in (HERE / file).read_text().splitlines()
              if not line.startswith("#"))
     return {package: (version, requirements) for package, version, *requirements in lines}
 
@@ -44,7 +46,7 @@ def main():
         print(f"{package}:", flush=True)
         done = subprocess.run(
             [str(python), "-W", "ignore", "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider",
-             "tests/test_zoo.py"], cwd=str(ROOT),
+             "tests/outside/test_zoo.py"], cwd=str(ROOT),
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"})
         if done.returncode:
             failed.append(package)

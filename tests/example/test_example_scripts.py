@@ -27,7 +27,7 @@ from processes import printed
 from symbols import get_symbol
 from traces import at_most_traces
 
-EXAMPLES = Path(__file__).parents[1] / "example"
+EXAMPLES = Path(__file__).parents[2] / "example"
 REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
 FILES = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
 SHARED = {"recipes", "images"}

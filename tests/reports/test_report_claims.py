@@ -353,7 +353,7 @@ def test_nonfinite_losses_are_noted(tmp_path):
 
 # ---- statistical tests and intervals against scipy, simulation, and NVIDIA's results
 
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "results"
 NVIDIA = RESULTS / "imagenet" / "nvidia_seeds.csv"
 FLOAT32 = [53.85, 54.55, 56.85, 54.75, 54.70, 53.25, 56.15, 56.00, 54.70, 53.05]
 FLOAT16 = [51.95, 53.55, 55.75, 54.00, 53.95, 55.50, 54.65, 58.20, 55.75, 52.85]

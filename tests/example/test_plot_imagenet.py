@@ -6,7 +6,7 @@ import pytest
 import training_logs as logs
 from gluon_amp.reports.colors import COLORS
 
-SCRIPT = runpy.run_path(str(Path(__file__).parents[1] / "example" / "plot_imagenet.py"))
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "example" / "plot_imagenet.py"))
 
 
 def test_colors_match_reports():

@@ -21,7 +21,8 @@ import types
 import unittest
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 FILES = ("test_gluon_trainer.py", "test_module.py", "test_loss.py", "test_gluon.py")
 NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/models.py",
           "train/test_bucketing.py")
@@ -137,7 +138,7 @@ def run(folder, arm, files=FILES):
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes"
         theirs = [str(folder / part) for part in ("unittest", "common", "train")]
-        path = [str(ROOT), str(ROOT / "tests"), *theirs]
+        path = [str(ROOT), str(HERE), *theirs]
         done = subprocess.run(
             [*PYTEST, "-p", "mxnets_tests", "--rootdir", str(folder),
              *(str(folder / "unittest" / name) for name in files)],
@@ -154,7 +155,7 @@ def run(folder, arm, files=FILES):
 def expected_failures(listed):
     """For each test that may fail, a pattern of its error message."""
     words, expected = "", {}
-    for line in (ROOT / "tests" / listed).read_text().splitlines():
+    for line in (HERE / listed).read_text().splitlines():
         if line.startswith("words: "):
             words = line[len("words: "):]
         elif line and not line.startswith("#"):

@@ -960,8 +960,8 @@ def main(folder):
         needed.add(f"{FAMILIES}/__init__.py")
     missing = sorted(path for path in needed if not folder or not Path(folder, path).is_file())
     if missing:
-        sys.exit("make test-foreign SOURCES=FOLDER needs the checkouts that tests/foreign.py "
-                 f"names. Missing: {', '.join(missing)}")
+        sys.exit("make test-foreign SOURCES=FOLDER needs the checkouts that "
+                 f"tests/outside/foreign.py names. Missing: {', '.join(missing)}")
     if not all(script.here for script in scripts):
         zoo.venv("foreign", "foreign.txt")
     sources = Path(folder).resolve()

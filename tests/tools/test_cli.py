@@ -16,7 +16,7 @@ from gluon_amp.tools.cli import COMMANDS, main
 from mxnet.gluon import nn
 from scripts import heeds_ctrl_c
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = [command.name for command in COMMANDS]
 WITHOUT_MXNET = """
 import sys

@@ -16,7 +16,7 @@ def test_each_instruction_set(isa):
     names = " or ".join(f"({file}.py and ({tests}))" if tests else f"{file}.py"
                         for file, tests in TESTS.items())
     done = processes.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", names,
-                         *(f"tests/{file}.py" for file in TESTS), GLUON_AMP_ISA=isa)
+                         *(f"tests/cpu/{file}.py" for file in TESTS), GLUON_AMP_ISA=isa)
     if "must be one of" in done.stdout:
         pytest.skip(f"this processor has no {isa}")
     assert done.returncode == 0, done.stdout

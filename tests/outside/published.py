@@ -25,7 +25,7 @@ from pathlib import Path
 
 import zoo
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 24
 BOUND = 0.1  # float16 at half the learning rate differs by 0.18 to 0.7
 WORKERS = 2
@@ -193,9 +193,9 @@ def run_recorded(python, command, substituted, scratch, begins, environment):
     done = subprocess.run(
         [str(python), "-W", "ignore", "-m", "gluon_amp", *command],
         cwd=scratch, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PYTHONPATH": f"{scratch}:{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1",
-             "GLUON_AMP_SUBSTITUTED": " ".join(substituted), "GLUON_AMP_LOSSES": str(losses),
-             **environment})
+        env={**os.environ, "PYTHONPATH": f"{scratch}:{ROOT}:{ROOT}/tests/outside",
+             "OMP_NUM_THREADS": "1", "GLUON_AMP_SUBSTITUTED": " ".join(substituted),
+             "GLUON_AMP_LOSSES": str(losses), **environment})
     said = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
     return [*map(float, losses.read_text().split())], said[-1] if done.returncode else ""
 
@@ -252,8 +252,8 @@ def main(folder):
     missing = sorted({script.path for script in SCRIPTS
                       if not folder or not (Path(folder) / script.path).is_file()})
     if missing:
-        sys.exit("make test-published SOURCES=FOLDER needs the checkouts that tests/published.py "
-                 f"names. Missing: {', '.join(missing)}")
+        sys.exit("make test-published SOURCES=FOLDER needs the checkouts that "
+                 f"tests/outside/published.py names. Missing: {', '.join(missing)}")
     for package in filter(None, PACKAGES.values()):
         zoo.venv(package)
     sources = Path(folder).resolve()

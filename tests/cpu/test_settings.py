@@ -117,7 +117,7 @@ def test_networks_of_different_settings_on_threads():
 
 FORKED = """
 import os, sys
-sys.path.insert(0, "tests")
+sys.path[:0] = ["tests", "tests/cpu"]
 from test_settings import POLICIES, assert_equal, gradients, network
 nets = {name: network(policy) for name, policy in POLICIES.items()}
 expected = {name: gradients(net) for name, net in nets.items()}

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import mxnets_tests
 
-ROOT = Path(__file__).parent.parent
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 GPU = "test_operator_gpu.py"
 LONGEST = 1800
 WORKERS = 2
@@ -108,7 +109,7 @@ pytest_runtest_logreport = mxnets_tests.pytest_runtest_logreport
 def run(folder, name, off):
     """The outcome and message of each test of a file, by name."""
     made = {}
-    path = [ROOT, ROOT / "tests", *(folder / part for part in ("unittest", "gpu", "common"))]
+    path = [ROOT, HERE, *(folder / part for part in ("unittest", "gpu", "common"))]
     place = "gpu" if name == GPU else "unittest"
     while True:
         with tempfile.TemporaryDirectory() as scratch:
