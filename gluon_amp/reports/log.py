@@ -18,6 +18,7 @@ from .read import VERSION
 
 log = logging.getLogger("gluon_amp")
 
+_IDENTITY = ("dtype", "policy", "amp", "seed")  # arguments that a resumed run keeps
 _NOT_DRAWN = ("epoch", "batch", "skip", "steps")  # fields of lines that TensorBoard does not show
 
 
@@ -47,7 +48,8 @@ class Log:
 
     Raises:
         FileExistsError: the file exists, and `begin` is not given.
-        ValueError: the file that is resumed is damaged, or an argument is invalid.
+        ValueError: the file that is resumed is damaged or of a run with another type or seed, or
+            an argument is invalid.
     """
 
     def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
@@ -80,10 +82,22 @@ class Log:
             raise FileExistsError(f"{path} is the log of another run. Valid: another path, or "
                                   "begin=, the number of epochs that a resumed run has completed")
         if begin and os.path.exists(path):
-            self.lines = [line for line in self.read(path)[1] if line["epoch"] < begin]
+            arguments, lines = self.read(path)
+            self._check_run(path, arguments)
+            self.lines = [line for line in lines if line["epoch"] < begin]
             self._resumes = True  # the file does not change before the first line
         else:
             self._write_file(path)
+
+    def _check_run(self, path: str, arguments: Mapping[str, Any]) -> None:
+        """Refuses to continue the log of a run of another type or seed."""
+        names = [name for name in _IDENTITY if name in arguments and name in self.arguments
+                 and str(arguments[name]) != str(self.arguments[name])]
+        if names:
+            in_file, received = (", ".join(f"{name}={values[name]}" for name in names)
+                                 for values in (arguments, self.arguments))
+            raise ValueError(f"{path} is the log of another run, with {in_file}. Valid: the "
+                             f"arguments of that run, or another path. Received: {received}")
 
     def _write_file(self, path: str) -> None:
         head = _json({"version": VERSION, "arguments": self.arguments}, str)

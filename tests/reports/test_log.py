@@ -102,6 +102,20 @@ def test_lines_are_in_the_file_as_soon_as_they_are_complete(tmp_path):
 
 
 @pytest.mark.mx_nd("its loop is of mx.nd")
+@pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"seed": 4}])
+def test_log_of_another_run_is_not_continued(tmp_path, other):
+    path = tmp_path / "log.jsonl"
+    train(amp.Log(path, ARGS))
+    text = path.read_bytes()
+    with pytest.raises(ValueError, match="another run") as error:
+        amp.Log(path, {**vars(ARGS), **other}, begin=1)
+    (name, value), = other.items()
+    assert f"{name}={getattr(ARGS, name)}" in str(error.value)
+    assert f"{name}={value}" in str(error.value)
+    assert path.read_bytes() == text
+
+
+@pytest.mark.mx_nd("its loop is of mx.nd")
 def test_resumed_run_continues_after_its_complete_epochs(tmp_path):
     path = tmp_path / "log.jsonl"
     train(amp.Log(path, ARGS, interval=1), epochs=3, steps=2)
