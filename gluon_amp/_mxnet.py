@@ -15,7 +15,7 @@ import sys
 import threading
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, List, Optional
 
 import numpy as np
 
@@ -116,6 +116,12 @@ def environment(name: str, value: Optional[str]) -> Iterator[None]:
             os.environ[name] = before
         elif value is not None:
             del os.environ[name]
+
+
+def keeping_graphs(group2ctx: Any) -> ContextManager[None]:
+    """Binds a symbol without MXNet's oneDNN subgraphs. The backend `default` creates none, but
+    loses the devices of groups. `NONE` keeps these, and logs a message at each binding."""
+    return environment("MXNET_SUBGRAPH_BACKEND", "NONE" if group2ctx else "default")
 
 
 def _refuse_symbols(function: Any, symbol: Any) -> None:

@@ -5,11 +5,13 @@ type: `net.cast("bfloat16")`, `array.astype("bfloat16")`, `dtype="bfloat16"`. Va
 nearest even; `asnumpy` returns float32, and files hold float32. `mx.np` arrays do the same.
 """
 import functools
+import inspect
 import sys
+from contextlib import nullcontext
 from typing import Any, Callable, Iterator, Sequence
 
 from .. import _numpy
-from .._mxnet import environment, mx, np, replace
+from .._mxnet import keeping_graphs, mx, np, replace
 
 
 class bfloat(np.void):
@@ -98,14 +100,17 @@ def _draw_into_bfloat16(name: str) -> None:
 
 def _bind_without_subgraphs(name: str) -> None:
     """Binds bfloat16 symbols without MXNet's oneDNN subgraphs, whose products fail on a CPU without
-    AVX-512. The backend `default` creates none."""
+    AVX-512."""
+    signature = inspect.signature(getattr(mx.sym.Symbol, name))
+
     @replace(mx.sym.Symbol, name)
     def bind(self: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
         given = [value for arg in (*args, *kwargs.values()) for value in (
             arg.values() if isinstance(arg, dict) else arg if isinstance(arg, list) else [])]
         low = "bfloat16" in self.tojson(remove_amp_cast=False) or any(
             getattr(value, "dtype", value) is BFLOAT16 for value in given)
-        with environment("MXNET_SUBGRAPH_BACKEND", "default" if low else None):
+        groups = signature.bind(self, *args, **kwargs).arguments.get("group2ctx")
+        with keeping_graphs(groups) if low else nullcontext():
             return original(self, *args, **kwargs)
 
 

@@ -26,7 +26,7 @@ from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
-from .graph import CASTS, Entry, Graph, Node, infer, loop_states, mutated_inputs
+from .graph import CASTS, GROUP, Entry, Graph, Node, infer, loop_states, mutated_inputs
 
 STORAGE = "__storage_type__"  # MXNet's attribute of variables
 SPARSE = {"row_sparse": "1", "csr": "2"}  # its values
@@ -224,7 +224,10 @@ class _Casting:
         index = f"_{entry.output}" if entry.output else ""
         # export removes amp_cast by default; amp_cast does not support float64
         op = "Cast" if "float64" in (self.types[entry], dtype) else "amp_cast"
-        return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", {"dtype": dtype}, [entry])
+        attrs = {"dtype": dtype}
+        if GROUP in entry.node.attrs:
+            attrs[GROUP] = entry.node.attrs[GROUP]
+        return Node(op, f"{entry.node.name}{index}_amp_cast_{dtype}", attrs, [entry])
 
     def _inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """Returns the node's inputs, cast to the types in which it runs. A variable that the node

@@ -29,6 +29,7 @@ from ..cpu import library
 from ..cpu.arrays import dtype_name
 
 VARIABLE = "null"  # the op that MXNet's JSON gives to arguments and parameters
+GROUP = "__ctx_group__"  # MXNet's attribute of nodes, which `group2ctx` maps to a device
 
 _MXNET_VERSION = 10901  # the format of the JSON; newer versions of MXNet upgrade it
 TYPE_FLAG = {dtype_name(dtype): flag  # MXNet's numbers for dtypes

@@ -10,10 +10,11 @@ engine does not load, s multiplies a zero that has the gradient of x:
     x  ->  BlockGrad(x) + (c - BlockGrad(c)) * s  ->  loss head      with c = clip(x), finite
 """
 import ctypes
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import (
     Any,
     Callable,
+    Collection,
     Dict,
     FrozenSet,
     Iterator,
@@ -24,13 +25,13 @@ from typing import (
     Union,
 )
 
-from .._mxnet import environment, mx
+from .._mxnet import environment, keeping_graphs, mx
 from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import TYPES_16BIT, array_type, dtype_name
 from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
 from ..graph.channels_last import channels_last
-from ..graph.graph import VARIABLE, Entry, Graph, Node
+from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
 from ..graph.operators import BATCH_NORMS, LOSSES, POSSIBLE_LOSSES
 from ..policy import POLICIES
@@ -38,19 +39,33 @@ from ..policy import POLICIES
 SCALE = "gluon_amp_loss_scale"
 
 
-def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]] = None) -> Graph:
+def _is_scale(variable: str) -> bool:
+    return variable.startswith(SCALE)
+
+
+def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]] = None,
+                    groups: Collection[str] = ()) -> Graph:
     """Returns the graph with the scale's variable before each loss head.
 
-    `types` are those of the graph's entries. Without them, loss heads read float32.
+    `types` are those of the graph's entries. Without them, loss heads read float32. Heads on the
+    devices of `groups` have a variable for each group: MXNet copies a variable to other devices in
+    the forward pass, before the scale is set.
     """
-    scale = Entry(Node(VARIABLE, SCALE))
+    def scale_of(group: Mapping[str, str]) -> Entry:
+        return Entry(Node(VARIABLE, "_".join([SCALE, *group.values()]), group))
+
+    scales: Dict[str, Entry] = {}
     one_operator = library.started()
     for node in graph.nodes():
         if node.op in LOSSES:
             x = node.inputs[0]
+            name = node.attrs.get(GROUP, "")
+            group = {GROUP: name} if name in groups else {}
+            scale = scales.setdefault(name if group else "", scale_of(group))
 
-            def made(op: str, *inputs: Entry, name: str = node.name, **attrs: str) -> Entry:
-                return Entry(Node(op, f"{name}_{op.lower()}_scaled", attrs, inputs))
+            def made(op: str, *inputs: Entry, name: str = node.name,
+                     group: Mapping[str, str] = group, **attrs: str) -> Entry:
+                return Entry(Node(op, f"{name}_{op.lower()}_scaled", {**attrs, **group}, inputs))
 
             half = types is not None and types.get(x) == "float16"
             if half:
@@ -69,16 +84,14 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
 
 
 @contextmanager
-def _bound_as_built(low_on_cpu: bool) -> Iterator[None]:
+def _bound_as_built(group2ctx: Any) -> Iterator[None]:
     """Prevents MXNet from rewriting a float16 graph while it binds it on a CPU.
 
     MXNet's oneDNN subgraphs cache the weights of the first prediction unless these are variables,
-    and a float16 weight of a float32 layer is the result of a cast. The backend `default` creates
-    no subgraphs; for `NONE` MXNet logs a message at each binding. To save memory, MXNet may also
+    and a float16 weight of a float32 layer is the result of a cast. To save memory, MXNet may also
     recompute operators in the backward pass, where batch norms would update statistics twice.
     """
-    with environment("MXNET_SUBGRAPH_BACKEND", "default" if low_on_cpu else None), \
-            environment("MXNET_BACKWARD_DO_MIRROR", "0" if low_on_cpu else None):
+    with keeping_graphs(group2ctx), environment("MXNET_BACKWARD_DO_MIRROR", "0"):
         yield
 
 
@@ -124,15 +137,17 @@ class Bindable(mx.sym.Symbol):
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         if self.is_scaled:
-            graph = with_loss_scale(graph, entries)
-            shapes[SCALE], types[SCALE], requests[SCALE] = (1,), "float32", "null"
+            graph = with_loss_scale(graph, entries, options.get("group2ctx") or ())
+            for name in filter(_is_scale, graph.variables()):
+                shapes[name], types[name], requests[name] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
         if low:
             check_device(graph, POLICIES["bfloat16" if "bfloat16" in used else "float16"], on_gpu)
             trains_on_gpu = on_gpu and any(request != "null" for request in requests.values())
             graph = build(channels_last(graph, types) if trains_on_gpu else graph, types)
             graph = fuse_norms(graph, types) if trains_on_gpu else graph
-        with _bound_as_built(low and not on_gpu):
+        as_built = low and not on_gpu
+        with _bound_as_built(options.get("group2ctx")) if as_built else nullcontext():
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,
                 **shapes)
@@ -155,11 +170,11 @@ class _Executor(mx.executor.Executor):
         bound = {name: (array, grad) for name, array, grad in
                  zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
         auxiliary = executor.aux_dict
-        scale = bound.pop(SCALE, (None, None))[0]
+        scales = [bound.pop(name)[0] for name in list(bound) if _is_scale(name)]
         executor.__class__ = cls
         executor._bound_types = {name: array.dtype for name, (array, _) in bound.items()}
         executor._clean, executor._options = clean, options
-        executor._scale, executor._reshaped, executor._monitor = scale, {}, None
+        executor._scales, executor._reshaped, executor._monitor = scales, {}, None
         executor._symbol = clean
         executor.arg_arrays = [bound[name][0] for name in clean.list_arguments()]
         executor.grad_arrays = [bound[name][1] for name in clean.list_arguments()]
@@ -175,8 +190,8 @@ class _Executor(mx.executor.Executor):
 
     def set_scale(self, scale: float) -> None:
         """Sets the scale of gradients of loss heads in the next backward pass."""
-        if self._scale is not None:
-            self._scale[:] = scale
+        for variable in self._scales:
+            variable[:] = scale
 
     def get_optimized_symbol(self) -> Symbol:
         """Returns the bound symbol. It has no settings: they are valid in this process only."""

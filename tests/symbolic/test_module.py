@@ -951,3 +951,44 @@ def test_parameters_have_averages_of_last_batch(tmp_path):
         found += [array.asnumpy() for name, array in read().items() if name.endswith("mean")]
     np.testing.assert_allclose(found[0], 0.1, rtol=1e-5)
     np.testing.assert_allclose(found[1], 0.19, rtol=1e-5)
+
+
+# ---- devices of parts of a network (group2ctx)
+
+def net_in_groups(policy):
+    with mx.AttrScope(ctx_group="first"):
+        x = S.Activation(S.FullyConnected(S.var("data"), num_hidden=8, name="one"), "relu")
+    with mx.AttrScope(ctx_group="second"):
+        symbol = S.SoftmaxOutput(S.FullyConnected(x, num_hidden=3, name="two"), name="head")
+    return amp.convert_symbol(symbol, policy)
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16",
+                                    "mixed_bfloat16"])
+def test_network_on_devices_of_its_groups_trains_as_on_one(policy):
+    outputs, parameters = [], None
+    for groups in (None, {"first": mx.cpu(0), "second": mx.cpu(1)}):
+        mod = amp.Module(net_in_groups(policy), label_names=["head_label"], group2ctxs=groups,
+                         loss_scale=128)
+        mod.bind([("data", (4, 5))], [("head_label", (4,))])
+        mod.init_params(mx.init.Xavier(), arg_params=parameters)
+        parameters = {name: array.copy() for name, array in mod.get_params()[0].items()}
+        mod.init_optimizer(optimizer_params={"learning_rate": 0.1})
+        data = mx.io.DataBatch([nd.arange(20).reshape((4, 5)) / 10], [nd.array([0, 1, 2, 0])])
+        for _ in range(3):
+            learn(mod, data)
+        for _ in range(2):  # weights that change between predictions
+            mod.forward(data, is_train=False)
+            outputs.append(mod.get_outputs()[0].asnumpy())
+            learn(mod, data)
+    np.testing.assert_array_equal(outputs[:2], outputs[2:])
+    assert not np.array_equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_casts_are_in_the_group_of_what_they_cast(policy):
+    attributes = net_in_groups(policy).attr_dict()
+    casts = {name: attrs for name, attrs in attributes.items() if "_cast_" in name}
+    assert [attrs["ctx_group"] for name, attrs in casts.items() if name.startswith("two")]
+    assert all("ctx_group" in attrs for name, attrs in casts.items()
+               if not name.startswith(("data", "head_label")))
