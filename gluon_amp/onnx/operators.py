@@ -569,3 +569,30 @@ def _upsampling(node: Operator) -> str:
     return node.add("Resize", node.input(0), "", node.constant([1, 1, scale, scale], "float32"),
                     mode="nearest", coordinate_transformation_mode="asymmetric",
                     nearest_mode="floor")
+
+
+def _scale(before: int, after: int) -> Any:
+    """Returns the scale between two sizes. ONNX rounds their product down, in float32."""
+    scale = np.float32(after / before)
+    return scale if int(before * scale) == after else np.nextafter(scale, np.float32(np.inf))
+
+
+@row("_contrib_BilinearResize2D", wide=True)
+def _bilinear_resize(node: Operator) -> str:
+    node.ignore("height", "width", "scale_height", "scale_width", "mode")  # of the output's shape
+    scales = [1, 1, *map(_scale, node.shape()[2:], node.made_shape[2:])]
+    aligned = node.flag("align_corners", True)
+    return node.add("Resize", node.input(0), "", node.constant(scales, "float32"), mode="linear",
+                    coordinate_transformation_mode="align_corners" if aligned else "half_pixel")
+
+
+@row("Crop", wide=True)
+def _crop(node: Operator) -> str:
+    node.ignore("num_args", "h_w")
+    before, after = node.shape()[2:], node.made_shape[2:]
+    begins = [(size - part) // 2 for size, part in zip(before, after)] \
+        if node.flag("center_crop") else node.several("offset", (0, 0))
+    node.ignore("offset")
+    ends = [begin + part for begin, part in zip(begins, after)]
+    return node.add("Slice", node.input(0), *(node.constant(numbers, "int64")
+                                              for numbers in (begins, ends, (2, 3))))

@@ -189,6 +189,17 @@ CASES = {
     "Pad with its edge": (sym.Pad(x, mode="edge", pad_width=(0, 0, 0, 0, 1, 2, 3, 0)),),
     "Pad, reflected": (sym.Pad(x, mode="reflect", pad_width=(0, 0, 0, 0, 1, 2, 3, 0)),),
     "UpSampling": (sym.UpSampling(x, scale=2, sample_type="nearest"),),
+    "BilinearResize2D": (sym.contrib.BilinearResize2D(x, height=11, width=9),),
+    "BilinearResize2D, smaller": (sym.contrib.BilinearResize2D(x, height=4, width=1),),
+    "BilinearResize2D, of pixels": (sym.contrib.BilinearResize2D(
+        x, height=13, width=4, align_corners=False),),
+    "BilinearResize2D, scaled": (sym.contrib.BilinearResize2D(
+        x, scale_height=1.5, scale_width=2.5, mode="odd_scale"),),
+    "BilinearResize2D, like": (sym.contrib.BilinearResize2D(
+        x, sym.Pooling(x, kernel=(3, 2), pool_type="max"), mode="like"),),
+    "Crop": (sym.Crop(x, num_args=1, offset=(1, 2), h_w=(3, 4)),),
+    "Crop, centered": (sym.Crop(x, num_args=1, center_crop=True, h_w=(3, 4)),),
+    "Crop, like": (sym.Crop(x, sym.Pooling(x, kernel=(3, 2), pool_type="max"), num_args=2),),
 }
 NOT_AS_PARAMETERS = {"data", "lin_label", "mae_label", "logistic_label", "softmax_label"}
 
