@@ -212,7 +212,7 @@ class _Casting:
         return self.casts[entry, dtype]
 
     def _cast_node(self, entry: Entry, dtype: str) -> Node:
-        if entry.node.op in operators.CONSTANTS:
+        if entry.node.op in operators.CONSTANTS - operators.NOT_CREATED.get(dtype, frozenset()):
             # Created in the type without a cast: MXNet does not infer shapes backward through
             # a cast, and an RNN's begin_state has an unknown batch size.
             node = entry.node.like(())

@@ -301,6 +301,7 @@ def names(runs: str) -> FrozenSet[str]:
 
 
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
+NOT_CREATED = {"bfloat16": frozenset(["_eye", "_npi_eye"])}  # MXNet refuses the type
 # Operators that may ignore the incoming gradient, as losses do, or propagate it.
 POSSIBLE_LOSSES = frozenset(["Custom", "IdentityAttachKLSparseReg"])
 USER_CODE = frozenset(["Custom", "_CustomFunction", "_NDArray", "_Native"])

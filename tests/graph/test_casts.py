@@ -4,7 +4,7 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp.graph.graph import bindings, loop_states
+from gluon_amp.graph.graph import Entry, Graph, Node, bindings, loop_states
 from mixed_graphs import casting, computing, mixed, some
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -431,3 +431,26 @@ class WhileSmall(networks.While):
 def test_loop_condition_can_depend_on_float16():
     graph = mixed(WhileSmall(), nd.ones((3, 4)))
     assert graph.outputs == ["float32"]
+
+
+CREATED = {"_zeros": {"shape": (3, 3)}, "_npi_zeros": {"shape": (3, 3)}, "_ones": {"shape": (3, 3)},
+           "_npi_ones": {"shape": (3, 3)}, "_full": {"shape": (3, 3), "value": 2},
+           "_arange": {"start": 0, "stop": 9}, "_npi_arange": {"start": 0, "stop": 9},
+           "_eye": {"N": 3}, "_npi_eye": {"N": 3, "M": 3}, "_npi_identity": {"shape": (3, 3)},
+           "_linspace": {"start": 0, "stop": 1, "num": 9},
+           "_npi_logspace": {"start": 0, "stop": 1, "num": 9}, "_npi_blackman": {"M": 9},
+           "_npi_hamming": {"M": 9}, "_npi_hanning": {"M": 9}}
+
+
+@pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize("op", CREATED)
+def test_product_reads_an_array_that_an_operator_creates(op, policy):
+    node = Node(op, "made", {name: str(value) for name, value in CREATED[op].items()})
+    flat = Graph([Entry(node)]).symbol().as_nd_ndarray()
+    symbol = mx.sym.dot(mx.sym.var("data"), mx.sym.reshape(flat, shape=(3, 3)), name="product")
+    data = np.arange(6, dtype=np.float32).reshape(2, 3)
+    expected, found = (
+        gluon.SymbolBlock(symbol, mx.sym.var("data")) for _ in range(2))
+    amp.convert(found, policy)
+    x = nd.array(data)
+    np.testing.assert_allclose(found(x).asnumpy(), expected(x).asnumpy(), rtol=2 ** -6)
