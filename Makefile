@@ -23,7 +23,6 @@
 # make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
 # make test-device   the script for a machine with a GPU (tests/device/run.py), on a software GPU of capability 9.0
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
-# CUDA_BUILD=cu117 make test-gpu   the same with another CUDA build of MXNet, without newer GPUs
 # make test-cuda-libraries   resolve MXNet's imports in CUDA 11.8 and 13 and compare their headers; downloads 3.7 GB once
 # make results-gpu   compare the GPU path with the CPU: missing rows of results/gpu
 # make horovod   build Horovod for MXNet into .venv, in two minutes
@@ -138,36 +137,33 @@ results: .venv/test
 
 # MXNet's CUDA build precedes the CPU build on the path, without installation.
 export GLUON_AMP_CACHE ?= $(CURDIR)/build/gpu
-CUDA_BUILD ?= cu112
-CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_$(CUDA_BUILD)-1.9.1-py3-none-manylinux2014_x86_64.whl
+CUDA_WHEEL := $(GLUON_AMP_CACHE)/mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64.whl
+SOFTWARE_GPU := $(BIN)/python -W ignore tests/software_gpu
 
 $(CUDA_WHEEL): | .venv/test
-	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-$(CUDA_BUILD)==1.9.1
+	$(BIN)/python -m pip download -q --no-deps --only-binary :all: --dest $(@D) mxnet-cu112==1.9.1
 
 test-isa: .venv/test
 	@$(BIN)/python -W ignore tests/cpu/isa.py
 
 test-gpu: .venv/test $(CUDA_WHEEL)
-	$(BIN)/python -W ignore -m gluon_amp.cuda --build $(CUDA_BUILD) --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl \
-		$(BIN)/pytest -q tests/gpu
-	$(BIN)/python -W ignore -m gluon_amp.cuda --build $(CUDA_BUILD) --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
-		$(BIN)/pytest -q tests/gpu_computing
-ifeq ($(CUDA_BUILD),cu112)
-	$(BIN)/python -W ignore tests/newer_gpus.py $(GLUON_AMP_CACHE)
-endif
+	$(SOFTWARE_GPU) --devices 2 --log $(GLUON_AMP_CACHE)/log.jsonl $(BIN)/pytest -q tests/software_gpu/recorded
+	$(SOFTWARE_GPU) --devices 2 --compute --log $(GLUON_AMP_CACHE)/computed.jsonl \
+		$(BIN)/pytest -q tests/software_gpu/computed
+	$(BIN)/python -W ignore tests/software_gpu/newer_gpus.py $(GLUON_AMP_CACHE)
 
 test-cuda-libraries: .venv/test
-	$(BIN)/python -W ignore tests/cuda_libraries.py $(GLUON_AMP_CACHE)
+	$(BIN)/python -W ignore tests/cuda/cuda_libraries.py $(GLUON_AMP_CACHE)
 
 test-transfer: .venv/test $(CUDA_WHEEL)
-	@$(BIN)/python -W ignore tests/transfer_size.py $(or $(PACK),$(error PACK=FILE: a compressed pack of kernels))
+	@$(BIN)/python -W ignore tests/cuda/transfer_size.py $(or $(PACK),$(error PACK=FILE: a compressed pack of kernels))
 
 # The pack has the wheel's code for 8.6 under architecture 90: there, no code runs.
 test-device: .venv/test $(CUDA_WHEEL)
 	mkdir -p $(GLUON_AMP_CACHE)/relabelled/kernels
-	$(BIN)/python -W ignore -m gluon_amp.cuda --capability 86 \
-		$(BIN)/python -W ignore tests/gpu/relabel.py $(GLUON_AMP_CACHE)/relabelled/kernels/90.pack 90
-	$(BIN)/python -W ignore -m gluon_amp.cuda --capability 90 --compute env \
+	$(SOFTWARE_GPU) --capability 86 \
+		$(BIN)/python -W ignore tests/software_gpu/recorded/relabel.py $(GLUON_AMP_CACHE)/relabelled/kernels/90.pack 90
+	$(SOFTWARE_GPU) --capability 90 --compute env \
 		GLUON_AMP_CACHE=$(GLUON_AMP_CACHE)/relabelled $(BIN)/python -W ignore tests/device/run.py build/device --small
 
 results-gpu: .venv/test $(CUDA_WHEEL)

@@ -8,7 +8,6 @@ from . import (
 from .cpu import library
 from .cpu.library import KernelError
 from .cpu.tensor_core.dot import tensor_core_dot
-from .cuda.trace import gpu_trace
 from .formats import Format
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
@@ -41,7 +40,7 @@ wrap_files()
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
            "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
-           "data", "explain", "export_onnx", "freeze", "gpu_trace", "gradient_penalty", "lr_find",
+           "data", "explain", "export_onnx", "freeze", "gradient_penalty", "lr_find",
            "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "search",
            "tensor_core_dot", "types", "xray"]
 

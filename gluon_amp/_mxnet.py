@@ -21,7 +21,7 @@ import numpy as np
 
 from . import _numpy
 from .checks import pip_install
-from .cuda import load
+from .cuda import load, wheel
 
 # Held while a graph is recorded, and during a backward pass: MXNet has no locks for either, and
 # graphs of different threads share the nodes of parameters.
@@ -35,11 +35,17 @@ _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA
 
 
 def installed_builds() -> List[str]:
-    """Returns the MXNet distributions in this environment, such as ['mxnet-cu112']."""
-    # by folder names: reading the metadata of all distributions takes 20 ms
-    folders = (path.name for place in sys.path for path in Path(place or ".").glob("mxnet*-info"))
-    names = {folder.split("-")[0].lower().replace("_", "-") for folder in folders}
-    return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
+    """Returns the MXNet distributions in the first folder of `sys.path` that has any, such as
+    ['mxnet-cu112']: those of the package that Python imports."""
+    for place in sys.path:
+        # by folder names: reading the metadata of all distributions takes 20 ms
+        folders = [path.name for path in Path(place or ".").glob("mxnet*-info")]
+        names = {folder.split("-")[0].lower().replace("_", "-") for folder in folders}
+        builds = sorted(name for name in names
+                        if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", name))
+        if builds:
+            return builds
+    return []
 
 
 def _check_environment(builds: List[str]) -> None:
@@ -78,9 +84,11 @@ def _import_mxnet() -> Any:
         if missing is not None:
             raise ImportError(f"MXNet needs the system's {missing}: apt install "
                               f"{_SYSTEM[missing]}") from error
-        build = next((name[6:] for name in builds if name.startswith("mxnet-cu")), "cu112")
         problems = load.prepared.problems if load.prepared else []
-        remedy = "; ".join(problems) or f"Its CUDA 11 libraries come with {pip_install(build)}"
+        remedy = "; ".join(problems) or f"Its CUDA 11 libraries come with {pip_install('cu112')}"
+        others = [build for build in builds if build != wheel.DISTRIBUTION]
+        if others:
+            remedy += f", for {wheel.DISTRIBUTION}: pip uninstall -y {' '.join(others)} first"
         raise ImportError(f"MXNet does not load: {error}. {remedy}") from error
     load.check()
     if _numpy.NUMPY_2:
@@ -210,5 +218,4 @@ else:
 
 def has_cudnn_9() -> bool:
     """Whether MXNet's CUDA build calls cuDNN 9."""
-    choice = load.prepared and load.prepared.choice
-    return bool(choice and choice.cuda >= 12)
+    return load.prepared is not None and load.prepared.choice.cuda >= 12

@@ -15,7 +15,7 @@ import pytest
 from ranks import Ranks
 
 # They run on a software GPU: make test-gpu.
-collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["gpu", "gpu_computing"]
+collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]
 
 # Files of few long tests, besides the stories.
 LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",

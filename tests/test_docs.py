@@ -22,10 +22,10 @@ import mxnet as mx
 import numpy as np
 import processes
 import pytest
-from gluon_amp.cuda.__main__ import main as gpu_command
 from gluon_amp.policy import get_policy
 from gluon_amp.tools.cli import main as gluon_amp_command
 from markdown_it import MarkdownIt
+from software_gpu.__main__ import parser as software_gpu_parser
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
@@ -299,8 +299,8 @@ def check_command(line, monkeypatch):
         assert script.exists()
         monkeypatch.syspath_prepend(str(script.parent))
         parse(importlib.import_module(script.stem).main, arguments[1:], monkeypatch)
-    elif arguments[:2] == ["-m", "gluon_amp.cuda"]:
-        parse(gpu_command, arguments[2:], monkeypatch)
+    elif arguments[0] == "tests/software_gpu":
+        software_gpu_parser().parse_args(arguments[1:])
         check_command(shlex.join(arguments[arguments.index("python"):]), monkeypatch)
     elif arguments[:2] == ["-m", "gluon_amp"]:
         assert arguments[2] == "--dtype"

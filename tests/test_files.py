@@ -9,7 +9,7 @@ from pathlib import Path
 import gluon_amp as amp
 import mxnet as mx
 import pytest
-from gluon_amp.cuda.environment import cuda_mxnet
+from gluon_amp.cuda.wheel import cuda_mxnet
 from gluon_amp.files import new_folder, replace_file
 
 
@@ -155,12 +155,3 @@ def test_processes_that_unpack_one_wheel_share_its_folder(tmp_path, monkeypatch)
     assert folders == {tmp_path / "mxnet-cu112"}
     assert (tmp_path / "mxnet-cu112" / "mxnet" / "libmxnet.so").read_text() == "code"
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_wheel_of_another_build_has_its_own_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"pip download .* mxnet-cu117==1\.9\.1"):
-        cuda_mxnet("cu117")
-    with zipfile.ZipFile(tmp_path / "mxnet_cu117-1.9.1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("mxnet/libmxnet.so", "code")
-    assert cuda_mxnet("cu117") == tmp_path / "mxnet-cu117"

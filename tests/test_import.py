@@ -124,7 +124,8 @@ def test_leftovers_of_broken_install_are_ignored(machine):
                                      "install the driver", "pip uninstall -y mxnet-cu112; "
                                      "pip install '.[cpu]' in a checkout"]),
     ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install '.[cu112]'"]),
-    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip install '.[cu117]'"]),
+    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip uninstall -y mxnet-cu117",
+                                          "pip install '.[cu112]'"]),
     ("mxnet", "libgomp.so.1", ["MXNet needs the system's libgomp: apt install libgomp1"])])
 def test_missing_system_library_is_named_with_its_package(name, library_, said,
                                                                         machine):

@@ -25,8 +25,8 @@ from .. import files
 from ..checks import imports_of
 from . import elf, fatbin, pack, ptx, sources
 from .comparison import Differs, Source, compare, libmxnet, read
-from .environment import cache
 from .toolkit import HERE, Toolkit, find
+from .wheel import cache
 
 with imports_of("cuda-build", "gluon-amp cuda build"):
     from tqdm import tqdm

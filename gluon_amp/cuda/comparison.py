@@ -5,14 +5,13 @@ from typing import Dict, List, Mapping, Sequence, Set, Tuple
 
 from ..files import sha256
 from . import elf, pack, wheel
-from .environment import cuda_mxnet
 
 
 def libmxnet() -> Path:
     """Returns libmxnet.so of mxnet-cu112 1.9.1: of the installed package, else of the wheel."""
     library = wheel.library()
     if library is None or wheel.build_id(library) != wheel.BUILD_ID:
-        library = cuda_mxnet() / "mxnet" / "libmxnet.so"
+        library = wheel.cuda_mxnet() / "mxnet" / "libmxnet.so"
     found = sha256(library)
     if found != pack.LIBMXNET:
         raise ValueError(f"{library} must be of {pack.MXNET}, SHA-256 {pack.LIBMXNET}. Received: "

@@ -21,7 +21,7 @@ _WHEELS = ("cuda_runtime", "cublas", "cuda_nvrtc", "curand", "cufft", "cusparse"
 NEEDED = ("libcudart.so.11.0", "libcublas.so.11", "libcusolver.so.11", "libcufft.so.10",
           "libcurand.so.10", "libnvrtc.so.11.2", "libcudnn.so.8", "libnccl.so.2")
 # For each version of CUDA, what replaces those; others keep their names.
-_REPLACED: Dict[int, Dict[str, str]] = {
+REPLACED: Dict[int, Dict[str, str]] = {
     11: {},
     12: {"libcublas.so.11": "libcublas.so.12", "libcufft.so.10": "libcufft.so.11",
          "libnvrtc.so.11.2": "libnvrtc.so.12", "libcudnn.so.8": "libcudnn.so.9"},
@@ -34,6 +34,7 @@ _NVTX = "libnvToolsExt.so.1"  # CUDA 13 has none, and libmxnet.so needs none
 _SINCE = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 _CUDA_13_FROM = 75  # it has no code for older GPUs
 _CUDNN_FOR_9 = 8600  # the first cuDNN 8 for capability 9.0
+FOLDER = "GLUON_AMP_CUDA_LIBRARIES"  # the variable for the only folder to search
 INSTALL = {11: pip_install("cu112"), 13: pip_install("cu13")}
 _RUNTIME = "libcudart.so.11.0"  # the one library that newer ones do not replace
 
@@ -80,7 +81,9 @@ class Choice(NamedTuple):
 
 def folders() -> List[Path]:
     """Returns the folders that may have CUDA libraries, in order of search: those of NVIDIA's
-    wheels, of the environment, and of the system."""
+    wheels, of the environment, and of the system; or the one that FOLDER names."""
+    if os.environ.get(FOLDER):
+        return [Path(os.environ[FOLDER])]
     found = [Path(lib) for root in _wheels() for lib in sorted(glob.glob(f"{root}/*/lib"))]
     listed = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     found += [Path(part) for part in listed if part]
@@ -131,13 +134,6 @@ def choose(devices: Optional[Devices]) -> Choice:
                   if gpus else "")
 
 
-def of_software_gpu() -> Optional[Choice]:
-    """Returns cuDNN 9 of a software GPU; None if it has cuDNN 8, which needs no choice."""
-    if int(os.environ.get("RECORDING_GPU_CUDNN") or 0) < 90_000:
-        return None
-    return Choice(12, {"libcudnn.so.8": "libcudnn.so.9"}, "a software GPU with cuDNN 9")
-
-
 def cuda_11() -> Choice:
     """Returns CUDA 11 for another MXNet than mxnet-cu112 1.9.1."""
     return Choice(11, _locate(11, folders())[0], "this MXNet is not mxnet-cu112 1.9.1")
@@ -152,7 +148,7 @@ def _locate(cuda: int, places: Sequence[Path]) -> Tuple[Dict[str, Union[str, Pat
     paths: Dict[str, Union[str, Path]] = {}
     missing = []
     for needed in NEEDED:
-        name = _REPLACED[cuda].get(needed, needed)
+        name = REPLACED[cuda].get(needed, needed)
         path = next((place / name for place in places if os.path.exists(place / name)), None)
         if path is None:
             missing.append(name)
@@ -200,12 +196,13 @@ def load(choice: Choice) -> None:
         ImportError: a newer library does not load, or lacks a function.
     """
     if choice.cuda == 11:
-        for library in _libraries_of_wheels():
+        for library in [*choice.paths.values()] if FOLDER in os.environ \
+                else _libraries_of_wheels():
             with suppress(OSError):  # the import of MXNet reports a missing library
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         return
     for needed, path in choice.paths.items():
-        if _REPLACED[choice.cuda].get(needed, needed) == needed:
+        if REPLACED[choice.cuda].get(needed, needed) == needed:
             _open(str(path))
         else:
             _forward(needed, path)

@@ -25,14 +25,14 @@ class Prepared:
     Attributes:
         devices: the visible GPUs and the driver; None if they are unknown.
         why_unknown: the reason.
-        choice: the CUDA libraries; None on a software GPU with cuDNN 8.
+        choice: the CUDA libraries.
         packs: the packs in use.
         kernels: the registered kernels, if a GPU is not served by the wheel.
         problems: what the user was warned of.
     """
     devices: Optional[Devices]
     why_unknown: str
-    choice: Optional[libraries.Choice]
+    choice: libraries.Choice
     packs: Sequence[pack.Pack]
     kernels: Optional[Kernels]
     problems: Sequence[str]
@@ -51,8 +51,7 @@ def prepare(builds: Sequence[str]) -> None:
         ImportError: a pack is damaged or for another wheel, or a library does not load.
     """
     global prepared
-    software = "RECORDING_GPU_COUNT" in os.environ
-    if not software and not any("cu" in build for build in builds):
+    if not any("cu" in build for build in builds):
         return
     devices, why_unknown = None, ""
     try:
@@ -61,16 +60,11 @@ def prepare(builds: Sequence[str]) -> None:
         why_unknown = str(error)
     library = wheel.library()
     supported = library is not None and wheel.build_id(library) == wheel.BUILD_ID
-    choice: Optional[libraries.Choice]
-    if software:
-        choice = libraries.of_software_gpu()
-    else:
-        choice = libraries.choose(devices) if supported else libraries.cuda_11()
+    choice = libraries.choose(devices) if supported else libraries.cuda_11()
     packs, kernels, problems = _kernels(
         devices, "" if supported else f"{', '.join(builds)}, {library}")
-    if choice is not None:
-        problems += [choice.problem] if choice.problem else []
-        libraries.load(choice)
+    problems += [choice.problem] if choice.problem else []
+    libraries.load(choice)
     prepared = Prepared(devices, why_unknown, choice, packs, kernels, problems)
     if problems:
         warnings.warn("; ".join(problems), RuntimeWarning, stacklevel=2)

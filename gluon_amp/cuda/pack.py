@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 from .. import files
 from ..version import __version__
 from . import fatbin
-from .environment import cache
+from .wheel import cache
 
 MAGIC, FORMAT = b"AMPCUDA\n", 1
 MXNET = "mxnet-cu112 1.9.1"

@@ -1,8 +1,13 @@
 """MXNet's CUDA wheel that packs of kernels are for: mxnet-cu112 1.9.1."""
 import importlib.util
+import os
 import struct
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Optional
+
+from ..files import new_folder
 
 DISTRIBUTION = "mxnet-cu112"
 # Of its libmxnet.so, whose SHA-256, of 900 MB, takes seconds.
@@ -12,6 +17,29 @@ _WRAPPERS, _WRAPPER_BYTES = 0x35415770, 24
 # The capabilities of its machine code. It has no PTX.
 CODE_FOR = (50, 60, 70, 80, 86)
 _PT_NOTE, _NT_GNU_BUILD_ID = 4, 3
+
+
+def cache() -> Path:
+    """Returns the cache folder of this package."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("GLUON_AMP_CACHE") or Path(root, "gluon_amp"))
+
+
+def cuda_mxnet() -> Path:
+    """Returns the folder with the contents of the wheel in the cache; unpacks it if needed."""
+    folder = cache() / DISTRIBUTION
+    if not folder.exists():
+        wheel = next(iter(sorted(cache().glob("mxnet_cu112-1.9.1-*.whl"))), None)
+        if wheel is None:
+            raise FileNotFoundError(
+                "this needs MXNet's CUDA wheel (499 MB; no GPU, no driver, nothing is installed): "
+                "pip download --no-deps --only-binary :all: "
+                f"--dest {cache()} {DISTRIBUTION}==1.9.1")
+        # Another process may unpack it, too. The first one's folder stays.
+        with suppress(FileExistsError), new_folder(str(folder)) as unpacked, \
+                zipfile.ZipFile(wheel) as file:
+            file.extractall(unpacked)
+    return folder
 
 
 def code_for(capability: int) -> Optional[int]:

@@ -96,8 +96,6 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
         help="channels, height and width (3,224,224)")
     add = parser.add_argument_group("output").add_argument
-    add("--gpu-trace", metavar="NAME", help="print only the GPU calls of one training step of a "
-        "network, as for --model; needs MXNet's CUDA wheel, but no GPU")
     add("--types", action="store_true", help="print only the type of each operator of --model, "
         "with the reason")
     add("--verify", nargs="?", const="gluon-amp-verify.json", metavar="FILE", help="compare GPU "
@@ -116,8 +114,6 @@ def _shape(text: str) -> Tuple[int, ...]:
 def _doctor(options: argparse.Namespace) -> int:
     if options.types:
         return _types(options)
-    if options.gpu_trace:
-        return _gpu_trace(options)
     from . import doctor
     if options.verify:
         return _verify(options)
@@ -148,15 +144,6 @@ def _types(options: argparse.Namespace) -> int:
     found = types(convert_symbol(load(options.model), like=False))
     print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
     return 0
-
-
-def _gpu_trace(options: argparse.Namespace) -> int:
-    from ..cuda.trace import trace_symbol
-    from .footprint import load
-    trace = trace_symbol(load(options.gpu_trace), ["data"],
-                         [((options.batch_size, *options.image_shape), "float32")])
-    print(json.dumps(trace.facts(), indent=2) if options.json else trace)
-    return 1 if trace.step.violations else 0
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -387,7 +374,6 @@ COMMANDS = (
         "gluon-amp doctor --model resnet50_v1 --batch-size 64",
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
         "gluon-amp doctor --model mobilenet1.0 --types",
-        "gluon-amp doctor --gpu-trace resnet18_v1 --batch-size 8",
         "gluon-amp doctor --verify",
     ), _doctor_arguments, _doctor),
     _Command("demo", "measure a step of MobileNetV2, then train on digits in three types", (

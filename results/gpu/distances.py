@@ -1,13 +1,13 @@
 """Prints the relative errors of the test networks on a GPU, compared with the CPU, as CSV.
 
-    python -m gluon_amp.cuda --compute python results/gpu/distances.py [NETWORK ...]
+    python tests/software_gpu --compute python results/gpu/distances.py [NETWORK ...]
 """
 import csv
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "gpu_computing")]
+sys.path[:0] = [str(TESTS), str(TESTS / "software_gpu" / "computed")]
 
 import gluon_amp  # noqa: E402, F401  (before mxnet)
 import networks  # noqa: E402

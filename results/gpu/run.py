@@ -26,7 +26,7 @@ RECIPES = {
     "train_imagenet.py": ("cifar10", "--data-train {train} --data-val {test} --num-classes 10 "
                           "--network resnet --num-layers 20 --image-shape 3,32,32 --num-epochs 10 "
                           f"--batch-size 32 --num-examples {RECORDS} --lr 0.05 --lr-step-epochs 8")}
-COMPUTE = [*study.PYTHON, "-m", "gluon_amp.cuda", "--compute"]
+COMPUTE = [*study.PYTHON, str(HERE.parents[1] / "tests" / "software_gpu"), "--compute"]
 README = """# MXNet's CUDA build on a software GPU
 
 MXNet's CUDA build on a [software GPU](../../docs/gpu.md#a-gpu-that-computes) trains to about the

@@ -1,12 +1,11 @@
-"""The visible GPUs by NVML: here, that of the recording GPU, compiled alone."""
+"""The visible GPUs by NVML: here, that of the software GPU, compiled alone."""
 import subprocess
 from pathlib import Path
 
-import gluon_amp
 import pytest
 from gluon_amp.cuda import devices
 
-RECORD = Path(gluon_amp.__file__).parent / "cuda" / "record"
+RECORD = Path(__file__).parents[1] / "software_gpu" / "record"
 # What nvml.cc uses of other files, which record calls.
 REST = """
 #include "record.h"

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "tests" / "gpu_computing")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "software_gpu" / "computed")]
 
 import test_computed_operators as table  # noqa: E402
 from rows import add, rows  # noqa: E402

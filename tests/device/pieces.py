@@ -17,7 +17,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "cuda"))
 
 import gluon_amp
 from gluon_amp.cuda import comparison, elf

@@ -6,7 +6,7 @@ outputs and gradients. Weights in another order than MXNet's would show in these
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu_computing"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "software_gpu" / "computed"))
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx

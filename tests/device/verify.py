@@ -4,7 +4,7 @@ import sys
 
 from gluon_amp.tools import cli, verify
 
-UNKNOWN = {"max", "take", "sort"}  # to the computing GPU: tests/gpu_computing
+UNKNOWN = {"max", "take", "sort"}  # to the computing GPU: tests/software_gpu/computed
 
 
 def main(file, *small):

@@ -1,5 +1,5 @@
 """Images of float16 graphs on GPUs are channels-last between convolutions: the graphs' structure.
-tests/gpu_computing/test_computed_layouts.py compares their results."""
+tests/software_gpu/computed/test_computed_layouts.py compares their results."""
 from collections import Counter
 from types import SimpleNamespace
 

@@ -260,15 +260,6 @@ def test_environment_variables_are_explained(monkeypatch, value, shown, meaning)
     assert line.endswith(variable["meaning"])
 
 
-def test_gpu_trace_without_cuda_wheel_names_download_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
-    assert cli.main(["doctor", "--gpu-trace", "resnet18_v1"]) == 1
-    said = capsys.readouterr().err
-    assert "pip download --no-deps --only-binary :all: " \
-        f"--dest {tmp_path} mxnet-cu112==1.9.1" in said
-    assert said.count("\n") == 1
-
-
 def test_doctor_reports_rnns_off_tensor_cores(tmp_path, capsys):
     x = mx.sym.swapaxes(mx.sym.var("data"), 0, 1)
     out = mx.sym.RNN(x, mx.sym.var("weight"), mx.sym.zeros((1, 2, 8)), mode="gru", state_size=8,

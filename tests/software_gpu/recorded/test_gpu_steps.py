@@ -1,0 +1,228 @@
+"""The cost of a step on a GPU, compared to float32 training of the same network."""
+import gluon_amp as amp
+import mxnet as mx
+import networks
+import numpy as np
+import pytest
+from images import zoo_network
+from software_gpu import recording
+from steps import GPU, Training, calls_of, counted, layers, numbers, own_log, settled
+
+HALVES = "GlobalReductionKernel<mshadow::half"
+COPY = "MultiSGDKernel<float, false, false>"  # copies moving averages
+DATA = (4, 8, 6, 6)
+OPTIMIZERS = ["sgd", "nag", "adam", "adamw", "lamb", "rmsprop", "ftrl", "signum"]
+
+
+def update_of(count, policy, optimizer):
+    training = Training(layers(count), policy, optimizer)
+    _, update = settled(training, numbers(*DATA))
+    return counted(update)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_update_takes_at_most_five_launches_more_than_float32(optimizer):
+    float32, float16 = (update_of(10, policy, optimizer) for policy in (None, "float16"))
+    # LAMB takes six launches for each type of weights, and norms have float32 weights; one launch
+    # copies moving averages
+    assert float16["launches"] <= float32["launches"] + (7 if optimizer == "lamb" else 5)
+    assert float16["casts"] == 0
+    assert float16["copies"] <= float32["copies"] + (optimizer == "adamw")
+    assert float16["synchronizations"] <= max(float32["synchronizations"], 7)
+
+
+def test_step_runs_with_gpu_as_current_context():
+    training = Training(layers(2), "float16", "sgd")
+    with GPU:
+        for _ in range(2):
+            training.step(numbers(*DATA))
+    assert training.trainer.skipped == 0
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
+def test_launches_of_update_do_not_depend_on_number_of_weights(optimizer):
+    few, many = (update_of(count, "float16", optimizer) for count in (2, 12))
+    assert few["launches"] == many["launches"] <= 16
+    assert few["synchronizations"] == many["synchronizations"]
+
+
+@pytest.mark.parametrize(("norms", "launches"), [(20, 1), (30, 1), (31, 2)])
+def test_copy_of_averages_takes_a_launch_for_each_60(norms, launches):
+    training = Training(layers(norms), "float16", "adam")
+    settled(training, numbers(*DATA))
+    calls = calls_of(lambda: training.step(numbers(*DATA)))
+    copies = [call for call in calls if COPY in call.kernel]
+    assert len(copies) == launches
+
+
+@pytest.mark.parametrize("name", ["resnet18_v1", "resnet50_v1", "encoder", "lstm"])
+def test_step_costs_nearly_as_in_float32(name):
+    make, inputs = {**networks.ZOO, **networks.OTHERS}[name]
+    float32, float16 = (
+        counted([call for calls in settled(Training(make(), policy),
+                                           *inputs(np.random.default_rng(0))) for call in calls])
+        for policy in (None, "float16"))
+    assert float16["copies"] == 1
+    assert float16["synchronizations"] <= float32["synchronizations"] + 1
+    if "resnet" in name:
+        assert float16["launches"] <= float32["launches"] * 1.06
+
+
+def test_unwritten_weights_of_static_graph_are_not_compared():
+    net = zoo_network("ssd_512_mobilenet1.0_custom", classes=["one", "two"],
+                      pretrained_base=False)
+    _, update = settled(Training(net), numbers(2, 3, 128, 128))
+    assert not [call for call in update if "where" in call.kernel.lower()]
+
+
+@pytest.mark.parametrize("how", ["set_data", "in place", "loaded"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_master_weight_follows_only_a_written_weight(how, optimizer, tmp_path):
+    training = Training(layers(3), optimizer=optimizer)
+    settled(training, numbers(*DATA))
+    weight = training.net[0].weight
+    training.net.save_parameters(str(tmp_path / "net.params"))
+    training.backward(numbers(*DATA))
+
+    def write():
+        if how == "set_data":
+            weight.set_data(mx.nd.ones(weight.shape))
+        elif how == "in place":
+            weight.data()[0] = 2
+        else:
+            training.net.load_parameters(str(tmp_path / "net.params"))
+
+    write()
+    mx.nd.waitall()
+    followed = {"set_data": 1, "in place": 1, "loaded": 5}[how]
+    update = calls_of(lambda: training.trainer.step(4))
+    looks = [call for call in update if "where" in call.kernel.lower()]
+    assert len(looks) == followed
+    training.backward(numbers(*DATA))
+    after = calls_of(lambda: training.trainer.step(4))
+    assert not [call for call in after if "where" in call.kernel.lower()]
+
+
+def settled_scale():
+    scale = amp.DynamicLossScale(1024)
+    scale.settled = True  # no search
+    return scale
+
+
+def test_accumulated_gradients_are_checked_once_per_step():
+    training = Training(layers(3), loss_scale=settled_scale())
+    training.net.collect_params().setattr("grad_req", "add")
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    update = calls_of(lambda: (training.backward(data), training.backward(data),
+                               training.trainer.step(8)))
+    assert counted(update)["copies"] == 1
+
+
+def test_clipping_reuses_sums_of_squares():
+    training = Training(layers(3), clip_norm=1.0)
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    assert counted(calls_of(lambda: training.step(data)))["copies"] == 1
+
+
+def test_scale_loss_costs_as_backward():
+    training = Training(layers(3))
+    data = numbers(*DATA).as_in_context(GPU)
+
+    def step():
+        with mx.autograd.record():
+            loss = (training.net(data) ** 2).mean()
+            with amp.scale_loss(loss, training.trainer) as scaled:
+                scaled.backward()
+        training.trainer.step(4)
+    for _ in range(3):
+        step()
+    assert counted(calls_of(step))["copies"] == 1
+
+
+def test_overflow_skips_update_and_lowers_scale():
+    training = Training(layers(2), loss_scale=settled_scale())
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    scale = training.trainer.loss_scale
+    recording.pretend_finite(False, HALVES)
+    update = calls_of(lambda: training.step(data))
+    assert training.trainer.skipped == 1
+    assert training.trainer.loss_scale == scale / 2
+    assert not [call for call in update if "SGD" in call.kernel and COPY not in call.kernel]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_memory_is_at_most_that_of_contrib_amp(optimizer):
+    import subprocess
+    import sys
+    from pathlib import Path
+    script = Path(__file__).with_name("peak.py")
+    ours, mxnets = (int(subprocess.check_output(
+        [sys.executable, "-W", "ignore", script, how, optimizer], stderr=subprocess.DEVNULL,
+        env=own_log()))
+        for how in ("gluon_amp", "contrib"))
+    assert 0 < ours <= mxnets
+
+
+def test_update_synchronizes_master_weights_with_written_weights():
+    net = layers(1, norm=False)
+    training, data = Training(net), numbers(*DATA)
+    for written in (False, True):
+        for _ in range(2):
+            training.step(data)
+        if written:
+            for parameter in net.collect_params().values():
+                parameter.set_data(parameter.data() * 2)
+        training.backward(data)
+        update = calls_of(lambda: training.trainer.step(4))
+        assert any("where" in call.kernel.lower() for call in update) == written
+
+
+@pytest.mark.parametrize(("optimizer", "launches"), [
+    ("sgd", 3), ("adamw", 3), ("lamb", 18), ("nag", 122)])
+def test_only_the_update_follows_the_check(optimizer, launches):
+    training = Training(layers(40), optimizer=optimizer, loss_scale=settled_scale())
+    _, update = settled(training, numbers(*DATA))
+    check = min(i for i, call in enumerate(update) if call.is_copy_to_host)
+    kernels = [call.kernel for call in update[check:] if call.is_launch and COPY not in call.kernel]
+    # of 41 float16 weights and 81 float32 ones, at most 45 together
+    assert len(kernels) == launches, kernels
+    waits = sum(call.is_synchronization for call in update[check:])
+    # for the check, the update and the averages; AdamW's operator reads a number in each launch
+    assert waits == (6 if optimizer == "adamw" else 3)
+
+
+def test_step_after_a_skipped_one_compares_no_weights():
+    training = Training(layers(2), loss_scale=settled_scale())
+    data = numbers(*DATA)
+    for _ in range(3):
+        training.step(data)
+    recording.pretend_finite(False, HALVES)
+    training.step(data)
+    assert training.trainer.skipped == 1
+    recording.pretend("GlobalReductionKernel<mshadow::half", 2, 0.0, 0)
+    update = calls_of(lambda: training.step(data))
+    assert training.trainer.skipped == 1
+    assert not [call for call in update if "where" in call.kernel.lower()]
+
+
+def test_step_without_loss_scale_reads_nothing():
+    training = Training(layers(2), loss_scale=None)
+    calls = [call for part in settled(training, numbers(*DATA)) for call in part]
+    assert counted(calls)["copies"] == 0
+
+
+def test_static_graphs_synchronize_rarely_unless_told():
+    def passes(**flags):
+        training = Training(layers(20))
+        training.net.hybridize(static_alloc=True, static_shape=True, **flags)
+        return counted(settled(training, numbers(*DATA))[0])
+
+    ours, mxnets = passes(), passes(forward_bulk_size=15, backward_bulk_size=15)
+    assert ours["launches"] == mxnets["launches"]
+    assert ours["synchronizations"] <= mxnets["synchronizations"] - 8
