@@ -16,7 +16,6 @@ from .gluon.penalty import gradient_penalty
 from .gluon.records import wrap_files
 from .graph.keep import ops
 from .inspection.monitor import Monitor
-from .inspection.search import search
 from .inspection.xray import explain, xray
 from .onnx.export import export_onnx
 from .parallel.horovod import Horovod
@@ -41,8 +40,8 @@ __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
            "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
            "data", "explain", "export_onnx", "freeze", "gradient_penalty", "lr_find",
-           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "search",
-           "tensor_core_dot", "types", "xray"]
+           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "tensor_core_dot",
+           "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

@@ -263,13 +263,6 @@ def test_learning_rate_range_test(policy, batch):
 
 
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
-def test_search(policy, batch):
-    net = convolutional(policy, batch[0])
-    found = amp.search(net, [batch], LOSS, budget=9, steps=2, progress=False)
-    assert found.keep == []
-
-
-@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_no_deprecated_methods_of_arrays_are_called(policy, tmp_path):
     """Layers of MXNet whose own code calls none."""
     devices = [mx.cpu(0), mx.cpu(1)]

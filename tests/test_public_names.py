@@ -12,7 +12,7 @@ PUBLIC = """
     scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
     gradient_penalty export_onnx lr_find Log report read_logs data
-    xray explain search types Monitor
+    xray explain types Monitor
     tensor_core_dot Horovod KernelError
 """.split()
 MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",

@@ -1,11 +1,9 @@
 """Observation of a network's tensors by MXNet's hook on operators: on any device, in any type.
 
 `watch.py` counts values before they are rounded, in the CPU engine. Here, MXNet calls back after
-each operator of a training step, and a `Measure` reads the operator's outputs: those of a GPU by
+each operator of a training step, and `Statistics` reads the operator's outputs: those of a GPU by
 operators that run there, those of a CPU in numpy.
 """
-import time
-import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,10 +22,8 @@ from .tensors import Counts, Key
 from .watch import Observer, flags_of, observed, replaced
 
 _MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
-VARIABLE = -2  # in place of an output's index in a key: data and parameters
 OBSERVED = "this network is observed by another Monitor: close that one first, or use one " \
     "Monitor for all layers"
-_SKETCHED = 32  # sums of a sketch
 
 
 # ---- measures -----------------------------------------------------------------------------------
@@ -66,24 +62,7 @@ class AfterRounding:
             None if self.bins is None or other.bins is None else self.bins + other.bins)
 
 
-class Measure:
-    """Reads the outputs of operators. A result supports `+`, for several calls of an operator."""
-
-    any_type = False  # whether it reads arrays of integers and sparse ones, too
-
-    def start(self) -> None:
-        """Is called before a graph runs forward, and before it runs backward."""
-
-    def read(self, array: Array, dtype: str) -> Any:
-        """Reads an output whose operator has been started."""
-        raise NotImplementedError
-
-    def results(self, read: Iterable[Any]) -> List[Any]:
-        """Returns what `read` has returned in a step, in host memory."""
-        return list(read)
-
-
-class Statistics(Measure):
+class Statistics:
     """`AfterRounding` of each tensor: on a GPU, by at most `LAUNCHES` kernels for each, and by one
     copy to the host for 512 tensors of a type."""
 
@@ -154,68 +133,6 @@ class _Rows:
         return self._array.asnumpy().reshape(self.COUNT, self._width)
 
 
-@dataclass
-class Recorded:
-    """A tensor's counts, a checksum of its bytes, and a sketch: sums of its values with random
-    signs. The norm of the difference of two sketches estimates that of the tensors."""
-    counts: AfterRounding
-    checksum: int
-    sketch: "np.ndarray[Any, Any]"
-
-    def __add__(self, other: "Recorded") -> "Recorded":
-        both = b"%x %x" % (other.checksum, self.checksum)
-        return Recorded(self.counts + other.counts, zlib.crc32(both), self.sketch + other.sketch)
-
-
-class Checksums(Measure):
-    """`Recorded` of each tensor, from a copy in host memory."""
-
-    def read(self, array: Array, dtype: str) -> Recorded:
-        numbers = np.ascontiguousarray(to_float32(array).asnumpy()).reshape(-1)
-        return Recorded(AfterRounding.of_counts(Counts.of_array(numbers), dtype),
-                        zlib.crc32(numbers.tobytes()), sketch(numbers))
-
-
-def sketch(numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-    """Returns sums of the finite values with random signs, which depend on the length alone."""
-    finite = np.where(np.isfinite(numbers), numbers, 0).astype(np.float64)
-    bits = np.random.RandomState(0).bytes(-(-len(finite) // 8))
-    signs = np.unpackbits(np.frombuffer(bits, np.uint8))[:len(finite)]
-    signed = np.where(signs, finite, -finite)
-    return np.pad(signed, (0, -len(signed) % _SKETCHED)).reshape(-1, _SKETCHED).sum(axis=0)
-
-
-@dataclass
-class Timed:
-    """The time of an operator, and the bytes of its output."""
-    seconds: float
-    bytes: int
-
-    def __add__(self, other: "Timed") -> "Timed":
-        return Timed(self.seconds + other.seconds, self.bytes + other.bytes)
-
-
-class Times(Measure):
-    """`Timed` of each operator: waits for it before the next one starts. The first output of a node
-    has its whole time."""
-
-    any_type = True
-
-    def __init__(self) -> None:
-        self._since = 0.0
-
-    def start(self) -> None:
-        mx.nd.waitall()
-        self._since = time.perf_counter()
-
-    def read(self, array: Array, dtype: str) -> Timed:
-        array.wait_to_read()
-        now = time.perf_counter()
-        made = Timed(now - self._since, array.size * np.dtype(array.dtype).itemsize)
-        self._since = time.perf_counter()
-        return made
-
-
 # ---- the observer -------------------------------------------------------------------------------
 
 
@@ -228,15 +145,12 @@ class HookObserver(Observer):
         net: a network that `convert` has converted, or with hybridized blocks.
         trainer: its trainer.
         chosen: returns whether to measure the node of this name.
-        measure: what to measure.
-        variables: whether to measure data and parameters, too. Their keys have VARIABLE.
     """
 
     def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool],
-                 measure: Measure, variables: bool = False) -> None:
+) -> None:
         super().__init__(net, trainer)
-        self.plain, self.chosen, self.measure = plain_graphs(net), chosen, measure
-        self.variables = variables
+        self.plain, self.chosen, self.statistics = plain_graphs(net), chosen, Statistics()
         self.formats: Dict[Key, str] = {}  # of what was measured
         self._read: List[Tuple[Key, Any]] = []  # since the last pass ended
         self._error: Optional[Exception] = None  # of a callback, which cannot raise it
@@ -266,7 +180,7 @@ class HookObserver(Observer):
         keys, read = zip(*self._read)
         self._read = []
         found: Dict[Key, Any] = {}
-        for key, result in zip(keys, self.measure.results(read)):
+        for key, result in zip(keys, self.statistics.results(read)):
             found[key] = found[key] + result if key in found else result
         self.passes.append((scale, found))
 
@@ -313,7 +227,7 @@ class HookObserver(Observer):
         return Graph(Entry(Node("_copy", f"{entry.node.name}{i}{_MARK}", inputs=[entry]))
                      for i, entry in enumerate(graph.outputs))
 
-    def _hooked(self, op: Any, graph: Graph) -> "_Hooked":
+    def _hooked(self, op: Any, graph: Graph) -> Any:
         keys = _keys(graph)
 
         def see(name: bytes, _: bytes, handle: Any) -> None:
@@ -327,39 +241,18 @@ class HookObserver(Observer):
                 self._error = error
 
         op._register_op_hook(see)
-        return _Hooked(op, graph.variables(), self._begin)
-
-    def _begin(self, names: Iterable[str], arrays: Iterable[Array]) -> None:
-        """Is called before a graph runs."""
-        with autograd.pause():
-            for name, array in zip(names, arrays) if self.variables else ():
-                self._note(Key(name, False, VARIABLE), array.as_nd_ndarray())
-            self.measure.start()
+        return op
 
     def _see(self, name: str, array: Array, keys: Mapping[str, Key]) -> None:
         key = keys.get(name)
         if key is not None and key.node in self.inputs:
             self._note(key, array)
-        elif not name.endswith(f"{_MARK}_output"):
-            self.measure.start()  # a mark's gradient, a sum of gradients, or not chosen
 
     def _note(self, key: Key, array: Array) -> None:
         dtype = dtype_name(array.dtype)
-        if array.size and (self.measure.any_type
-                           or dtype in FORMATS and array.stype == "default"):
+        if array.size and dtype in FORMATS and array.stype == "default":
             self.formats[key] = dtype
-            self._read.append((key, self.measure.read(array, dtype)))
-
-
-class _Hooked:
-    """A CachedOp that calls `begin` with the names and arrays of its inputs first."""
-
-    def __init__(self, op: Any, names: List[str], begin: Callable[..., None]) -> None:
-        self._op, self._names, self._begin = op, names, begin
-
-    def __call__(self, *arrays: Array) -> Any:
-        self._begin(self._names, arrays)
-        return self._op(*arrays)
+            self._read.append((key, self.statistics.read(array, dtype)))
 
 
 class _InTraining:

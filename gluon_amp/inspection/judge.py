@@ -44,7 +44,6 @@ class Finding:
         detail: a sentence with figures.
         keep: the nodes to keep in float32.
         remedy: what helps instead, if no `keep` does.
-        change: what to write at the source instead of `keep`; the X-ray has tried it.
         backward: whether the tensor is a gradient.
         certain: whether one batch suffices as evidence, unlike a mean over batches.
         severity: "error" if values are not finite, or if no loss scale fits a gradient; "warning"
@@ -59,7 +58,6 @@ class Finding:
     certain: bool = False
     severity: str = "warning"
     remedy: str = ""
-    change: str = ""
 
     @property
     def said(self) -> str:

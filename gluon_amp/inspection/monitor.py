@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from contextlib import ExitStack
-from typing import Any, Dict, Iterable, List, Optional, Type, Union
+from typing import Any, Iterable, List, Optional, Union
 
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
@@ -19,25 +19,12 @@ from ..formats import BFLOAT16, FLOAT32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..reports.events import EventFile
-from .hooks import (
-    OBSERVED,
-    VARIABLE,
-    Checksums,
-    HookObserver,
-    Measure,
-    Statistics,
-    Times,
-    plain_graphs,
-)
-from .lines import Clock, Line, Places, head, tensor_line, time_lines, variable_line
+from .hooks import OBSERVED, HookObserver, plain_graphs
+from .lines import Line, tensor_line
 from .tensors import Key
 from .watch import EngineObserver, hybrid_blocks
 
 log = logging.getLogger("gluon_amp")
-
-
-_MEASURES: Dict[str, Type[Measure]] = {
-    "statistics": Statistics, "checksums": Checksums, "times": Times}
 
 
 class Monitor:
@@ -82,20 +69,17 @@ class Monitor:
             operators.
         tensorboard: a folder for TensorBoard's event files, with the shares, `rms` and `largest` as
             scalars. It needs the extra `tensorboard`.
-        record: "statistics"; "checksums" adds data and parameters, and what ``gluon-amp diff``
-            compares; "times" is the time and the memory of each operator, for ``gluon-amp
-            profile``.
 
     Raises:
         TypeError: `net` is neither converted nor hybridized, or an argument has another type.
-        ValueError: `layers` is empty or has an invalid regular expression, or `record` is unknown.
+        ValueError: `layers` is empty or has an invalid regular expression.
         RuntimeError: another Monitor observes the network.
     """
 
     def __init__(self, net: Network, trainer: Trainer,
                  path: Union[str, os.PathLike[str]], interval: int = 100,
                  layers: Optional[Iterable[Union[str, Block]]] = None,
-                 tensorboard: Optional[str] = None, record: str = "statistics") -> None:
+                 tensorboard: Optional[str] = None) -> None:
         """See the class for the arguments."""
         self._blocks = hybrid_blocks(net) if isinstance(net, mx.gluon.Block) else []
         if not self._blocks and not plain_graphs(net):
@@ -105,19 +89,14 @@ class Monitor:
         if not isinstance(trainer, mx.gluon.Trainer):
             raise TypeError("trainer is a gluon_amp.Trainer, or MXNet's. "
                             f"Received: {type(trainer).__name__}")
-        if record not in tuple(_MEASURES):
-            raise ValueError(f"record must be one of {', '.join(_MEASURES)}. Received: {record!r}")
-        if tensorboard is not None and record == "times":
-            raise ValueError("tensorboard= takes statistics. Received: record='times'")
         self.interval = whole_number(interval, "interval", least=1)
-        self._net, self._trainer, self._record = net, trainer, record
+        self._net, self._trainer = net, trainer
         self._layers = _layers(layers)
         self._observer = self._create_observer()
         self._observing = ExitStack()
         self.steps, self._closed = 0, False
         self._path = os.fspath(path)
-        self._places, self._clock = Places(net), Clock()
-        self._append(self._head())  # raises now if the file is not writable
+        self._append([])  # raises now if the file is not writable
         self._events = EventFile(tensorboard) if tensorboard is not None else None
         self._arm()
 
@@ -126,17 +105,9 @@ class Monitor:
         # The counting engine would round the float32 gradients of such a policy's parameters.
         exact = not any(block._amp.policy.parameter == FLOAT32
                         and block._amp.policy.product == BFLOAT16 for block in self._blocks)
-        if self._record == "statistics" and on_cpus and exact and not plain_graphs(self._net):
+        if on_cpus and exact and not plain_graphs(self._net):
             return EngineObserver(self._net, self._trainer, self._is_chosen)
-        measure = _MEASURES[self._record]()
-        return HookObserver(self._net, self._trainer, self._is_chosen, measure,
-                         variables=self._record == "checksums")
-
-    def _head(self) -> List[Line]:
-        if self._record == "statistics":
-            return []
-        blocks = {"blocks": self._places.classes()} if self._record == "times" else {}
-        return [{**head(self._net, self._trainer, self._record), **blocks}]
+        return HookObserver(self._net, self._trainer, self._is_chosen)
 
     def step(self) -> None:
         """Counts a step, and writes its statistics if it was observed. Call it after each step.
@@ -151,9 +122,6 @@ class Monitor:
             self._observer.deliver(float(getattr(self._trainer, "loss_scale", 1.0)))
             self._observing.close()
             self._write()
-            self._clock.resume()
-        elif self._record == "times":
-            self._clock.step()
         self._arm()
 
     def close(self) -> None:
@@ -175,8 +143,6 @@ class Monitor:
             return
         if any(block._amp.stand_in is not None for block in self._blocks):
             raise RuntimeError(OBSERVED)
-        if self._record == "times":
-            self._clock.observe()
         self._observing.enter_context(self._observer)
 
     def _is_chosen(self, name: str) -> bool:
@@ -198,7 +164,7 @@ class Monitor:
         self._append(lines)
         if self._events is not None:
             for line in lines:
-                for name in _SCALARS if line["tensor"] != "value" else ():
+                for name in _SCALARS:
                     if line[name] is not None:
                         self._events.add(self.steps, f"{line['node']}/{line['tensor']}/{name}",
                                          line[name])
@@ -207,26 +173,11 @@ class Monitor:
         return [*self._blocks, *plain_graphs(self._net)]
 
     def _lines(self) -> List[Line]:
-        found = {key: one for key, one in self._observer.found().items() if self._is_known(key)}
-        if self._record == "times":
-            return [self._clock.line(self.steps),
-                    *time_lines(self.steps, self._places, found, self._observer.format_of)]
-        lines = [self._line(key, *one) for key, one in found.items()]
-        if self._record == "checksums":
-            for line in lines:
-                line["place"] = self._places.place(line["node"])
-        return lines
-
-    def _line(self, key: Key, scale: float, measured: Any) -> Line:
-        dtype = self._observer.format_of(key)
-        if key.which == VARIABLE:
-            is_parameter = key.node in self._net.collect_params()
-            return variable_line(self.steps, key.node, is_parameter, dtype, measured)
-        return tensor_line(self.steps, key, self._observer.inputs[key.node], dtype, scale, measured)
+        return [tensor_line(self.steps, key, self._observer.inputs[key.node],
+                            self._observer.format_of(key), *measured)
+                for key, measured in self._observer.found().items() if self._is_known(key)]
 
     def _is_known(self, key: Key) -> bool:
-        if key.which == VARIABLE:
-            return True
         inputs = self._observer.inputs.get(key.node)
         return inputs is not None and (not key.backward or 0 <= key.which < len(inputs))
 

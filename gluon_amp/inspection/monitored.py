@@ -130,9 +130,6 @@ _NEEDED = {"step", "node", "tensor", "index", "kind", "format", "numbers", "zero
 def _lines(path: str) -> Iterator[Line]:
     """Yields the lines of a file of statistics."""
     for line in lines_in(path, lambda line: line.keys() >= _NEEDED and line["index"] >= 0):
-        if "record" in line:
-            raise ValueError("the page of a Monitor needs record='statistics'. Received: "
-                             f"{path} with record={line['record']!r}")
         if line["bins"] is None:
             raise ValueError("the page needs histograms, which a Monitor writes on CPUs only. "
                              f"Received: {path}, of a GPU")

@@ -52,7 +52,7 @@ def verdict(view: Any) -> str:
 def said(view: Any) -> List[Tuple[str, str, str]]:
     """Returns the lines of the result as (kind, subject, text).
 
-    Kinds are "verdict", "good", "error", "warning", "note", "keep" and "change".
+    Kinds are "verdict", "good", "error", "warning", "note" and "keep".
     """
     made = [("verdict", "", verdict(view))] if view.steps else []
     if view.first_overflow:
@@ -65,7 +65,6 @@ def said(view: Any) -> List[Tuple[str, str, str]]:
     made += [(f.severity, f.node, f"{f.reason}: {f.said}") for f in view.findings[:_MOST_SAID]]
     if view.keep:
         made.append(("keep", "To keep in float32", view.keep_line))
-    made += [("change", change.node, change.said) for change in view.changes]
     return made
 
 
@@ -110,7 +109,6 @@ def lines(view: Any) -> Iterator[Dict[str, Any]]:
            "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
            "left_out": view.left_out, "underflow": view.underflow,
            "findings": [vars(f) for f in view.findings],
-           "changes": [change.saved() for change in view.changes],
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:
@@ -229,8 +227,8 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-_ORDER = ("verdict", "keep", "change", "error", "warning", "good", "note")
-_TAGGED = ("error", "warning", "note", "change")
+_ORDER = ("verdict", "keep", "error", "warning", "good", "note")
+_TAGGED = ("error", "warning", "note")
 _NAMES = re.compile(r"(?:gradient of )?\w+(?:\.\w+)*(?: input \d+|\[\d+\])?")  # of tensors
 
 

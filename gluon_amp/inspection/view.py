@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import render
-from .changes import Change
 from .judge import Finding, Overflow, Training, Window, window
 from .layout import Flow
 from .tensors import Counts, Key, Tensor, decibels
@@ -21,7 +20,6 @@ class View:
     Attributes:
         findings: the nodes that the format does not suit: overflow first, gradients last.
         keep: the value for `convert(net, keep=view.keep)`, with which there are no findings.
-        changes: changes at the source of findings, which the X-ray has tried.
         first_overflow: the first tensor that is not finite; None if all are finite.
         loss_scale: (low, high) of `window`; low is above high if no scale fits all gradients.
         window: the loss scales that fit, with the tensors that limit them.
@@ -49,7 +47,6 @@ class View:
     window: Optional[Window] = None
     findings: List[Finding] = field(default_factory=list)
     keep: List[Any] = field(default_factory=list)
-    changes: List[Change] = field(default_factory=list)
     first_overflow: Optional[Overflow] = None
     losses: List[float] = field(default_factory=list)
     reference_losses: List[float] = field(default_factory=list)

@@ -18,10 +18,10 @@ from ..checks import positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from . import judge
-from .changes import Change, ChangeTrials
-from .judge import FIRST_SCALE, Finding, Overflow, Training
+from .judge import FIRST_SCALE, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
+from .notes import notes, remedy_of_data
 from .session import Batch, NetworkCopy, Session, StepResult
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
 from .updates import ModuleUpdates, TrainerUpdates, Updates, Weight
@@ -85,7 +85,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         at_first = view.window
         updates.release()
         view.weights = updates.weights()
-        _advise(run, view, trained=trainer is not None)
+        _advise(run, view)
         if at_first and view.keep and all(f.backward for f in view.findings):
             view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
                            for said in at_first.notes(training)]
@@ -260,59 +260,27 @@ def _conclude(view: View, low: NetworkCopy) -> None:
     view.outcome = judge.outcome(view)
 
 
-def _advise(run: XrayRun, view: View, trained: bool) -> None:
-    """Tries what removes the findings: changes at their source, and `keep=`."""
+def _advise(run: XrayRun, view: View) -> None:
+    """Tries `keep=` for the findings, and notes what may remove them at their source."""
     fits = view.window is None or view.window.fits(view.training) \
         and view.window.low <= view.training.largest
-    numbers = [number for number in view.numbers if number not in view.left_out]
-    if not numbers or fits and not view.findings:
+    batches = [number for number in view.numbers if number not in view.left_out]
+    if not batches or fits and not view.findings:
         return
-    session = run.session
-    now = run.view(session.low(), numbers, view.scale) if trained else view
-    trials = ChangeTrials(run, now, numbers)
-    _try_remedies(run, view, trials)
-    kept = _try_keeping(run, view, numbers)
-    view.changes += trials.remove([f for f in view.findings if not f.remedy], len(kept), view.after)
-    if view.window and not any(f.remedy for f in view.findings):
-        scale = trials.loss_scale(view.window, kept)
-        view.changes += [scale] if scale else []
+    layout, keys = run.session.low().layout, {t.name: t.key for t in view.tensors}
     for finding in view.findings:
-        finding.change = _texts(view.changes, finding)
+        if finding.remedy and not finding.backward:  # of data
+            finding.remedy = remedy_of_data(run.session, finding, batches)
+            finding.keep = [] if finding.remedy else layout.kept_for(keys[finding.tensor])
+    _try_keeping(run, view, batches)
+    view.notes += notes(run.session, view, batches)
 
 
-def _texts(changes: List[Change], finding: Finding) -> str:
-    """Returns what to write to remove a finding."""
-    return ", or ".join(change.text for change in changes if change.node == finding.node)
-
-
-def _try_remedies(run: XrayRun, view: View, trials: ChangeTrials) -> None:
-    """Tries changes for findings that `keep=` is not for: of data, and of all gradients. Without
-    a change that helps, the layers that read the data are kept."""
-    of_data = [f for f in view.findings if f.remedy and not f.backward]
-    if of_data:
-        layout, keys = run.session.low().layout, {t.name: t.key for t in view.tensors}
-        for finding in of_data:
-            finding.keep = layout.kept_for(keys[finding.tensor])
-    changes = trials.remove(of_data)
-    view.changes += changes
-    for finding in of_data:
-        finding.remedy = _texts(changes, finding)
-        if finding.remedy:
-            finding.keep = []
-    for finding in view.findings:
-        if finding.remedy and finding.backward:
-            changes = trials.remove([finding])
-            scale = trials.loss_scale(view.window)
-            view.changes += [*changes, *([scale] if scale else [])]
-            finding.remedy = ", or ".join([*(c.text for c in changes),
-                                           scale.text if scale else finding.remedy])
-
-
-def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> Set[str]:
-    """Sets `keep`, and what remains with it. Returns the kept nodes."""
+def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> None:
+    """Sets `keep`, and what remains with it."""
     session = run.session
     if not view.findings:
-        return set()
+        return
     again, kept, names = run.keep(view, numbers)
     if names:
         again.tensors = [t for t in again.tensors if t.counts is not None]
@@ -332,4 +300,3 @@ def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> Set[str]:
     if left:
         view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "
                           f"{format_.name} still does not suit: {', '.join(left[:5])}")
-    return kept

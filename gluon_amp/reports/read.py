@@ -55,9 +55,6 @@ VERSION = 2  # of log.jsonl
 STEPS = ("loss", "gradient_norm", "lr")
 EPOCH_LINE = '{"epoch": 0, "err_top1": 0.4, "loss": 1.2}'
 STEP_LINE = '{"epoch": 0, "batch": 19, "loss": 2.1}'
-# The commands that read the recordings of gluon_amp.Monitor(..., record=...).
-MONITORS = {"statistics": "gluon-amp xray {}", "checksums": "gluon-amp diff {} ANOTHER",
-            "times": "gluon-amp profile {}"}
 # A number that was cut off must not pass for a shorter number nor, if another log continues in the
 # same line, for a longer one.
 WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
@@ -159,7 +156,7 @@ def _names(paths: List[Path]) -> List[str]:
 
 def read_log(path: Path, name: str) -> List[Run]:
     """Reads the runs of a log. Without one, a ValueError names the first invalid line."""
-    reader, odd, is_json, command = _Reader(path, name), "", False, None
+    reader, odd, is_json, of_monitor = _Reader(path, name), "", False, False
     waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
@@ -174,13 +171,13 @@ def read_log(path: Path, name: str) -> List[Run]:
             elif not reader.other(line) and line.strip() and not odd:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
-                command = _command_for(line)
+                of_monitor = _is_of_monitor(line)
     reader.add_shares()
     began = bool(reader.runs or waiting or reader.header)
     runs = [run for run in reader.runs if run.epochs]
-    if not runs and command:
-        raise ValueError(f"{path} is no training log: it is a Monitor's recording. Use: "
-                         f"{command.format(path)}")
+    if not runs and of_monitor:
+        raise ValueError(f"{path} is no training log: it is a Monitor's file. Use: "
+                         f"gluon-amp xray {path}")
     if not runs:
         json_lines = ". JSON lines of your own need the fields of log.jsonl (docs/recipes.md): " \
             f"{EPOCH_LINE} for an epoch, {STEP_LINE} for a step" if is_json and not began else ""
@@ -195,16 +192,13 @@ def read_log(path: Path, name: str) -> List[Run]:
     return runs
 
 
-def _command_for(line: bytes) -> Optional[str]:
-    """Returns the command that reads a Monitor's recording, if it begins with this line."""
+def _is_of_monitor(line: bytes) -> bool:
+    """Whether a line is of a Monitor's file."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict):
-        return None
-    of_statistics = {"step", "node", "bins"} <= set(entry)
-    return MONITORS.get("statistics" if of_statistics else str(entry.get("record")))
+        return False
+    return isinstance(entry, dict) and {"step", "node", "bins"} <= set(entry)
 
 
 class _Reader:

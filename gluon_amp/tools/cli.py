@@ -294,46 +294,6 @@ def _saved_xray(options: argparse.Namespace) -> None:
         print(saved.redraw(options.saved, format_))
 
 
-def _diff_arguments(parser: argparse.ArgumentParser) -> None:
-    for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a file of gluon_amp.Monitor(..., "
-                            "record='checksums')")
-    parser.add_argument("--tolerance", type=float, metavar="SHARE", help="the relative difference "
-                        "of tensors that counts as rounding (default: by format and place)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _diff(options: argparse.Namespace) -> int:
-    from .diff import compare, describe, facts
-    found = compare(options.a, options.b, options.tolerance)
-    print(json.dumps(facts(found), indent=2) if options.json else describe(found))
-    return 1 if found.parted else 0
-
-
-def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("recordings", nargs="+", metavar="FILE", help="files of gluon_amp.Monitor(..., "
-        "record='times'), such as one of float32 and one of float16")
-    add("--depth", type=positive, metavar="N", help="the length of blocks' paths (default: the "
-        "largest with at most 30 blocks)")
-    add("-o", "--output", metavar="DIR", help="new folder for profile.html, a table (CSV) and the "
-        "picture (default: none)")
-    add("--json", action="store_true", help="print JSON")
-
-
-def _profile(options: argparse.Namespace) -> None:
-    from .profile import describe, facts, read, rows, save
-    if options.output and os.path.exists(options.output):
-        raise ValueError(f"--output must be a new folder. Received: {options.output}, which exists")
-    recordings = [read(path) for path in options.recordings]
-    found = rows(recordings, options.depth)
-    print(json.dumps(facts(recordings, found), indent=2) if options.json
-          else describe(recordings, found))
-    if options.output:
-        path = save(recordings, found, options.output)
-        print(f"wrote {path}", file=sys.stderr if options.json else sys.stdout)
-
-
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
     of = parser.add_subparsers(dest="action", metavar="build|install", required=True)
     build = of.add_parser("build", help="compile the kernels of MXNet's CUDA build")
@@ -388,14 +348,6 @@ COMMANDS = (
         "gluon-amp xray FOLDER --format bfloat16",
         "gluon-amp xray statistics.jsonl",
     ), _xray_arguments, _xray),
-    _Command("diff", "find the first operator and step where two runs differ beyond rounding", (
-        "gluon-amp diff a.jsonl b.jsonl",
-        "gluon-amp diff a.jsonl b.jsonl --tolerance 0.01 --json",
-    ), _diff_arguments, _diff),
-    _Command("profile", "show time and memory of a training step by block", (
-        "gluon-amp profile float32.jsonl float16.jsonl",
-        "gluon-amp profile float32.jsonl float16.jsonl --depth 2 -o profile",
-    ), _profile_arguments, _profile),
     _Command("compare", "train a script in several types and seeds, and report the difference", (
         "gluon-amp compare train.py",
         "gluon-amp compare train.py --policies float32,float16,bfloat16 --seeds 5 -o digits",

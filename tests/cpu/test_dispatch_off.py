@@ -5,8 +5,8 @@ import re
 
 import pytest
 from mxnet_alone import MXNET_ALONE
+from operator_calls import HERE, candidates
 from processes import printed
-from test_engine_operators import HERE, candidates
 
 # Calls each operator forward and backward before and after the import of gluon_amp.
 CALLS = """

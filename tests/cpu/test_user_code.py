@@ -80,9 +80,6 @@ def test_xray_accepts_custom_operator_without_keywords(rng):
     batches = [batch(rng), batch(rng)]
     assert not amp.xray(net, batches, loss).keep
     assert amp.explain(net, batches[0], loss) is None
-    found = amp.search(net, batches, loss, seeds=1)
-    assert found.keep == []
-    assert found.best.snr > 40
 
 
 class Part(nn.HybridBlock):

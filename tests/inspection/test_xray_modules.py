@@ -1,4 +1,4 @@
-"""`xray`, `explain` and `search` of a Module: its symbol, its batches, its losses."""
+"""`xray` and `explain` of a Module: its symbol, its batches, its losses."""
 import argparse
 import json
 
@@ -81,14 +81,6 @@ def test_module_and_random_state_are_unchanged():
     assert same(modules.everything(mod), before)
     mx.random.seed(1)
     np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
-
-
-def test_search_accepts_module():
-    best = amp.search(ready(faulty()), [batch(0), batch(1)], budget=6, seeds=2, steps=4,
-                      progress=False)
-    assert "squares" in best.keep
-    after = amp.xray(ready(faulty(best.keep)), [batch()])
-    assert after.first_overflow is None
 
 
 def test_xray_of_symbol_with_its_own_casts():

@@ -114,16 +114,15 @@ def test_xray_of_rnn_layer_alone():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_xray_and_search_of_network_in_numpy_mode():
+def test_xray_of_network_in_numpy_mode():
     mx.npx.set_np()
     try:
         net = prepared(nn.Dense(4, in_units=6))
         given = [tuple(array.as_np_ndarray() for array in batch) for batch in rows()]
         view = amp.xray(net, given, LOSS)
-        best = amp.search(net, given, LOSS, budget=3, seeds=1, steps=2, progress=False)
     finally:
         mx.npx.reset_np()
-    assert (view.findings, best.keep, best.verified) == ([], [], True)
+    assert (view.findings, view.keep) == ([], [])
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 

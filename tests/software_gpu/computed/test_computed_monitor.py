@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from gluon_amp.inspection.hooks import AfterRounding, Statistics
 from gluon_amp.inspection.tensors import Counts
-from gluon_amp.tools.diff import compare
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -90,14 +89,3 @@ def test_lines_of_a_gpu_have_the_fields_of_a_cpu(tmp_path):
         assert line["least"] is line["underflow"] is line["bins"] is None
         for key in ("kind", "format", "numbers", "nan", "overflow"):
             assert line[key] == other[key], key
-
-
-@pytest.mark.parametrize("policies", [("float32", "float32"), ("float32", "float16"),
-                                      ("float16", "float16")])
-def test_cpu_and_gpu_are_compared(policies, tmp_path):
-    for name, policy, context in zip("ab", policies, (mx.cpu(), GPU)):
-        train(tmp_path / name, policy, context, record="checksums")
-    found = compare(tmp_path / "a", tmp_path / "b")
-    assert (found.a["device"], found.b["device"]) == ("cpu(0)", "gpu(0)")
-    assert found.parted is None
-    assert found.tensors > 20

@@ -10,7 +10,7 @@ from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.graph.operators import OPERATORS
 from gluon_amp.policy import get_policy
 from mxnet._ctypes.ndarray import _imperative_invoke
-from test_engine_operators import NORM, candidates, handle
+from operator_calls import NORM, candidates, handle
 
 F16, F32 = np.float16, np.float32
 
