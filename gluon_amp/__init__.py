@@ -13,7 +13,7 @@ from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
 from .gluon.penalty import gradient_penalty
-from .gluon.records import wrap_files
+from .gluon.records import wrap_load_parameters
 from .graph.keep import ops
 from .inspection.monitor import Monitor
 from .inspection.xray import explain, xray
@@ -34,7 +34,7 @@ from .version import __version__ as __version__
 
 library.start()
 wrap_mxnet()
-wrap_files()
+wrap_load_parameters()
 
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",

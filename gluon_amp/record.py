@@ -37,9 +37,13 @@ class Record:
     operators: Tuple[str, ...] = ()
 
     def policy_at(self, path: str) -> Optional[Policy]:
-        """Returns the policy of the block at a path; None for float32."""
-        if any(_within(path, kept) for kept in self.keep if "/" not in kept):
-            return None
+        """Returns the policy by which the block at a path computes; None for float32."""
+        policy = self.given_at(path)
+        kept = any(_within(path, kept) for kept in self.keep if "/" not in kept)
+        return None if policy is None or policy.is_float32 or kept else policy
+
+    def given_at(self, path: str) -> Optional[Policy]:
+        """Returns the policy that the block at a path, or one around it, was converted to."""
         around = [at for at in self.policies if _within(path, at)]
         return self.policies[max(around, key=len)] if around else None
 
@@ -129,20 +133,14 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
                 sha256=[sha256(path), *former]) + "\n")
 
     replace_file(params, write_both)
-    if record is None:
-        remove(params)
+    if record is None and _has_record(params):
+        os.remove(record_path(params))
 
 
 def save_arrays(params: str, arrays: Mapping[str, Any], record: Optional[Record]) -> None:
     """Replaces a file of arrays of `mx.nd` or `mx.np`, and its record."""
     classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
     save(params, lambda path: mx.nd.save(path, classic), record)
-
-
-def remove(params: str) -> None:
-    """Removes the record of a file of parameters, if it has one."""
-    if _has_record(params):
-        os.remove(record_path(params))
 
 
 def _has_record(params: str) -> bool:
@@ -204,7 +202,7 @@ def path_of(like: object, policy: object, keep: object) -> str:
 def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Sequence[str],
                   convert: str) -> None:
     """Raises ValueError for a network with other policies than a record's, or with 16-bit parts
-    that it keeps in float32.
+    that it keeps in float32. Float32 parameters may be used by any policy.
 
     Args:
         source: the file that has the record, or "the symbol ...".
@@ -212,7 +210,8 @@ def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Se
         unkept: the names of these parts.
         convert: the call that converts.
     """
-    if others or unkept:
+    is_float32 = all(policy.is_float32 for policy in record.policies.values())
+    if (others or unkept) and not is_float32:
         here = f"policy {listed(others)}" if others else "the same policy"
         like = "FILE), with the file of its parameters" if source.startswith("the symbol") \
             else f"{source!r})"

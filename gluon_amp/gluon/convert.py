@@ -1,4 +1,4 @@
-"""`convert` and `restore`: convert a Gluon network to mixed precision in place, and back."""
+"""`convert` and `restore`: convert a Gluon network to a policy in place, and back."""
 from __future__ import annotations
 
 import gc
@@ -35,6 +35,7 @@ from ..policy import Policy, get_policy
 from ..record import needed_record, path_of
 from .converted import (
     ConvertedBlock,
+    PolicyBlock,
     State,
     blocks_in,
     check_backend,
@@ -63,20 +64,20 @@ NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.Instan
 
 def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[Any] = (),
             like: Union[str, bool, None] = None) -> Block:
-    """Converts a network to mixed precision, in place, and returns it.
+    """Converts a network to mixed precision, or to float32, in place, and returns it.
 
     Parameters get the policy's type. Those of norms stay float32, and so do those with values
     beyond float16's range, which the log names. The converted network takes float32 or 16-bit
     inputs and returns float32 (under "pure_float16" float16). `save_parameters` and `export` write
-    float32 files. Convert the outermost block, before its Trainer takes a step. Children that are
-    added later are converted, too.
+    float32 files, under every policy also of master weights (`masters=`). Convert the outermost
+    block, before its Trainer takes a step. Children that are added later are converted, too.
 
     Args:
         net: a gluon Block.
         policy: "float16", the default (float16 parameters, for optimizers with master weights),
             "mixed_float16" (float32 parameters, cast where used) or "pure_float16"; on CPUs
-            "bfloat16", "mixed_bfloat16", "tf32" or "mixed_float8"; "float32", which undoes a
-            conversion; Apex's "O0" to "O3"; or a `gluon_amp.Policy`.
+            "bfloat16", "mixed_bfloat16", "tf32" or "mixed_float8"; "float32", which computes as
+            MXNet does; Apex's "O0" to "O3"; or a `gluon_amp.Policy`.
         keep: what stays float32: blocks, classes of blocks, operators (`gluon_amp.ops`), and
             regular expressions for the whole name of a block or of a node (an operator of the
             graph). A network that has not run is traced for the names of its nodes. A kept block
@@ -107,21 +108,21 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     keep = tuple(keep)
     kept, nodes = _resolve_keep(net, keep)
     blocks = list(blocks_in(net))
-    if policy.is_float32:
-        _check_parameters(_parameter_types(blocks, policy, kept, nodes, _kept_operators(keep)))
-        return restore(net)
+    mixed = not policy.is_float32
     for block in blocks:
-        if isinstance(block, HybridBlock):
+        if mixed and isinstance(block, HybridBlock):
             check_backend(block._backend)
         _check_symbol(block)
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     around = list(blocks_around(net, set(blocks)))
-    if like is None:
+    if mixed and like is None:
         _check_loaded(blocks, around, policy, kept, nodes, _kept_operators(keep))
     _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net), like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
+    if not mixed:
+        return net
     if not any(isinstance(block, HybridBlock) for block in blocks):
         log.warning("convert changed nothing: %s (%s) has no HybridBlock. float16 runs as a graph, "
                     "so move the layers into HybridBlocks (hybrid_forward), in a plain Block or "
@@ -165,7 +166,7 @@ def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy, kept
 
 
 def restore(net: Block) -> Block:
-    """Converts a network back to float32, in place, and returns it.
+    """Undoes `convert`, in place, and returns the network, with float32 parameters.
 
     Raises:
         TypeError: `net` is not a Block.
@@ -174,7 +175,7 @@ def restore(net: Block) -> Block:
     """
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
-    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
+    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, PolicyBlock)]
     types = {p: "float32" for block in converted for p in block.params.values()
              if is_16bit(p.dtype)}
     _check_trainers(types)
@@ -201,10 +202,17 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
         policy, policy, _was_hybridized(block), block in kept, frozenset(nodes), operators,
         partial(_convert_new_child, policy, keep, block in kept, scales, compares), scales,
         paths[block], compares) for block in blocks]
-    _give_classes([b for b in blocks if not isinstance(b, ConvertedBlock)])
+    if policy.is_float32:
+        restore_blocks(blocks)
+    _give_classes(blocks, not policy.is_float32)
     for block, state in zip(blocks, states):
         discard_traces(block)
-        _swap(block, state)
+        block._amp = state
+        if isinstance(block, ConvertedBlock):
+            _mark_and_hybridize(block, state)
+        elif isinstance(block, HybridBlock) \
+                and any(is_16bit(p.dtype) for p in block.collect_params().values()):
+            block._clear_cached_op()  # it declares the types
     _cast(types)
 
 
@@ -214,7 +222,7 @@ def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
 
     Converted blocks inside it do not change. `path` is the child's path in the network.
     """
-    new = [b for b in blocks_in(child) if not isinstance(b, ConvertedBlock)]
+    new = [b for b in blocks_in(child) if not isinstance(b, PolicyBlock)]
     if new:
         kept, nodes = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
         _convert_blocks(new, kept, nodes, policy, keep, scales, paths_in(child, path), compares)
@@ -241,21 +249,20 @@ def _was_hybridized(block: Block) -> bool:
     return isinstance(block, HybridBlock) and block._active
 
 
-def _give_classes(blocks: List[Block]) -> None:
+def _give_classes(blocks: List[Block], mixed: bool) -> None:
     """Makes blocks instances of their converted classes: all of them or, on an error, none."""
-    for done, block in enumerate(blocks):
+    before = [type(block) for block in blocks]
+    for done, (block, cls) in enumerate(zip(blocks, before)):
         try:
-            block.__class__ = converted_class(block.__class__)
+            block.__class__ = converted_class(original_class(cls), mixed)
         except TypeError as error:
-            for other in blocks[:done]:
-                other.__class__ = original_class(type(other))
+            for other, theirs in zip(blocks[:done], before):
+                other.__class__ = theirs
             raise TypeError(f"convert makes a subclass of each block's class, which "
-                            f"{type(block).__name__} does not allow: {error}") from error
+                            f"{cls.__name__} does not allow: {error}") from error
 
 
-def _swap(block: Any, state: State) -> None:
-    """Sets the state of a block of a converted class, and hybridizes it."""
-    block._amp = state
+def _mark_and_hybridize(block: Any, state: State) -> None:
     for parameter in block.params.values():  # for Trainers
         parameter.converted_by_gluon_amp = \
             (state.policy, state.scales) if isinstance(block, HybridBlock) else None

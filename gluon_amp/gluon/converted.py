@@ -1,6 +1,7 @@
 """Converted blocks, which run their graph with casts.
 
-`convert` changes the class of each block to a subclass, created here. The traced graph
+`convert` changes the class of each block to a subclass, created here. Under a float32 policy, only
+its files and new children differ from MXNet's, not its steps. Under the others, the traced graph
 (`_cached_graph`, which `export` reads) is MXNet's. Only the `CachedOp` differs: it has that graph
 with the policy's casts and settings, one for each kind of device and input types.
 
@@ -11,6 +12,7 @@ applies if a block in it gets a new child, is converted or is restored.
 import copy
 import copyreg
 import functools
+import inspect
 import logging
 import os
 import re
@@ -39,7 +41,8 @@ from mxnet.base import NotImplementedForSymbol
 from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 
 from .._mxnet import GRAPH_LOCK, mx
-from ..annotations import Array, Block, Context, Network, Parameter
+from ..annotations import Array, Block, Context, Network, Parameter, Symbol
+from ..checks import listed
 from ..cpu.arrays import dtype_name, is_16bit
 from ..cpu.scales import Scales
 from ..files import replace_file
@@ -58,8 +61,16 @@ from ..graph.keep import operator_names, operators_in
 from ..graph.norms import fuse_norms
 from ..policy import POLICIES, Policy
 from ..record import Record, put_record, save_arrays
+from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, float32_numbers, innermost, record_of, save_float32
+from .records import (
+    check_file,
+    float32_numbers,
+    innermost,
+    record_of,
+    save_float32,
+    write_masters,
+)
 
 log = logging.getLogger("gluon_amp")
 
@@ -143,8 +154,11 @@ def discard_traces(block: Block) -> None:
             net._clear_cached_op()
 
 
-class ConvertedBlock:
-    """The base of all converted blocks; it precedes the user's class."""
+class PolicyBlock:
+    """The base of the blocks of converted networks, of all policies: children, copies and files.
+
+    It precedes the user's class. Blocks of a float32 policy run MXNet's code.
+    """
 
     _amp: State
     _cached_graph: Any
@@ -174,7 +188,8 @@ class ConvertedBlock:
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
                 state.update(_cached_graph=())
-        return (_empty_block, (original_class(type(self)), *arguments[1:]), state, *rest)
+        return (_empty_block, (original_class(type(self)), isinstance(self, ConvertedBlock),
+                               *arguments[1:]), state, *rest)
 
     def __setstate__(self, state: Dict[str, Any]) -> None:
         fill = getattr(super(), "__setstate__", self.__dict__.update)  # the user's own, or Python's
@@ -184,15 +199,6 @@ class ConvertedBlock:
             self._cached_graph = [i.as_np_ndarray() for i in inputs], symbol.as_np_ndarray()
         for parameter in self.params.values():
             complete_copy(parameter)
-
-    def summary(self, *inputs: Array) -> None:
-        """Prints the summary of the float32 network."""
-        net = copy.deepcopy(self)
-        restore_blocks(blocks_in(net))
-        for parameter in net.collect_params().values():
-            if is_16bit(parameter.dtype):
-                cast(parameter, "float32")
-        net.summary(*inputs)
 
     def save_parameters(self, filename: str, deduplicate: bool = False,
                         masters: Any = None) -> None:
@@ -221,14 +227,99 @@ class ConvertedBlock:
         Raises:
             ValueError: the file's record has another policy, or keeps more in float32.
         """
+        trainers = trainers_of(masters, self)
         if self._amp.compares:
             check_file(self, filename)
         super().load_parameters(filename, ctx, allow_missing, ignore_extra, cast_dtype,
-                                dtype_source, masters=masters)
+                                dtype_source)
+        write_masters(self, filename, trainers)
 
 
-class ConvertedHybridBlock(ConvertedBlock):
-    """The base of converted HybridBlocks; it precedes the user's class."""
+class PolicyHybridBlock(PolicyBlock):
+    """The base of the HybridBlocks of converted networks; it precedes the user's class."""
+
+    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True,
+               masters: Any = None) -> None:
+        """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads. Both record the
+        policy and `keep=`: an attribute of the symbol, and PATH-EPOCH.params.json.
+
+        The graph is the one that ran last, in training or in prediction. Values of 16-bit
+        parameters are rounded ones, in float32 arrays.
+
+        Args:
+            path: the path without its suffix.
+            epoch: the number in the name of the parameters' file.
+            remove_amp_cast: True writes the float32 network. False writes the casts, and
+                parameters in their own types. Valid under float32 and float16 policies without
+                `accumulate`.
+            masters: a Trainer, or a list of Trainers: writes their master weights, which are not
+                rounded. Valid with remove_amp_cast=True.
+        """
+        if masters is not None and not remove_amp_cast:
+            raise ValueError("masters= writes float32 parameters, and remove_amp_cast=False writes "
+                             "them in their own types: leave out one of both")
+        symbol, kept = self._to_export(remove_amp_cast)
+        kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
+                 **dict.fromkeys(symbol.list_auxiliary_states(), "aux")}
+        numbers = float32_numbers(self, masters) if remove_amp_cast else value_of
+        arrays = {f"{kinds[name]}:{name}": numbers(parameter)
+                  for name, parameter in self.collect_params().items() if name in kinds}
+        save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))
+        replace_file(f"{path}-symbol.json",
+                     lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+
+    def _to_export(self, remove_amp_cast: bool) -> Tuple[Symbol, List[str]]:
+        """Returns the symbol that `export` writes, and its nodes that stay float32 by `keep=`."""
+        low = [block.name for block in blocks_in(self) if isinstance(block, ConvertedBlock)]
+        if low:
+            raise ValueError("export writes a network of one policy, and these parts of "
+                             f"{self.name}, which is {self._amp.given.name}, have another: "
+                             f"{listed(low)}. Valid: export of each part, or gluon_amp.convert "
+                             "of the whole network")
+        return (self._cached_graph or self._graph_of_inputs())[1], []
+
+    def _graph_of_inputs(self) -> Any:
+        """Returns MXNet's graph of a block that was not hybridized. Each call must have the same
+        inputs: those of another call could make another graph."""
+        count = None if self._active else _fixed_inputs(self)
+        if count:
+            one = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
+            try:
+                return self._get_graph(*[one] * count)
+            except Exception as error:  # the user's code may read shapes or values
+                log.debug("%s cannot be traced: %r", self.name, error)
+            finally:
+                self._clear_cached_op()
+        first = "" if self._active else f"call {self.name}.hybridize(), and "
+        raise RuntimeError(f"export needs the graph: {first}run {self.name} on data once first")
+
+
+def _fixed_inputs(block: Any) -> Optional[int]:
+    """Returns the number of arrays that each call of a HybridBlock takes; None if calls differ."""
+    while isinstance(block, mx.gluon.nn.HybridSequential) and block._children:
+        block = next(iter(block._children.values()))
+    inputs = [each for each in list(inspect.signature(block.hybrid_forward).parameters.values())[1:]
+              if each.name not in vars(block)]  # its parameters
+    fixed = all(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+                for each in inputs)
+    return len(inputs) if fixed else None
+
+
+class ConvertedBlock(PolicyBlock):
+    """The base of all blocks in mixed precision; it precedes the user's class."""
+
+    def summary(self, *inputs: Array) -> None:
+        """Prints the summary of the float32 network."""
+        net = copy.deepcopy(self)
+        restore_blocks(blocks_in(net))
+        for parameter in net.collect_params().values():
+            if is_16bit(parameter.dtype):
+                cast(parameter, "float32")
+        net.summary(*inputs)
+
+
+class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
+    """The base of HybridBlocks in mixed precision; it precedes the user's class."""
 
     _cached_op_args: List[Any]
 
@@ -489,25 +580,7 @@ class ConvertedHybridBlock(ConvertedBlock):
         wide = wide_constants(parameters, policy)
         return insert_casts(clean, types, policy, parameters, keep, wide)
 
-    def export(self, path: str, epoch: int = 0, remove_amp_cast: bool = True,
-               masters: Any = None) -> None:
-        """Writes PATH-symbol.json and PATH-EPOCH.params, which any MXNet loads. Both record the
-        policy and `keep=`: an attribute of the symbol, and PATH-EPOCH.params.json.
-
-        The graph is the one that ran last, in training or in prediction. Values of 16-bit
-        parameters are rounded ones, in float32 arrays.
-
-        Args:
-            path: the path without its suffix.
-            epoch: the number in the name of the parameters' file.
-            remove_amp_cast: True writes the float32 network. False writes the casts, and
-                parameters in their own types. Valid under float16 policies without `accumulate`.
-            masters: a Trainer, or a list of Trainers: writes their master weights, which are not
-                rounded. Valid with remove_amp_cast=True.
-        """
-        if masters is not None and not remove_amp_cast:
-            raise ValueError("masters= writes float32 parameters, and remove_amp_cast=False writes "
-                             "them in their own types: leave out one of both")
+    def _to_export(self, remove_amp_cast: bool) -> Tuple[Symbol, List[str]]:
         if not self._cached_graph or not self._cached_op_args:
             raise RuntimeError(f"export needs the graph: run {self.name} on data once first")
         policy = self._amp.policy
@@ -524,15 +597,7 @@ class ConvertedHybridBlock(ConvertedBlock):
                 node.attrs.pop("__dtype__", None)
         kept = sorted(self.kept_nodes() & operator_names(Graph.read(clean)))
         put_record(graph, Record({"": self._amp.given}, nodes=tuple(kept)))
-        symbol = graph.symbol()
-        kinds = {**dict.fromkeys(symbol.list_arguments(), "arg"),
-                 **dict.fromkeys(symbol.list_auxiliary_states(), "aux")}
-        numbers = float32_numbers(self, masters) if remove_amp_cast else value_of
-        arrays = {f"{kinds[name]}:{name}": numbers(parameter)
-                  for name, parameter in self.collect_params().items() if name in kinds}
-        save_arrays(f"{path}-{epoch:04d}.params", arrays, record_of(self, kept))
-        replace_file(f"{path}-symbol.json",
-                     lambda p: symbol.save(p, remove_amp_cast=remove_amp_cast))
+        return graph.symbol(), kept
 
 
 def _inputs_of(sources: Iterable[Tuple[bool, Any]], data: Sequence[Array]) -> List[Array]:
@@ -706,9 +771,10 @@ def _states(net: Block) -> Iterator[State]:
 
 
 @functools.lru_cache(maxsize=None)
-def converted_class(cls: type) -> type:
-    """Returns the converted subclass of a block's class; it has the same name."""
-    front = ConvertedHybridBlock if issubclass(cls, mx.gluon.HybridBlock) else ConvertedBlock
+def converted_class(cls: type, mixed: bool) -> type:
+    """Returns the converted subclass of a block's class, for mixed precision or for float32. It has
+    the same name."""
+    front = _OURS[mixed, issubclass(cls, mx.gluon.HybridBlock)]
     contents: Dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
@@ -741,15 +807,17 @@ class _ConvertedTypeFirst(_ConvertedType):
     classes still precede it in the method resolution order. Attribute lookup is slower."""
 
     def mro(cls) -> List[type]:
-        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS))
+        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS.values()))
 
 
-_OURS = (ConvertedBlock, ConvertedHybridBlock)
+# by whether they are of mixed precision, and whether they are hybrid
+_OURS = {(False, False): PolicyBlock, (False, True): PolicyHybridBlock,
+         (True, False): ConvertedBlock, (True, True): ConvertedHybridBlock}
 
 
 def original_class(converted: type) -> Any:
     """Returns the class from which `converted_class` made this one."""
-    return next(cls for cls in converted.__mro__ if not issubclass(cls, ConvertedBlock))
+    return next(cls for cls in converted.__mro__ if not issubclass(cls, PolicyBlock))
 
 
 def _item_or_part(self: Any, key: Any) -> Any:
@@ -760,18 +828,18 @@ def _item_or_part(self: Any, key: Any) -> Any:
     return found
 
 
-def _empty_block(cls: type, *args: Any) -> Any:
+def _empty_block(cls: type, mixed: bool, *args: Any) -> Any:
     """Returns an empty converted block of this class, which pickle and copy fill."""
-    made = cls.__new__(cls, *args)
-    made.__class__ = converted_class(cls)
-    return made
+    block = cls.__new__(cls, *args)
+    block.__class__ = converted_class(cls, mixed)
+    return block
 
 
 def restore_blocks(blocks: Iterable[Any]) -> None:
     """Restores the original classes of converted blocks."""
-    for block in [b for b in blocks if isinstance(b, ConvertedBlock)]:
+    for block in [b for b in blocks if isinstance(b, PolicyBlock)]:
         discard_traces(block)
-        if isinstance(block, mx.gluon.HybridBlock):
+        if isinstance(block, ConvertedHybridBlock):
             block._clear_cached_op()
             block._active = block._amp.active
         for parameter in block.params.values():

@@ -1,9 +1,10 @@
 """Records of Gluon networks: what a network is, what a file requires, and comparison of both.
 
-A converted network saves its policy and `keep=` beside its parameters (record.py). Loading
-parameters notes their record on the block. `convert` and `load_parameters` refuse a network in
-which a tensor would have another 16-bit policy than recorded, or would no longer be float32.
+A converted network saves its policy and `keep=` beside its parameters (record.py). `convert` and
+`load_parameters` refuse a network in which a tensor would have another 16-bit policy than recorded,
+or would no longer be float32. MXNet's `load_parameters` notes the file on the block, for `convert`.
 """
+import os
 import re
 from dataclasses import replace
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
@@ -15,10 +16,11 @@ from ..cpu.arrays import is_16bit, mean_on_cpu, to_float32
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..policy import Policy
-from ..record import Record, read_record, record_in, refuse_others, remove, save, save_arrays
+from ..record import Record, read_record, record_in, refuse_others, save_arrays
 from ..training.masters import trainers_of, write
 
-_NOTE = "_record_of_gluon_amp"  # an attribute of blocks that have loaded a file with a record
+# An attribute of blocks that have loaded a file: its path, and the version that was loaded.
+_LOADED = "_loaded_file_of_gluon_amp"
 
 
 class Computes(NamedTuple):
@@ -60,7 +62,7 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Optional[Rec
         return None
     record = Record({})
     for path, state in states.items():  # parents come first
-        if record.policy_at(path) != state.given:
+        if record.given_at(path) != state.given:
             record.policies[path] = state.given
     kept = [path for path, state in states.items() if state.keep]
     tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
@@ -124,14 +126,14 @@ def check(record: Record, source: str, net: Block, computes: Computes) -> None:
 
 
 def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
-    """Compares blocks that will compute so with the records of what they have loaded."""
+    """Compares blocks that will compute so with the records of what they have loaded: of files that
+    have not been replaced since, and of symbols."""
     for block in blocks:
-        note = vars(block).get(_NOTE)
-        if note is not None:
-            source, text, error = note
-            if error:
-                raise ValueError(error)
-            check(Record.from_json(text, source), source, block, computes)
+        path, version = vars(block).get(_LOADED, ("", None))
+        if version is not None and version == _version(path):
+            record = read_record(path)
+            if record is not None:
+                check(record, path, block, computes)
         if isinstance(block, mx.gluon.SymbolBlock):
             of_symbol = record_in(block._cached_graph[1])
             if of_symbol is not None:
@@ -139,10 +141,11 @@ def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
 
 
 def check_file(net: Block, filename: str) -> None:
-    """Compares a converted network with the record of a file before it loads the file."""
-    record = read_record(filename)
+    """Compares a converted network with the record of a file before it loads the file. A float32
+    network needs no record."""
+    blocks = paths_in(net)
+    record = read_record(filename) if any(policy_of(block) for block in blocks) else None
     if record is not None:
-        blocks = paths_in(net)
         check(record, filename, net,
               Computes(policy_of, kept_nodes(blocks), kept_operators(blocks)))
 
@@ -150,7 +153,7 @@ def check_file(net: Block, filename: str) -> None:
 def policy_of(block: Block) -> Optional[Policy]:
     """Returns the policy of a block; None if it computes in float32."""
     state = getattr(block, "_amp", None)
-    return None if state is None or state.keep else state.given
+    return None if state is None or state.keep or state.given.is_float32 else state.given
 
 
 def kept_nodes(blocks: Iterable[Block]) -> Set[str]:
@@ -163,48 +166,20 @@ def kept_operators(blocks: Iterable[Block]) -> Set[str]:
     return set().union(*(b._amp.keep_operators for b in blocks if hasattr(b, "_amp")))
 
 
-def wrap_files() -> None:
-    """Wraps `save_parameters`, `load_parameters` and `export` of MXNet's blocks.
-
-    They write the record of converted parts, remove an older one, and note the record of what is
-    loaded. `masters=trainer` makes float32 files of master weights, also of networks without a
-    conversion, so that one script trains in all types.
-    """
-    @wrap(mx.gluon.Block, "save_parameters")
-    def save_parameters(self: Any, filename: str, deduplicate: bool = False, masters: Any = None,
-                        *, original: Any) -> None:
-        record = record_of(self)
-        if masters is not None:
-            save_float32(self, filename, deduplicate, masters)
-        elif record is not None:
-            save(filename, lambda path: original(self, path, deduplicate), record)
-        else:
-            original(self, filename, deduplicate)
-            remove(filename)
-
-    @wrap(mx.gluon.HybridBlock, "export")
-    def export(self: Any, path: str, epoch: int = 0, remove_amp_cast: bool = True,
-               masters: Any = None, *, original: Any) -> None:
-        low = [p.name for p in self.collect_params().values() if is_16bit(p.dtype)]
-        if trainers_of(masters, self) and low:
-            raise ValueError("masters= of export is for converted networks, and for float32 ones, "
-                             f"whose weights are their master weights. Received 16-bit: {low[:3]}")
-        original(self, path, epoch, remove_amp_cast)
-
+def wrap_load_parameters() -> None:
+    """Wraps `Block.load_parameters`: it notes the file, whose record `convert` reads."""
     @wrap(mx.gluon.Block, "load_parameters")
-    def load_parameters(self: Any, filename: str, *args: Any, masters: Any = None, original: Any,
-                        **kwargs: Any) -> None:
-        trainers = trainers_of(masters, self)
+    def load_parameters(self: Any, filename: str, *args: Any, original: Any, **kwargs: Any) -> None:
         original(self, filename, *args, **kwargs)
-        _write_masters(self, filename, trainers)
-        vars(self).pop(_NOTE, None)
-        try:
-            record = read_record(filename)
-        except ValueError as error:  # a network that stays float32 needs no record
-            vars(self)[_NOTE] = filename, "", str(error)
-        else:
-            if record is not None:
-                vars(self)[_NOTE] = filename, record.to_json(), ""
+        vars(self)[_LOADED] = os.path.abspath(filename), _version(filename)
+
+
+def _version(path: str) -> Optional[Tuple[int, int, int]]:
+    """Returns numbers that change if a file is replaced; None if there is none."""
+    if not os.path.isfile(path):
+        return None
+    status = os.stat(path)
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: Any = None) -> None:
@@ -233,13 +208,14 @@ def float32_numbers(net: Block, masters: Any) -> Callable[[Parameter], Array]:
     def numbers(parameter: Parameter) -> Array:
         if parameter in trainers and parameter._differentiable:
             return trainers[parameter].master(parameter)
-        return to_float32(parameter._reduce() if parameter._stype != "default" else
-                          mean_on_cpu(parameter.list_data()))
+        value = parameter._reduce() if parameter._stype != "default" else \
+            mean_on_cpu(parameter.list_data())
+        return to_float32(value) if is_16bit(value.dtype) else value
 
     return numbers
 
 
-def _write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:
+def write_masters(net: Block, filename: str, trainers: Dict[Any, Any]) -> None:
     """Sets master weights to the numbers in a file, which the weights have in rounded form."""
     saved = (mx.npx.load if mx.util.is_np_array() else mx.nd.load)(filename) if trainers else {}
     saved = {re.sub("^(arg|aux):", "", name): array for name, array in saved.items()}  # exported

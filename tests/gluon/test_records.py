@@ -137,16 +137,48 @@ def test_record_of_another_file_is_refused(tmp_path):
         amp.convert(plain)
 
 
-def test_float32_network_removes_an_older_record_and_no_other_file(tmp_path):
+def test_files_of_a_float32_network_load_into_every_policy(tmp_path):
+    path = saved(amp.convert(make()), tmp_path)
+    assert saved(amp.convert(make(), "float32", keep=".*dense.*"), tmp_path) == path
+    plain = Net()
+    plain.load_parameters(path)
+    amp.convert(plain, "bfloat16")
+    amp.convert(Net(), "bfloat16").load_parameters(path)
+    served = amp.convert(Net(), like=path)
+    served.load_parameters(path)
+    assert set(types(served).values()) == {"float32"}
+
+
+def test_network_that_was_never_converted_writes_and_removes_no_record(tmp_path):
     path = saved(amp.convert(make()), tmp_path)
     other = tmp_path / "other.params.json"
     other.write_text('{"mine": 1}')
-    saved(make(), tmp_path)
     saved(make(), tmp_path, "other.params")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.params", "other.params",
-                                                          "other.params.json"]
-    amp.convert(Net(), "bfloat16").load_parameters(path)
+    saved(make(), tmp_path, "new.params")
+    assert other.read_text() == '{"mine": 1}'
+    assert not (tmp_path / "new.params.json").exists()
     amp.convert(Net(), "bfloat16").load_parameters(str(tmp_path / "other.params"))
+    saved(make(), tmp_path)
+    with pytest.raises(ValueError, match=r"its checksum differs.*delete net\.params\.json"):
+        amp.convert(Net(), "bfloat16").load_parameters(path)
+
+
+def test_file_that_was_replaced_after_loading_says_nothing_of_the_parameters(tmp_path):
+    path = saved(make(), tmp_path)
+    net = Net()
+    net.load_parameters(path)
+    saved(amp.convert(net), tmp_path)
+    amp.convert(amp.restore(net), "bfloat16")
+
+
+def test_relative_path_of_a_loaded_file_is_found_from_elsewhere(tmp_path, monkeypatch):
+    saved(amp.convert(make(), keep=".*dense.*"), tmp_path)
+    net = Net()
+    monkeypatch.chdir(tmp_path)
+    net.load_parameters("net.params")
+    monkeypatch.chdir("/")
+    with pytest.raises(ValueError, match="does not keep"):
+        amp.convert(net)
 
 
 def killed_save(net, path, monkeypatch):
@@ -216,13 +248,11 @@ def test_like_with_other_arguments_is_refused(like, policy, keep, error):
 
 
 def test_parts_of_a_network_have_their_own_policies(tmp_path, x):
-    net = make()
+    net = amp.convert(make(), "float32")
     amp.convert(net.features, "bfloat16", keep=nn.Conv2D)
     path = saved(net, tmp_path)
     served = amp.convert(Net(), like=path)
     served.load_parameters(path)
-    assert not hasattr(served, "_amp")
-    assert not hasattr(served.output, "_amp")
     assert served.features[0]._amp.keep
     assert np.array_equal(served(x).asnumpy(), net(x).asnumpy())
     whole = Net()
