@@ -6,7 +6,7 @@ themselves are MXNet's file. A symbol has its record in an attribute of a variab
 import dataclasses
 import json
 import os
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 from ._mxnet import mx
 from .checks import listed
@@ -127,8 +127,7 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
     def write_both(path: str) -> None:
         write(path)
         if record is not None and os.path.isfile(path):
-            same = os.path.isfile(params) and _former(params) == record
-            former = {sha256(params)} & set(_checksums(params)) if same else ()
+            former = [sha256(params)] if _has_this(record, params) else []
             replace_text(record_path(params), record.to_json(
                 sha256=[sha256(path), *former]) + "\n")
 
@@ -151,24 +150,12 @@ def _has_record(params: str) -> bool:
         return file.read(12) == b'{"gluon_amp"'
 
 
-def _former(params: str) -> Optional[Record]:
-    """Returns the record of the file that is replaced; None if it has none that is readable."""
-    if not _has_record(params):
-        return None
+def _has_this(record: Record, params: str) -> bool:
+    """Whether a file of parameters has this record."""
     try:
-        return Record.from_json(_text(params), "")
+        return read_record(params) == record
     except ValueError:
-        return None
-
-
-def _text(params: str) -> str:
-    with open(record_path(params), encoding="utf-8", errors="replace") as file:
-        return file.read()
-
-
-def _checksums(params: str) -> List[Any]:
-    found = json.loads(_text(params)).get("sha256")
-    return found if isinstance(found, list) else []
+        return False
 
 
 def read_record(params: str) -> Optional[Record]:
@@ -180,23 +167,33 @@ def read_record(params: str) -> Optional[Record]:
     path = record_path(params)
     if not os.path.isfile(params) or not _has_record(params):
         return None
-    record = Record.from_json(_text(params), path)
-    if sha256(params) not in _checksums(params):
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    record, checksums = Record.from_json(text, path), json.loads(text).get("sha256")
+    if not isinstance(checksums, list) or sha256(params) not in checksums:
         raise ValueError(f"{path} has the policy and keep= of another {os.path.basename(params)}: "
                          "its checksum differs. Copy both files together, or delete "
                          f"{os.path.basename(path)}, which says nothing of this file")
     return record
 
 
-def path_of(like: object, policy: object, keep: object) -> str:
-    """Returns the path that `like=` is, without policy and `keep=` beside it."""
+def record_like(like: object, policy: object, keep: object) -> Tuple[str, Record]:
+    """Returns the path that `like=` is, without policy and `keep=` beside it, and the record of
+    this file of parameters."""
     if not isinstance(like, (str, os.PathLike)):
         raise TypeError("like takes the path of a file of parameters, or False. Received: "
                         f"{like!r}")
     if policy is not None or keep != ():
         raise ValueError(f"like={str(like)!r} has the policy and keep=. Valid: like alone, or "
                          f"policy and keep=. Received: policy={policy!r}, keep={keep!r}")
-    return os.fspath(like)
+    params = os.fspath(like)
+    must_exist(params)
+    record = read_record(params)
+    if record is None:
+        raise ValueError(f"like={params!r} needs the record of its policy, {record_path(params)}, "
+                         "which does not exist. Converted networks write it beside their "
+                         "parameters: copy both files, or pass policy and keep=")
+    return params, record
 
 
 def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Sequence[str],
@@ -220,17 +217,6 @@ def refuse_others(record: Record, source: str, others: Sequence[str], unkept: Se
             f"{f', and does not keep {listed(unkept)}' if unkept else ''}. Valid: gluon_amp."
             f"{convert}, like={like}, or the same policy and keep=. To compute otherwise on "
             f"purpose: gluon_amp.{convert}, ..., like=False)")
-
-
-def needed_record(params: str) -> Record:
-    """Returns the record of a file of parameters, or raises ValueError if it has none."""
-    must_exist(params)
-    record = read_record(params)
-    if record is None:
-        raise ValueError(f"like={params!r} needs the record of its policy, {record_path(params)}, "
-                         "which does not exist. Converted networks write it beside their "
-                         "parameters: copy both files, or pass policy and keep=")
-    return record
 
 
 # ---- in symbols

@@ -32,7 +32,7 @@ from ..graph.casts import float32_variables
 from ..graph.graph import CASTS, Graph
 from ..graph.keep import Operators, matches_none, matches_nothing, matching, operators_in
 from ..policy import Policy, get_policy
-from ..record import needed_record, path_of
+from ..record import record_like
 from .converted import (
     ConvertedBlock,
     PolicyBlock,
@@ -135,8 +135,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
 
 def _convert_like(net: Block, policy: object, keep: object, like: object) -> Block:
     """Converts a network as the record of a file states."""
-    path = path_of(like, policy, keep)
-    record = needed_record(path)
+    path, record = record_like(like, policy, keep)
     kept = kept_in(record, net)
     blocks = {path: block for block, path in paths_in(net).items()}
     missing = [at for at in record.policies if at not in blocks]

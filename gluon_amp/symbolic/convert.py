@@ -15,15 +15,7 @@ from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators, operator_names
 from ..policy import IN_SYMBOLS, Policy, get_policy
-from ..record import (
-    Record,
-    needed_record,
-    path_of,
-    put_record,
-    read_record,
-    record_in,
-    refuse_others,
-)
+from ..record import Record, put_record, read_record, record_in, record_like, refuse_others
 
 # Names of operators' inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
@@ -85,8 +77,7 @@ def _as_recorded(policy: Union[str, Policy, None], keep: Iterable[str], like: ob
     """Returns the policy and `keep` that a file records, or else the given ones."""
     if like in (None, False):
         return get_policy("float16" if policy is None else policy), keep
-    path = path_of(like, policy, keep)
-    record = needed_record(path)
+    path, record = record_like(like, policy, keep)
     if record.nodes is None:
         raise ValueError(f"{path} records a network of blocks, which gluon_amp.convert takes. "
                          "Valid: the parameters of an exported symbol or of a Module")
