@@ -62,7 +62,7 @@ class Record:
             facts["nodes"] = list(self.nodes)
         if self.operators:
             facts["operators"] = list(self.operators)
-        return json.dumps(facts, ensure_ascii=False)  # MXNet reads no \\u
+        return json.dumps(facts, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str, source: str) -> "Record":

@@ -7,6 +7,7 @@ position, so a rewrite must keep the order of the variables.
 """
 import functools
 import json
+import re
 from typing import (
     Any,
     Callable,
@@ -38,6 +39,23 @@ TYPE_NAME = {flag: name for name, flag in TYPE_FLAG.items()}
 CASTS = frozenset(["Cast", "amp_cast"])
 
 Types = Tuple[Optional[str], ...]
+
+
+# What json.dumps escapes. MXNet reads no \u, \b and \f; it writes and reads these characters as
+# they are, which JSON does not allow.
+_ESCAPE = re.compile(r"\\(u[0-9a-f]{4}|.)")
+
+
+def _as_mxnet_reads(escape: "re.Match[str]") -> str:
+    is_known = escape[1] in ('"', "\\", "n", "r", "t")
+    character: str = escape[0] if is_known else json.loads(f'"{escape[0]}"')
+    return character
+
+
+def facts_of(symbol: "mx.sym.Symbol") -> Dict[str, Any]:
+    """Returns a symbol's JSON. To remove casts, MXNet would create a copy that it never frees."""
+    facts: Dict[str, Any] = json.loads(symbol.tojson(remove_amp_cast=False), strict=False)
+    return facts
 
 
 class Entry(NamedTuple):
@@ -112,7 +130,7 @@ class Graph:
 
     @classmethod
     def read(cls, symbol: "mx.sym.Symbol") -> "Graph":
-        return cls._from_dict(json.loads(symbol.tojson(remove_amp_cast=False)))
+        return cls._from_dict(facts_of(symbol))
 
     @classmethod
     def _from_dict(cls, data: Dict[str, Any]) -> "Graph":
@@ -125,7 +143,8 @@ class Graph:
 
     def symbol(self) -> "mx.sym.Symbol":
         data = {**self._to_dict(), "attrs": {"mxnet_version": ["int", _MXNET_VERSION]}}
-        return mx.sym.load_json(json.dumps(data))
+        text = json.dumps(data, ensure_ascii=False)
+        return mx.sym.load_json(_ESCAPE.sub(_as_mxnet_reads, text))
 
     def _to_dict(self) -> Dict[str, Any]:
         nodes = self.nodes()

@@ -8,7 +8,6 @@ A pass runs at one loss scale. It may run again in the same call:
 """
 import contextlib
 import functools
-import json
 import logging
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
@@ -17,6 +16,7 @@ from ..annotations import Array, Context, DType, Shape
 from ..checks import in_names
 from ..cpu.arrays import TYPES_16BIT, dtype_name, squares
 from ..cpu.library import SETTINGS, free_graphs, graph_operators, other_gradients, updated_inputs
+from ..graph.graph import facts_of
 from ..graph.operators import LOSSES, NESTED, OPERATORS, POSSIBLE_LOSSES, USER_CODE
 from .loss_scale import as_power
 from .step import Gradient, Step
@@ -380,10 +380,8 @@ def _reached(nodes: List[Any], begin: Iterable[int]) -> Set[int]:
 
 def _nodes(loss: Any) -> Tuple[List[Any], List[int]]:
     """Returns the nodes of a loss's graph, and the numbers of its outputs."""
-    symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
-    # to remove casts, MXNet would create a copy that it never frees
-    made = json.loads(symbol.tojson(remove_amp_cast=False))
-    return made["nodes"], [entry[0] for entry in made["heads"]]
+    facts = facts_of(mx.autograd.get_symbol(loss.as_nd_ndarray()))
+    return facts["nodes"], [entry[0] for entry in facts["heads"]]
 
 
 def _operators(losses: List[Any]) -> Set[str]:
