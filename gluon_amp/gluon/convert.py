@@ -45,7 +45,7 @@ from .converted import (
     original_class,
     restore_blocks,
 )
-from .parameter import ConvertedParameter, cast
+from .parameter import ConvertedParameter, cast, make_repeatable
 from .records import (
     Computes,
     check_blocks,
@@ -207,6 +207,8 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
     for block, state in zip(blocks, states):
         discard_traces(block)
         block._amp = state
+        for parameter in block.params.values():
+            make_repeatable(parameter)
         if isinstance(block, ConvertedBlock):
             _mark_and_hybridize(block, state)
         elif isinstance(block, HybridBlock) \

@@ -1,4 +1,5 @@
 """16-bit parameters of converted blocks: casts, initialization, files, sharing and copies."""
+import json
 import logging
 import weakref
 from typing import Any, Dict, Optional, Sequence
@@ -60,6 +61,22 @@ class ConvertedParameter(mx.gluon.Parameter):
                                  "change. Parameters with larger values stay float32 if they are "
                                  "loaded before gluon_amp.convert. Received: up to "
                                  f"{largest:.6g}")
+
+
+class RepeatableConstant(mx.init.Constant):
+    """MXNet's initializer. MXNet's own writes an array into one symbol only, and fails at the next:
+    a converted parameter has one for each of its types."""
+
+    def dumps(self) -> str:
+        value = self.value if np.isscalar(self.value) else np.asarray(
+            getattr(self.value, "asnumpy", lambda: self.value)()).tolist()
+        return json.dumps(["constant", {"value": value}])
+
+
+def make_repeatable(parameter: Parameter) -> None:
+    """Lets MXNet create several symbols of a parameter with an initializer."""
+    if type(parameter.init) is mx.init.Constant:
+        parameter.init = RepeatableConstant(parameter.init.value)
 
 
 _seen: "weakref.WeakSet[Any]" = weakref.WeakSet()  # Trainers that have taken a step

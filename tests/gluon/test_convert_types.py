@@ -1,4 +1,5 @@
 """`convert`: which parameters and operators become float16, and which stay."""
+import copy
 import re
 
 import gluon_amp as amp
@@ -775,3 +776,38 @@ def test_trainer_with_loss_scale_does_not_warn(pair, caplog):
         trainer.backward(loss)
     trainer.step(2)
     assert not caplog.records
+
+
+class Shares(gluon.HybridBlock):
+    """Two parameters that share an initializer with an array."""
+
+    def __init__(self, array):
+        super().__init__()
+        init = mx.init.Constant(array)
+        with self.name_scope():
+            self.one = nn.Dense(2, in_units=3, weight_initializer=init)
+            self.other = nn.Dense(2, weight_initializer=init)
+
+    def hybrid_forward(self, F, x):
+        return self.one(x) + self.other(x)
+
+
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("runs_first", [False, True])
+def test_initializer_with_an_array_serves_all_types(runs_first, policy):
+    array = np.array([[0.1, 2, 3], [4, 5, 6]], "float32")
+    for value in (nd.array(array), array):
+        net = make(Shares, array=value)
+        if runs_first:
+            net(nd.ones((1, 3)))
+        amp.convert(net, policy)
+        if policy == "float32":
+            net.hybridize()
+        expected = 2 * array.sum(1)
+        np.testing.assert_allclose(net(nd.ones((1, 3))).asnumpy()[0], expected, rtol=0.01)
+        copied = copy.deepcopy(net)
+        np.testing.assert_allclose(copied(nd.ones((1, 3))).asnumpy()[0], expected, rtol=0.01)
+        amp.restore(net).hybridize()
+        net.initialize(force_reinit=True)
+        assert np.array_equal(net.one.weight.data().asnumpy(), array)
+        net(nd.ones((1, 3)))
