@@ -16,15 +16,17 @@ import functools
 import itertools
 import math
 from ctypes import c_double, c_float
-from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType
+from ..checks import listed
 from . import library
 from .bfloat16 import BFLOAT16, is_bfloat16
 
 TYPES_16BIT = ("float16", "bfloat16")
 ROUNDED_TO_INFINITY = 65520.0  # the smallest number that float16 rounds to infinity
+SMALLEST = 2.0 ** -14  # the smallest number with all digits of float16
 
 
 @functools.lru_cache(maxsize=None)
@@ -230,6 +232,21 @@ def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
         largest = sizes[np.isfinite(sizes)].max(initial=0)
         found[i] = largest if largest >= ROUNDED_TO_INFINITY else 0
     return found
+
+
+def small_in_float16(named: Mapping[str, Any]) -> str:
+    """Returns what float16 does to float32 parameters that consist of small numbers, for the log;
+    "" if there are none. What is only added, such as a bias, may be small."""
+    names = [name for name in named if not name.endswith(("bias", "beta"))]
+    sums = squares([named[name] for name in names]) if library.started() else \
+        np.array([np.square(named[name].asnumpy(), dtype="float64").sum() for name in names])
+    small = [f"{name} (root mean square {math.sqrt(total / named[name].size):.2g})"
+             for name, total in zip(names, sums) if 0 < total < SMALLEST ** 2 * named[name].size]
+    if not small:
+        return ""
+    return "float16 rounds most numbers of these parameters to 0, or to fewer than 11 binary " \
+           f"digits, because they are below {SMALLEST:.2g}: {listed(small)}. Keep what reads " \
+           "them in float32 (keep=), or store them times a power of two"
 
 
 def all_finite(arrays: Sequence[Any]) -> bool:

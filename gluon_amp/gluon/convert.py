@@ -25,7 +25,13 @@ from mxnet.gluon.block import _flatten
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import TYPES_16BIT, beyond_float16, dtype_name, is_16bit
+from ..cpu.arrays import (
+    TYPES_16BIT,
+    beyond_float16,
+    dtype_name,
+    is_16bit,
+    small_in_float16,
+)
 from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
@@ -416,7 +422,8 @@ def _mutated(blocks: List[Block]) -> Set[str]:
 
 
 def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
-    """Returns the parameters with values beyond float16's range, and logs their names."""
+    """Returns the parameters with values beyond float16's range. The log names these, and those
+    that are small in float16."""
     cast = [p for p, dtype in types.items() if dtype == "float16" and p._data
             and dtype_name(p.dtype) == "float32"]
     largest = beyond_float16([p._data[0] for p in cast])
@@ -425,6 +432,9 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
         log.warning("these parameters stay float32, because float16 ends at 65504: %s. Operators "
                     "that read them in float16 read infinities: keep them in float32 (keep=)",
                     listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
+    small = small_in_float16({p.name: p._data[0] for p in cast})
+    if small:
+        log.warning("%s", small)
     return list(found)
 
 

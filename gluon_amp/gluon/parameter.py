@@ -13,6 +13,7 @@ from ..cpu.arrays import (
     is_16bit,
     mean_on_cpu,
     on_device,
+    small_in_float16,
     to_16bit,
     to_float32,
 )
@@ -41,16 +42,25 @@ class ConvertedParameter(mx.gluon.Parameter):
             self._rounded_to, self._dtype = None, self._rounded_to
 
     def _init_impl(self, data: Array, ctx_list: Sequence[Context]) -> None:
+        self._tell_if_small(data)
         super()._init_impl(_in_type(data, dtype_name(self._rounded_to or self._dtype)), ctx_list)
 
     def _load_init(self, data: Array, ctx: Context, cast_dtype: bool = True,
                    dtype_source: str = "current") -> None:
         self._check_range(data)
+        self._tell_if_small(data)
         super()._load_init(data, ctx, True, "current")
 
     def set_data(self, data: Array) -> None:
         self._check_range(data)
         super().set_data(data)
+
+    def _tell_if_small(self, data: Array) -> None:
+        is_float16 = dtype_name(self._rounded_to or self._dtype) == "float16"
+        if is_float16 and dtype_name(data.dtype) == "float32":
+            small = small_in_float16({self.name: data})
+            if small:
+                log.warning("%s", small)
 
     def _check_range(self, data: Array) -> None:
         if dtype_name(self._dtype) == "float16" and isinstance(data, mx.nd.NDArray) \

@@ -811,3 +811,39 @@ def test_initializer_with_an_array_serves_all_types(runs_first, policy):
         net.initialize(force_reinit=True)
         assert np.array_equal(net.one.weight.data().asnumpy(), array)
         net(nd.ones((1, 3)))
+
+
+class Scaled(gluon.HybridBlock):
+    """A layer with a factor for each output, as LayerScale."""
+
+    def __init__(self, factor):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.Dense(4, in_units=3, weight_initializer="ones",
+                                 bias_initializer=mx.init.Constant(1e-6))
+            self.factor = self.params.get("factor", shape=(4,), init=mx.init.Constant(factor))
+
+    def hybrid_forward(self, F, x, factor):
+        return F.broadcast_mul(self.body(x), factor)
+
+
+@pytest.mark.parametrize("when", ["converted", "initialized", "loaded"])
+@pytest.mark.parametrize(("policy", "factor", "is_named"), [
+    ("float16", 1e-6, True), ("float16", -2e-8, True), ("pure_float16", 5e-5, True),
+    ("float16", 1e-4, False), ("float16", 0, False), ("bfloat16", 1e-6, False),
+    ("float32", 1e-6, False)])
+def test_parameter_of_small_numbers_is_named(policy, factor, is_named, when, caplog, tmp_path):
+    path = str(tmp_path / "net.params")
+    net = Scaled(factor)
+    if when == "initialized":
+        amp.convert(net, policy)
+    net.initialize()
+    if when == "loaded":
+        net.save_parameters(path)
+        net = amp.convert(make(Scaled, factor=1), policy)
+        assert not caplog.text
+        net.load_parameters(path)
+    if when == "converted":
+        amp.convert(net, policy)
+    assert (net.factor.name in caplog.text) == is_named
+    assert net.body.bias.name not in caplog.text

@@ -331,3 +331,12 @@ def test_keep_of_another_type_is_refused(keep):
     symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     with pytest.raises(TypeError, match=f"keep takes.*Received: {type(keep).__name__}"):
         amp.convert_symbol(symbol, keep=keep)
+
+
+def test_checkpoint_of_small_numbers_is_named(caplog):
+    factor = mx.sym.var("layer_weight", shape=(3, 5))
+    symbol = mx.sym.FullyConnected(mx.sym.var("data"), factor, num_hidden=3, no_bias=True,
+                                   name="layer")
+    for size, is_named in ((1, False), (2e-8, True)):
+        amp.convert_model(symbol, {"layer_weight": mx.nd.ones((3, 5)) * size}, {})
+        assert ("layer_weight" in caplog.text) == is_named
