@@ -70,7 +70,7 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy, None] = None,
             name = entry.node.name
             if entry.node.is_variable and (node.op == "Cast" or types[name] != "float32"):
                 entry.node.attrs["__dtype__"] = str(TYPE_FLAG[types[name]])
-    _keep_output_names(graph, mixed)
+    _keep_outputs(graph, mixed)
     put_record(mixed, Record({"": policy}, nodes=tuple(sorted(kept))))
     return mixed.symbol()
 
@@ -196,10 +196,13 @@ def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -
     return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}
 
 
-def _keep_output_names(before: Graph, after: Graph) -> None:
-    """Gives a cast at an output the name of its input."""
+def _keep_outputs(before: Graph, after: Graph) -> None:
+    """Gives a cast at an output the name and attributes of the operator whose output it casts."""
     for old, new in zip(before.outputs, after.outputs):
-        if new.node.name != old.node.name and new.node.inputs:
-            source = new.node.inputs[0].node
-            if source.name == old.node.name:
-                new.node.name, source.name = source.name, f"{source.name}_float16"
+        if old.node.is_variable or new.node.name == old.node.name:
+            continue
+        new.node.attrs.update((key, value) for key, value in old.node.attrs.items()
+                              if key.startswith("__"))  # such as the layout; not the operator's
+        source = new.node.inputs[0].node
+        if source.name == old.node.name:
+            new.node.name, source.name = source.name, f"{source.name}_float16"

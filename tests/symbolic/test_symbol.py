@@ -340,3 +340,37 @@ def test_checkpoint_of_small_numbers_is_named(caplog):
     for size, is_named in ((1, False), (2e-8, True)):
         amp.convert_model(symbol, {"layer_weight": mx.nd.ones((3, 5)) * size}, {})
         assert ("layer_weight" in caplog.text) == is_named
+
+
+def with_layouts():
+    with mx.AttrScope(__layout__="TNC", __note__="mine"):
+        states = S.swapaxes(S.FullyConnected(S.var("data"), num_hidden=4, flatten=False, name="fc"),
+                            dim1=0, dim2=1, name="states")
+        parts = S.split(states, num_outputs=2, axis=2, name="parts")
+    return S.Group([states, parts[0], parts[1], S.var("data")])
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "bfloat16", "mixed_bfloat16"])
+def test_outputs_keep_their_attributes_and_arguments_their_names(policy):
+    symbol = with_layouts()
+    converted = amp.convert_symbol(symbol, policy)
+    assert converted.list_arguments() == symbol.list_arguments()
+    for i in range(4):
+        for key in ("__layout__", "__note__"):
+            assert converted[i].attr(key) == symbol[i].attr(key)
+
+
+@pytest.mark.mx_nd("MXNet's Module has no numpy mode")
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
+def test_module_joins_outputs_and_splits_their_gradients_on_the_axis_of_batches(policy, devices):
+    symbol = amp.convert_symbol(with_layouts()[0], policy)
+    module = amp.Module(symbol, label_names=None, context=[mx.cpu(i) for i in range(devices)])
+    module.bind([mx.io.DataDesc("data", (2, 3, 5), layout="NTC")])
+    module.init_params(mx.init.One())
+    data = np.arange(30, dtype="float32").reshape(2, 3, 5)
+    module.forward(mx.io.DataBatch([mx.nd.array(data)]), is_train=True)
+    out, = module.get_outputs()
+    expected = np.repeat(data.sum(2).T[:, :, None], 4, axis=2)
+    np.testing.assert_allclose(out.asnumpy(), expected, rtol=0.01)
+    module.backward([mx.nd.ones((3, 2, 4))])
