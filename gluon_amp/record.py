@@ -136,7 +136,7 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
         os.remove(record_path(params))
 
 
-def save_arrays(params: str, arrays: Mapping[str, Any], record: Optional[Record]) -> None:
+def save_arrays(params: str, arrays: Mapping[str, Any], record: Record) -> None:
     """Replaces a file of arrays of `mx.nd` or `mx.np`, and its record."""
     classic = {name: array.as_nd_ndarray() for name, array in arrays.items()}
     save(params, lambda path: mx.nd.save(path, classic), record)

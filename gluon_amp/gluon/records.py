@@ -50,16 +50,14 @@ def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
     return made
 
 
-def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Optional[Record]:
-    """Returns the record of a network; None if no part of it is converted.
+def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Record:
+    """Returns the record of a converted network.
 
     Args:
         nodes: the names of the float32 nodes of its symbol, if it is saved with one.
     """
     paths = paths_in(net)
     states = {path: block._amp for block, path in paths.items() if hasattr(block, "_amp")}
-    if not states:
-        return None
     record = Record({})
     for path, state in states.items():  # parents come first
         if record.given_at(path) != state.given:
