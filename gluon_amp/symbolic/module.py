@@ -97,6 +97,9 @@ class _ExecutorPass(BackwardPass):
                        for grad in executor.grad_arrays if grad is not None and id(grad) not in own]
 
 
+# Settings that stay those of a Module when it loads states.
+_OF_MODULE = ("lr", "lr_scheduler", "wd", "rescale_grad", "lr_mult", "wd_mult")
+
 Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
@@ -312,7 +315,8 @@ class _Module:
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
         self._step.check_new("update()")
         if self._fitting_states:
-            files.give_states(*self._fitting_states)
+            updater, states = self._fitting_states
+            files.give([updater], [states], updater.optimizer)
             self._fitting_states = None
         self._norm_is_hidden = not self._step.checks_gradients and module._kvstore is not None
         if not self._step.checks_gradients and not self._norm_is_hidden:
@@ -507,35 +511,23 @@ class _Module:
 
     def save_optimizer_states(self, fname: str) -> None:
         """Writes the optimizer with its master weights, the loss scale and the counters."""
-        module = self._module()
-
-        def write(path: str) -> None:
-            if module._update_on_kvstore:
-                module._kvstore.save_optimizer_states(path, True)
-            else:
-                with open(path, "wb") as file:
-                    file.write(module._updater.get_states(dump_optimizer=True))
-        files.save(fname, self._step, module._optimizer, write)
+        files.save(fname, self._updater_in_use(), self._step, saves_scheduler=False)
 
     def load_optimizer_states(self, fname: str) -> None:
         """Loads the states that this class or MXNet's `Module` saved, on any number of devices.
 
         States of float32 weights also load for 16-bit weights, whose values become their master
         weights. Otherwise, parameters and states must have the same types. It restores momenta,
-        master weights, counters and the loss scale. Learning rates stay those of this module's
-        optimizer. A file may contain MXNet's optimizers, schedulers and arrays, and this module's
-        optimizer and scheduler; other classes are refused before they run.
+        master weights, counters and the loss scale. Learning rates, scheduler and weight decays
+        stay those of this module's optimizer. No code in a file runs.
 
         Raises:
-            ValueError: the file is damaged, does not fit, or has other classes. Nothing changes.
+            ValueError: the file is damaged or does not fit. Nothing changes.
         """
         module = self._module()
-        mine = module._optimizer
-        states, saved = files.read_states(fname, mine)
-        updater = module._kvstore._updater if module._update_on_kvstore else module._updater
-        if updater is None:
-            raise ValueError("states on servers cannot be loaded: set the environment variable "
-                             "MXNET_UPDATE_ON_KVSTORE to 0")
+        states, maker, training = files.read(fname, module._optimizer, _OF_MODULE)
+        updater = self._updater_in_use()
+        files.check_here(updater)
         group = self._numbered()._exec_group
         trained = [(i, name) for i, name in enumerate(group.param_names)
                    if group.grad_arrays[i][0] is not None]
@@ -543,20 +535,20 @@ class _Module:
         with files.one_error(fname):
             weights = self._weights() if devices else {
                 name: (name, group.param_arrays[i][0]) for i, name in trained}
-            fitting = files.fit_states(fname, files.renumber(states, trained, devices),
-                                       saved or mine, weights)
-            if saved:
-                files.carry_counts(saved, [c.device_id for c in module._context],
-                                   lambda counts: files.renumber(counts, trained, devices))
-            self._step.load(files.step_state(saved))
-        files.give_states(updater, states)
+            fitting = files.fit_states(fname, files.renumber(states, trained, devices), maker,
+                                       weights)
+            files.carry_counts(maker, [c.device_id for c in module._context],
+                               lambda counts: files.renumber(counts, trained, devices))
+            self._step.load(training)
+        files.give([updater], [states], maker)
         self._fitting_states = updater, fitting
-        updater.optimizer = with_masters(saved or mine)
-        for name in ("lr", "lr_scheduler", "wd", "rescale_grad", "sym_info", "idx2name", "lr_mult",
-                     "wd_mult"):
-            setattr(updater.optimizer, name, getattr(mine, name))
         for one in self._modules():
-            one._optimizer = updater.optimizer
+            one._optimizer = maker
+
+    def _updater_in_use(self) -> Any:
+        """Returns the updater of this process; None if servers update."""
+        module = self._module()
+        return module._kvstore._updater if module._update_on_kvstore else module._updater
 
     def _weights(self) -> Dict[int, Tuple[str, Array]]:
         """Returns names and weights by the indices of MXNet's Module."""

@@ -1,105 +1,90 @@
-"""Files of optimizer states: reading, writing and validation.
+"""States of optimizers in files: saved, read, and fitted to weights and devices.
 
-The format is MXNet's: a pickle of {index: state}, alone or with the optimizer. A checksum follows,
-which MXNet does not read. unpickle.py reads it, and check_optimizer.py checks it.
+state_file.py has the format, old_state_file.py reads that of MXNet and of earlier versions, and
+settings.py checks optimizers and schedulers.
 """
 import copy
-import hashlib
 import warnings
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
 from .._mxnet import message, mx, np
 from ..annotations import Array, Optimizer, Updater
 from ..checks import counted, order_of
 from ..cpu.arrays import dtype_name, is_16bit
-from ..files import replace_file
-from .check_optimizer import check_settings
+from . import old_state_file, state_file
 from .optimizer import master_in, with_masters
+from .settings import restored, settings_of
 from .step import Step
-from .unpickle import load
 
-_SEAL = b"\ngluon_amp sha256 "  # followed by 64 digits
+_LONGEST_NAME = 10 ** 4  # whose numbers are compared as numbers
 
 
-def save(fname: str, step: Step, optimizer: Optimizer, write: Callable[[str], None],
+def save(fname: str, updater: Updater, step: Step, saves_scheduler: bool = True,
          **others: Any) -> None:
-    """Writes a file of optimizer states with a checksum, atomically.
+    """Writes a file of optimizer states, atomically.
 
     Args:
         fname: the path of the file.
+        updater: MXNet's updater, with the states and the optimizer; None if servers update.
         step: the step, whose state is saved with the optimizer.
-        optimizer: the optimizer.
-        write: writes the optimizer and its states to a path, in MXNet's format.
-        others: further values that are saved with the optimizer.
+        saves_scheduler: whether the optimizer's scheduler is saved.
+        others: further values that are saved.
     """
+    check_here(updater)
     mx.nd.waitall()  # MXNet writes the shapes of sparse arrays before it waits for their values
-    optimizer.trainer_state = {**others, **step.state()}
-
-    def write_sealed(path: str) -> None:
-        write(path)
-        with open(path, "rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()
-        with open(path, "ab") as file:
-            file.write(_SEAL + digest.encode())
-    replace_file(fname, write_sealed)
+    optimizer = updater.optimizer
+    scheduler = settings_of(optimizer.lr_scheduler) if saves_scheduler else None
+    state_file.write(fname, state_file.Saved(updater.states, settings_of(optimizer), scheduler,
+                                             {**others, **step.state()}))
 
 
-def step_state(optimizer: Optional[Optimizer]) -> Dict[str, Any]:
-    """Returns what `save` stored with an optimizer; empty in a file of MXNet."""
-    return getattr(optimizer, "trainer_state", {})
-
-
-def give_states(updater: Updater, states: Dict[Any, Any]) -> None:
-    """Sets the states of an updater of MXNet, on any device."""
-    updater.states, updater.states_synced = states, dict.fromkeys(states, False)
-
-
-def read_states(fname: str, mine: Optimizer) -> Tuple[Dict[Any, Any], Any]:
-    """Reads the states in a file, and its optimizer or None.
+def read(fname: str, mine: Optimizer, keep: Collection[str] = ()
+         ) -> Tuple[Dict[Any, Any], Optimizer, Dict[str, Any]]:
+    """Reads a file of optimizer states.
 
     Args:
         fname: the path of the file.
         mine: the optimizer in use.
+        keep: its settings that stay.
+
+    Returns:
+        the states, a copy of the optimizer with the file's settings, and what `save` stored with
+        them; empty in a file of MXNet.
     """
     with open(fname, "rb") as file:
         data = file.read()
-    wrong = f"{fname} holds no optimizer states, or is cut short or damaged"
-    end = len(data) - len(_SEAL) - 64
-    sealed = data[max(end, 0):].startswith(_SEAL)
-    if sealed and hashlib.sha256(data[:end]).hexdigest().encode() != data[-64:]:
-        raise ValueError(f"{wrong}: its checksum does not fit")
+    reader = state_file if data.startswith(state_file.MAGIC) else old_state_file
     try:
-        loaded = load(data[:end] if sealed else data, _own_classes(mine))
+        saved = reader.parse(data)
     except Exception as error:  # damaged data may raise any error
         if "np shape semantics" in str(error):
             raise ValueError(f"{fname} was not written in the present mode of npx.set_np(), which "
                              f"MXNet requires: {message(error)}") from error
-        raise ValueError(f"{wrong}: {str(error) or repr(error)}") from error
-    states, optimizer = loaded if isinstance(loaded, tuple) and len(loaded) == 2 else (loaded, None)
-    if not isinstance(states, dict) \
-            or not isinstance(optimizer, (mx.optimizer.Optimizer, type(None))):
-        raise ValueError(f"{wrong}. Received: {type(loaded).__name__}")
-    if optimizer is not None:
-        if type(optimizer).__name__ != type(mine).__name__:
-            raise ValueError(f"{fname} holds the states of {type(optimizer).__name__}, not of "
-                             f"{type(mine).__name__}")
-        with one_error(fname):
-            check_settings(optimizer, mine)
-        # What belongs to this process: with 0, MXNet's Updater may loop forever.
-        optimizer.aggregate_num = mine.aggregate_num
-        optimizer.multi_precision = optimizer.multi_precision or mine.multi_precision
-        if hasattr(optimizer, "weight_types"):  # set in the next step
-            optimizer.weight_types = {}
-    return states, optimizer
+        raise ValueError(f"{fname} holds no optimizer states, or is cut short or damaged: "
+                         f"{str(error) or repr(error)}") from error
+    with one_error(fname):
+        return saved.states, with_masters(restored(saved, mine, keep)), saved.training
 
 
-def _own_classes(optimizer: Optimizer) -> Dict[Tuple[str, str], Any]:
-    """Returns the user's classes of the optimizer and its scheduler, by module and name. Our
-    subclass has the name of the user's class; the latter comes last and wins."""
-    return {(cls.__module__, cls.__qualname__): cls
-            for made in (optimizer, optimizer.lr_scheduler) for cls in type(made).__mro__
-            if cls.__module__.partition(".")[0] not in ("builtins", "mxnet", "gluon_amp")}
+def check_here(updater: Optional[Updater]) -> None:
+    """Refuses states on servers."""
+    if updater is None:
+        raise ValueError("states on servers can be neither saved nor loaded. Valid: a Trainer with "
+                         "update_on_kvstore=False, or a Module with the environment variable "
+                         "MXNET_UPDATE_ON_KVSTORE=0")
+
+
+def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]], maker: Optimizer) -> None:
+    """Sets the states and the optimizer of updaters of MXNet, on any device. A scheduler of the
+    same class as the file's stays the script's object."""
+    mine = updaters[0].optimizer.lr_scheduler
+    if type(mine) is type(maker.lr_scheduler) and hasattr(mine, "__dict__"):
+        vars(mine).update(vars(maker.lr_scheduler))
+        maker.lr_scheduler = mine
+    for updater, one in zip(updaters, states):
+        updater.states, updater.states_synced = one, dict.fromkeys(one, False)
+        updater.optimizer = maker
 
 
 @contextmanager
@@ -203,30 +188,20 @@ def carry_counts(maker: Optimizer, devices: Sequence[int],
         devices: the device ids.
         numbered: renumbers the counts.
     """
-    saved = getattr(maker, "_all_index_update_counts", {0: maker._index_update_count})
+    saved = maker._all_index_update_counts
     together = {index: count for counts in saved.values() for index, count in counts.items()}
     maker._all_index_update_counts = {
         device: numbered({**together, **saved.get(device, {})}) for device in {0, *devices}}
     maker._index_update_count = maker._all_index_update_counts[0]
 
 
-def check_order(fname: str, maker: Optimizer, names: Sequence[str]) -> None:
-    """Refuses a file with another order of parameters."""
-    saved = step_state(maker).get("names", ())
-    if len(saved) == len(names) and order_of(saved) != order_of(names):
-        raise ValueError(f"{fname} holds the parameters in another order, {', '.join(saved[:3])}, "
+def check_order(saved: Sequence[str], names: Sequence[str]) -> None:
+    """Refuses a file with the same number of parameters in another order."""
+    if len(saved) == len(names) and (max(map(len, saved)) > _LONGEST_NAME
+                                     or order_of(saved) != order_of(names)):
+        raise ValueError(f"it holds the parameters in another order, {', '.join(saved[:3]):.200}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
                          "Give the network a prefix, when saving, too")
-
-
-def histories_in(maker: Optimizer, networks: int) -> List[str]:
-    """Returns the float8 histories of each network in a file, or empty ones if it has none."""
-    found = step_state(maker).get("scales") or [""] * networks
-    if len(found) != networks:
-        raise ValueError(f"it holds float8 histories of {counted(len(found), 'network')}; here: "
-                         f"{networks} (scaling='delayed'). Convert the networks before, as when it "
-                         "was saved")
-    return list(found)
 
 
 def _layout(state: object) -> object:

@@ -97,8 +97,8 @@ class LossScale:
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Loads nothing; warns that a dynamic scale's state is ignored."""
         if state:
-            log.warning("the file's dynamic loss scale, %g, is ignored: here loss_scale is %s. "
-                        "loss_scale='dynamic' loads it", state["scale"], self)
+            log.warning("the file's dynamic loss scale, %s, is ignored: here loss_scale is %s. "
+                        "loss_scale='dynamic' loads it", format(state["scale"], "g"), self)
 
     def __repr__(self) -> str:
         return "None"  # the value of `loss_scale=`

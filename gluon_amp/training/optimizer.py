@@ -511,7 +511,7 @@ def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
 class _WithMasters:
     """The mixin that precedes an optimizer's class."""
 
-    # names by index, when the state was created; dtypes in older files
+    # names by index, when the state was created
     weight_types: Dict[Any, Any]
     _master_sync: MasterSync
     _prepared: Dict[Any, Prepared]  # by device
@@ -694,7 +694,7 @@ class _WithMasters:
 
     def _check_types(self, indices: List[Any], types: List[str]) -> None:
         for index, now in zip(indices, types):
-            then = dtype_name(self.weight_types.setdefault(index, now))
+            then = self.weight_types.setdefault(index, now)
             if now != then:
                 name = getattr(self.param_dict.get(index), "name", index)
                 raise ValueError(f"parameter {name} was {then} when its optimizer "

@@ -681,8 +681,6 @@ class Step:
     def load(self, state: Dict[str, Any]) -> None:
         """Loads a result of `state`, which is empty for a file of MXNet, and clears the state
         of backward passes. An error changes nothing."""
-        if not isinstance(state, dict):
-            raise ValueError(f"the state of steps is a dictionary. Received: {state!r}")
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
                              for key in ("skipped", "skipped_in_a_row"))
         if state.get("loss_scale"):

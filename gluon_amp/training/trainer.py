@@ -18,7 +18,6 @@ from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, Paramete
 from ..checks import counted, in_names, listed, positive_number, same_objects
 from ..cpu.arrays import is_16bit
 from ..cpu.library import graph_operators
-from ..cpu.scales import for_devices, scales_of
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
@@ -31,7 +30,6 @@ from .optimizer import (
     given_optimizer,
     prepared,
     weights_unwritten,
-    with_masters,
 )
 from .optimizer import optimizer as make_optimizer
 from .step import Gradient, Stage, Step, gradients_of, in_turn, set_to_zero
@@ -562,25 +560,29 @@ class Trainer(mx.gluon.Trainer):
     def save_states(self, fname: str) -> None:
         """Writes the optimizer with its states and master weights, the loss scale and counters.
 
-        A `gluon.Trainer` can read the file where gluon_amp is installed.
+        Of an optimizer or a scheduler of your own, the file has what its `state_dict()` returns, or
+        its attributes without one.
 
         Args:
             fname: the file's path.
+
+        Raises:
+            TypeError: an attribute of the optimizer or its scheduler is no number, text, list,
+                dictionary or array, and its class has no `state_dict`.
         """
         self._check_own_weights("save_states()")
-        averaged = [one._state() for one in self._averaged]
-        checkpoint.save(fname, self._step, self._optimizer, super().save_states,
-                        names=[p.name for p in self._params], averaged=averaged,
-                        scales=[s.read() for s in scales_of(self._params)])
-        self._optimizer.trainer_state.pop("averaged")  # copies of the optimizer need no averages
+        self._broadcast_parameters()
+        checkpoint.save(fname, self._all_updaters()[0], self._step,
+                        names=[p.name for p in self._params],
+                        averaged=[one._state() for one in self._averaged])
 
     def load_states(self, fname: str) -> None:
         """Loads a file of `save_states`, of this class or of `gluon.Trainer`.
 
         States of float32 weights also load for 16-bit weights, whose values become their master
-        weights. Otherwise, parameters and states must have the same types. The file may hold
-        MXNet's optimizers, schedulers and arrays, and the classes of this Trainer's optimizer and
-        scheduler. No other code runs.
+        weights. Otherwise, parameters and states must have the same types. MXNet's schedulers are
+        created as they were saved. A scheduler or an optimizer of your own must be given to this
+        Trainer again; it gets the file's values. No code in a file runs.
 
         Args:
             fname: the file's path.
@@ -589,13 +591,10 @@ class Trainer(mx.gluon.Trainer):
             ValueError: the file does not fit or is damaged. Nothing changes.
         """
         self._check_own_weights("load_states()")
-        states, optimizer = checkpoint.read_states(fname, self._optimizer)
-        maker = optimizer or self._optimizer
+        states, maker, training = checkpoint.read(fname, self._optimizer)
         with checkpoint.one_error(fname):
-            checkpoint.check_order(fname, maker, [p.name for p in self._params])
-            scales = scales_of(self._params)
-            histories = checkpoint.histories_in(maker, len(scales))
-            averaged = checkpoint.step_state(optimizer).pop("averaged", [])
+            checkpoint.check_order(training.get("names", []), [p.name for p in self._params])
+            averaged = training.get("averaged", [])
             if averaged and len(averaged) != len(self._averaged):
                 raise ValueError(f"it holds {counted(len(averaged), 'average')} of weights, and "
                                  f"this Trainer has {len(self._averaged)}. Create AveragedWeights "
@@ -606,26 +605,23 @@ class Trainer(mx.gluon.Trainer):
                 i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
                 for i, p in enumerate(self._params)})
         self._broadcast_parameters()
-        updaters = [self._kvstore._updater] if self._update_on_kvstore else self._updaters
-        if None in updaters:
-            raise ValueError("states that servers keep cannot be loaded: make the Trainer with "
-                             "update_on_kvstore=False")
+        updaters = self._all_updaters()
+        checkpoint.check_here(updaters[0])
         with checkpoint.one_error(fname):
-            devices = [c.device_id for c in self._contexts]
-            checkpoint.carry_counts(maker, devices)
+            checkpoint.carry_counts(maker, [c.device_id for c in self._contexts])
             copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
-            histories = [for_devices(text, devices) for text in histories]
-            self._step.load(checkpoint.step_state(optimizer))
-        for one, text in zip(scales, histories):
-            one.write(text)
-        for updater, own in zip(updaters, copies):
-            checkpoint.give_states(updater, own)
-            updater.optimizer = maker
+            self._step.load(training)
+        checkpoint.give(updaters, copies, maker)
         for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
             mine._load(saved)
         self._workers.compared = False
-        self._optimizer = with_masters(maker)
+        self._optimizer = maker
         self._optimizer.param_dict = dict(enumerate(self._params))
+
+    def _all_updaters(self) -> List[Any]:
+        """Returns MXNet's updater of each device, or that of the store; [None] if servers update.
+        """
+        return [self._kvstore._updater] if self._update_on_kvstore else self._updaters
 
 
 def _described(parameters: Sequence[Parameter]) -> List[Tuple[str, Any, bool]]:

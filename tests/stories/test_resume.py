@@ -1,6 +1,6 @@
 """A run that is killed and resumed in a new process is bitwise identical to an unbroken run."""
+import json
 import os
-import pickle
 import signal
 
 import mxnet as mx
@@ -9,7 +9,7 @@ import pytest
 import scripts
 
 SCRIPT = """
-import pickle, sys
+import sys
 import gluon_amp as amp
 import numpy as np
 from mxnet import autograd, gluon, lr_scheduler, nd
@@ -55,15 +55,12 @@ def run(folder, first, last, overflows=(), saves=False, **options):
 
 
 def result(folder):
-    """Parameters and the complete state of the trainer."""
+    """Parameters, the complete state of the trainer in bytes, and its counters."""
     parameters = mx.nd.load(str(folder / "net.params"))
-    with open(folder / "trainer.states", "rb") as file:
-        states, optimizer = pickle.load(file)
-    flat = [a.asnumpy() for master, (mean, var) in
-            (s if isinstance(s[1], tuple) else (s[0], (s[0], s[1])) for s in states.values())
-            for a in (master, mean, var)]
-    return ([parameters[name].asnumpy() for name in sorted(parameters)] + flat,
-            optimizer.trainer_state, optimizer.num_update, optimizer.lr_scheduler.base_lr)
+    states = (folder / "trainer.states").read_bytes()
+    saved = json.loads(states.split(b"\n")[1])
+    return ([parameters[name].asnumpy() for name in sorted(parameters)], states,
+            saved["training"]["skipped"], saved["optimizer"][1]["num_update"])
 
 
 def same(a, b):
@@ -80,8 +77,8 @@ def test_resumed_run_is_bitwise_identical(overflows, tmp_path):
         assert process.returncode == 0
     expected = result(whole)
     assert same(result(cut), expected)
-    assert expected[1]["skipped"] == len(overflows)
-    assert expected[2] == 20 - len(overflows)
+    assert expected[2] == len(overflows)
+    assert expected[3] == 20 - len(overflows)
 
 
 def test_files_are_complete_if_killed_while_saving(tmp_path):
@@ -93,9 +90,9 @@ def test_files_are_complete_if_killed_while_saving(tmp_path):
                 os.kill(process.pid, signal.SIGKILL)
                 break
         process.communicate()
-        parameters, state, updates, _ = result(tmp_path / "cut")
+        parameters, _, skipped, updates = result(tmp_path / "cut")
         assert updates > kill_after
-        assert state["skipped"] == 0
+        assert skipped == 0
         assert all(np.isfinite(p).all() for p in parameters)
     names = {p.name for p in (tmp_path / "cut").iterdir()}
     assert {name for name in names if not name.endswith(".writing")} == {

@@ -1,12 +1,16 @@
 """`make fuzz-states`: random files of optimizer states, damaged or crafted, that a Trainer loads.
 
-A seed determines a file: a good one whose bytes, opcodes, arrays or settings are changed, or a
-pickle of random opcodes. A file is refused with a ValueError, and nothing changes; or it loads, and
-the next step runs. No file ends the process or runs for more than LONGEST seconds.
+A seed determines a file: a good one, of this version or a pickle of an earlier one, whose bytes,
+opcodes, arrays, values or settings are changed, or a pickle of random opcodes. A file is refused
+with a ValueError, and nothing changes; or it loads, and the next step runs. No file ends the
+process or runs for more than LONGEST seconds.
 """
 import contextlib
+import copy
 import functools
+import hashlib
 import io
+import json
 import os
 import pickle
 import pickletools
@@ -56,7 +60,8 @@ class Halving(mx.lr_scheduler.LRScheduler):
 
 @functools.lru_cache(maxsize=None)
 def network(name, scheduler, policy):
-    """A network and its Trainer, with a good file of its states, unsealed."""
+    """A network and its Trainer, with a good file of its states, and one of version 0.2.0 without
+    its checksum."""
     mx.random.seed(1)
     net = gluon.nn.HybridSequential(prefix="net_")
     net.add(gluon.nn.Dense(3, in_units=4, prefix="a_"), gluon.nn.Dense(2, in_units=3, prefix="b_"))
@@ -73,7 +78,12 @@ def network(name, scheduler, policy):
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "good")
         trainer.save_states(path)
-        return net, trainer, Path(path).read_bytes()[:-64 - len(b"\ngluon_amp sha256 ")]
+        trainer.optimizer.trainer_state = {
+            "skipped": 0, "skipped_in_a_row": 0, "names": [p.name for p in trainer._params],
+            "loss_scale": trainer._step.loss_scale.state_dict(), "averaged": [], "scales": []}
+        old = pickle.dumps((trainer._updaters[0].states, trainer.optimizer))
+        del trainer.optimizer.trainer_state
+        return net, trainer, Path(path).read_bytes(), old
 
 
 def train(net, trainer):
@@ -184,8 +194,69 @@ def bomb(data, draw):
     return b"".join(found[:i]) + shared + b"".join(found[i:])
 
 
-CRAFTED = [flipped, spliced, other_opcodes, random_opcodes, other_array, other_settings,
+PICKLES = [flipped, spliced, other_opcodes, random_opcodes, other_array, other_settings,
            other_settings, other_settings, bomb]
+
+
+# ---- crafted files of this version, most with a checksum that fits
+
+
+HEAD = len(b"gluon_amp states 1 ") + 65
+JSON = [None, True, -1, 0, 1, 2.5, 2 ** 31, 2 ** 62, 10 ** 400, float("nan"), float("-inf"), 1e-320,
+        "", "linear", "\ud800", "9" * 20_000, [], [0, 0], {}, {"a": {}}, {"$tuple": []},
+        {"$tuple": 3}, {"$dict": [[0, 1]]}, {"$dict": [[[], 1]]},
+        {"$dict": [[2 ** 61 - 1, 0]] * 3},
+        {"$array": ["nd", 64]}, {"$array": ["csr", 0]}, {"$array": ["nd", -1]}, {"$array": 1},
+        {"$numpy": ["float64", "nan"]}, {"$numpy": ["object", [1]]}, {"$numpy": ["int8", [[1], 2]]},
+        {"$other": 1}, ["mxnet.optimizer.optimizer.SGD", {}]]
+
+
+def sealed(body):
+    return b"gluon_amp states 1 " + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def resealed(change):
+    """A change of what follows the checksum."""
+    return lambda data, draw: sealed(change(data[HEAD:], draw))
+
+
+def places(value):
+    """The containers in a JSON value, each with its keys or indices."""
+    if isinstance(value, (dict, list)):
+        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+        yield value, keys
+        for key in keys:
+            yield from places(value[key])
+
+
+def other_values(data, draw):
+    """Other values, or other keys, in the JSON."""
+    text, _, arrays = data.partition(b"\n")
+    value = json.loads(text)
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        container, keys = draw.choice(list(places(value)))
+        key = draw.choice(keys) if keys else None
+        if isinstance(container, list):
+            container.insert(key or 0, draw.choice(JSON))
+        elif draw.random() < 0.2 and keys:
+            container[draw.choice(["update", "x", "$tuple", "$array"])] = container.pop(key)
+        else:
+            container[key if keys else "x"] = copy.deepcopy(draw.choice(JSON))
+    return json.dumps(value).encode() + b"\n" + arrays
+
+
+def other_json(data, draw):
+    """JSON that nests very often, or has long numbers."""
+    text, _, arrays = data.partition(b"\n")
+    bombs = [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b"9" * 300_000, b"1e" + b"9" * 1000,
+             b'{"$tuple":[' * 400 + b"]}" * 400, b'{"a":' * 900 + b"1" + b"}" * 900,
+             b'{"$array":["nd",99999999999999]}', b'{"$array":["nd",10]}', b"\xff\xfe", b"NaN"]
+    found = draw.choice([i for i in range(len(text)) if text[i:i + 1].isdigit()])
+    return text[:found] + draw.choice(bombs) + text[found + 1:] + b"\n" + arrays
+
+
+FILES = [flipped, spliced, resealed(flipped), resealed(spliced), resealed(other_array),
+         resealed(other_array), *[resealed(other_values)] * 4, resealed(other_json)]
 
 
 # ---- runs
@@ -194,10 +265,13 @@ CRAFTED = [flipped, spliced, other_opcodes, random_opcodes, other_array, other_s
 def check(seed, folder):
     """Loads the file of a seed. Returns whether it was refused."""
     draw = random.Random(seed)
-    crafted = draw.choice(CRAFTED)
-    net, trainer, good = network(draw.choice(OPTIMIZERS), draw.randrange(len(SCHEDULERS)),
-                                 draw.choice(["float16", "bfloat16", "float32"]))
+    net, trainer, good, old = network(draw.choice(OPTIMIZERS), draw.randrange(len(SCHEDULERS)),
+                                      draw.choice(["float16", "bfloat16", "float32"]))
     path = os.path.join(folder, "file")
+    if draw.random() < 0.5:
+        good, crafted = old, draw.choice(PICKLES)
+    else:
+        crafted = draw.choice(FILES)
     Path(path).write_bytes(good)
     trainer.load_states(path)
     Path(path).write_bytes(crafted(good, draw))

@@ -388,7 +388,8 @@ def test_states_of_other_averages_are_refused_and_old_states_restart(tmp_path):
     trainer.load_states(old)
     assert averaged.count == 0
     plain = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True, "momentum": 0.9})
-    plain.load_states(path)  # MXNet's Trainer reads them, too
+    gluon.Trainer.save_states(trainer, path)
+    plain.load_states(path)  # MXNet's Trainer reads its own files
 
 
 @pytest.mark.parametrize("decay", [0, 1, 1.0, -0.5, "0.9", True])

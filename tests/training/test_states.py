@@ -1,4 +1,5 @@
 """Trainer.save_states and load_states: contents of files, and refusal of unfit files."""
+import json
 import os
 import pickle
 import re
@@ -133,11 +134,11 @@ def test_a_float32_training_continues_in_16_bits(name, policy, path, tmp_path):
         np.testing.assert_allclose(trainer.master(mine).asnumpy(), theirs.asnumpy(), atol=5e-3)
 
 
-def test_gluon_trainer_loads_the_file(path):
+def test_gluon_trainer_loads_what_its_own_method_saves(path):
     net = make("float32")
     trainer = of(net, "adam")
     fit(net, trainer, 4)
-    trainer.save_states(path)
+    gluon.Trainer.save_states(trainer, path)
     stock = gluon.Trainer(make("float32").collect_params(), "adam")
     stock.load_states(path)
     assert same(numbers(stock._updaters[0].states), numbers(trainer._updaters[0].states))
@@ -259,12 +260,11 @@ def test_failed_save_leaves_old_file_intact(path, tmp_path, monkeypatch):
     trainer.save_states(path)
     old = Path(path).read_bytes()
 
-    def full(self, fname):
-        Path(fname).write_bytes(b"half")
+    def full(descriptor):
         raise OSError("No space left on device")
 
     fit(net, trainer)
-    monkeypatch.setattr(gluon.Trainer, "save_states", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         trainer.save_states(path)
     assert Path(path).read_bytes() == old
@@ -328,22 +328,62 @@ def test_states_of_row_sparse_weights_are_loaded(path):
 
 # ---- contents of files
 
+FILES = Path(__file__).parent / "files"  # that earlier versions have written
+
+
+def check_old_file(trainer, name):
+    """Loads a file; in numpy mode MXNet refuses its arrays."""
+    file = str(FILES / name)
+    if mx.util.is_np_array():
+        with pytest.raises(ValueError, match=r"not written in the present mode of npx\.set_np\(\)"):
+            trainer.load_states(file)
+        return False
+    trainer.load_states(file)
+    assert trainer.optimizer.num_update == 3
+    return True
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_files_of_version_0_1_0_load(name):
     """Version 0.1.0 had optimizers in other modules and no checksum."""
     net = make()
     trainer = of(net, name, loss_scale=amp.DynamicLossScale())
-    file = str(Path(__file__).parent / "files" / f"trainer-0.1.0-{name}.states")
-    if mx.util.is_np_array():
-        with pytest.raises(ValueError, match=r"not written in the present mode of npx\.set_np\(\)"):
-            trainer.load_states(file)
-        return
-    trainer.load_states(file)
-    assert type(trainer.optimizer) is type(of(net, name).optimizer)
-    assert trainer.optimizer.num_update == 3
-    assert trainer.optimizer.lr_scheduler.step == 3
-    assert trainer.loss_scale == 1024
-    fit(net, trainer)
+    if check_old_file(trainer, f"trainer-0.1.0-{name}.states"):
+        assert type(trainer.optimizer) is type(of(net, name).optimizer)
+        assert trainer.optimizer.lr_scheduler.step == 3
+        assert trainer.loss_scale == 1024
+        fit(net, trainer)
+
+
+def test_a_file_of_version_0_2_0_loads_with_averages_and_scheduler():
+    net = make()
+    trainer = of(net)
+    averaged = amp.AveragedWeights(trainer, decay=0.9)
+    if check_old_file(trainer, "trainer-0.2.0-sgd.states"):
+        assert (averaged.updates, averaged.count) == (3, 3)
+        assert not same([averaged.value(net[0].weight).asnumpy()], [net[0].weight.data().asnumpy()])
+        assert trainer.optimizer.lr_scheduler.step == [2, 40]
+        assert (trainer.learning_rate, trainer.loss_scale, trainer.skipped) == (0.005, 512, 1)
+        fit(net, trainer)
+
+
+def test_a_file_of_version_0_2_0_with_a_number_of_numpy_loads():
+    net = make("bfloat16")
+    trainer = of(net, "adamw", loss_scale=8)
+    if check_old_file(trainer, "trainer-0.2.0-adamw.states"):
+        assert trainer.learning_rate == 0.01
+        assert isinstance(trainer.learning_rate, np.float64)
+        fit(net, trainer)
+
+
+def test_a_damaged_file_of_version_0_2_0_is_refused(path):
+    data = (FILES / "trainer-0.2.0-sgd.states").read_bytes()
+    net = make()
+    trainer = of(net)
+    for i in range(0, len(data), 97):
+        Path(path).write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1:])
+        with pytest.raises(ValueError, match=r"trainer\.states holds no .* or damaged"):
+            trainer.load_states(path)
 
 
 class Evil:
@@ -372,50 +412,171 @@ def test_files_written_with_numpy_1_or_2_load(core, path):
     trainer = of(net)
     fit(net, trainer)
     states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
-    optimizer.param_dict, optimizer.trainer_state = {}, {}
-    optimizer.lr, optimizer.table = np.float64(0.25), np.arange(3)
+    optimizer.param_dict, optimizer.lr = {}, np.float64(0.25)
     written = pickle.dumps((states, optimizer), protocol=3)  # writes names of modules as plain text
     both = re.sub(rb"cnumpy\._?core\.", f"c{core}.".encode(), written)
     Path(path).write_bytes(both)
     trainer.load_states(path)
     assert trainer.optimizer.lr == 0.25
-    assert trainer.optimizer.table.tolist() == [0, 1, 2]
+
+
+SCHEDULERS = {
+    "factor": lambda **kwargs: mx.lr_scheduler.FactorScheduler(2, 0.9, **kwargs),
+    "multi factor": lambda **kwargs: mx.lr_scheduler.MultiFactorScheduler([3, 7], 0.3, **kwargs),
+    "poly": lambda **kwargs: mx.lr_scheduler.PolyScheduler(20, pwr=3, **kwargs),
+    "cosine": lambda **kwargs: mx.lr_scheduler.CosineScheduler(9, final_lr=1e-3, **kwargs)}
+
+
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 2, "warmup_begin_lr": 0.01},
+                                    {"warmup_steps": 6, "warmup_mode": "constant"}])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_of_mxnet_resume_exactly_without_being_given(name, warmup, path):
+    net = make("float32")
+    scheduler = SCHEDULERS[name](base_lr=1 / 3, **warmup)
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": scheduler}, loss_scale=8)
+    fit(net, trainer, 5)
+    trainer.save_states(path)
+    resumed = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    resumed.load_states(path)
+    assert type(resumed.optimizer.lr_scheduler) is type(scheduler)
+    assert vars(resumed.optimizer.lr_scheduler) == vars(scheduler)
+    assert resumed.optimizer.lr_scheduler is not scheduler
+    rates = [[one.optimizer.lr_scheduler(update) for update in range(6, 12)]
+             for one in (trainer, resumed)]
+    assert rates[0] == rates[1]
 
 
 class Halving(mx.lr_scheduler.LRScheduler):
+    """A scheduler of the user's without `state_dict`."""
+
     def __call__(self, num_update):
+        self.last = num_update
         return self.base_lr / 2 ** num_update
 
 
-def test_custom_scheduler_loads_if_trainer_uses_its_class(path):
-    def trainer(**kwargs):
-        net = make()
-        return net, amp.Trainer(net.collect_params(), "sgd", kwargs, loss_scale=8)
+class Plateau:
+    """A scheduler of the user's, with `state_dict` and an attribute that no file can hold."""
 
-    net, first = trainer(lr_scheduler=Halving(base_lr=1.0))
+    def __init__(self, base_lr):
+        self.base_lr, self.bad, self.judge = base_lr, 0, lambda: None
+
+    def __call__(self, num_update):
+        return self.base_lr / 2 ** self.bad
+
+    def state_dict(self):
+        return {"bad": self.bad, "best": None}
+
+    def load_state_dict(self, state):
+        if not isinstance(state["bad"], int):
+            raise ValueError("bad must be an integer")
+        self.bad = state["bad"]
+
+
+def scheduled(**kwargs):
+    net = make()
+    return net, amp.Trainer(net.collect_params(), "sgd", kwargs, loss_scale=8)
+
+
+def test_a_scheduler_of_the_user_is_given_again_and_gets_its_attributes(path):
+    net, first = scheduled(lr_scheduler=Halving(base_lr=1.0))
     fit(net, first)
     first.save_states(path)
-    _, second = trainer(lr_scheduler=Halving(base_lr=1.0))
+    again = Halving(base_lr=4.0)
+    _, second = scheduled(lr_scheduler=again)
+    second.load_states(path)
+    assert again.last == 3
+    assert second.learning_rate == first.learning_rate == 0.125
+    assert second.optimizer.lr_scheduler is again
+
+
+@pytest.mark.parametrize("other", [
+    {"learning_rate": 1.0}, {"lr_scheduler": Plateau(1.0)},
+    {"lr_scheduler": mx.lr_scheduler.FactorScheduler(2, base_lr=1.0)}])
+def test_a_scheduler_of_the_user_that_is_not_given_is_refused_by_its_name(other, path):
+    net, first = scheduled(lr_scheduler=Halving(base_lr=1.0))
+    fit(net, first)
+    first.save_states(path)
+    net, second = scheduled(**other)
+    check_refused(second, net, path,
+                  r"trainer\.states .*test_states\.Halving.*lr_scheduler=Halving")
+
+
+def test_a_scheduler_with_state_dict_resumes(path):
+    net, first = scheduled(lr_scheduler=Plateau(1.0))
+    first.optimizer.lr_scheduler.bad = 3
+    fit(net, first)
+    first.save_states(path)
+    again = Plateau(1.0)
+    _, second = scheduled(lr_scheduler=again)
     second.load_states(path)
     assert second.learning_rate == first.learning_rate == 0.125
-    net, other = trainer(learning_rate=1.0)
-    check_refused(other, net, path, "names test_states.Halving, which was not called")
+    again.bad = 1  # the script's own object stays in use
+    assert second.learning_rate == 0.5
 
 
-def test_custom_optimizer_loads_if_trainer_uses_its_class(path):
-    net = make()
-    trainer = amp.Trainer(net.collect_params(), Slow(learning_rate=0.5), loss_scale=8)
+def test_a_state_that_load_state_dict_refuses_changes_nothing(path):
+    net, trainer = scheduled(lr_scheduler=Plateau(1.0))
     fit(net, trainer)
+    trainer.optimizer.lr_scheduler.bad = 0.5
     trainer.save_states(path)
-    again = amp.Trainer(net.collect_params(), Slow(learning_rate=0.5), loss_scale=8)
+    trainer.optimizer.lr_scheduler.bad = 1
+    check_refused(trainer, net, path, r"trainer\.states .*bad must be an integer")
+    assert trainer.learning_rate == 0.5
+
+
+@pytest.mark.parametrize("value", [print, object(), {1.5: 2}, 2 ** 70])
+@pytest.mark.parametrize("owner", ["scheduler", "optimizer"])
+def test_an_attribute_that_no_file_can_hold_is_refused_when_saved(owner, value, path):
+    scheduler = Halving(base_lr=1.0)
+    net, trainer = scheduled(lr_scheduler=scheduler)
+    fit(net, trainer)
+    (scheduler if owner == "scheduler" else trainer.optimizer).extra = [value]
+    with pytest.raises(TypeError, match=r"(Halving|SGD)\.extra\[0\].*state_dict"):
+        trainer.save_states(path)
+    assert not Path(path).exists()
+
+
+@pytest.mark.parametrize("name", ["Slow", "Counting"])
+def test_an_optimizer_of_the_user_is_given_again(name, path):
+    cls = globals()[name]
+    net = make()
+    trainer = amp.Trainer(net.collect_params(), cls(learning_rate=0.5), loss_scale=8)
+    fit(net, trainer)
+    trainer.optimizer.lr = 0.25
+    trainer.save_states(path)
+    again = amp.Trainer(net.collect_params(), cls(learning_rate=0.5), loss_scale=8)
     again.load_states(path)
-    assert type(again.optimizer).__name__ == "Slow"
-    assert again.optimizer.num_update == 3
+    assert type(again.optimizer).__name__ == name
+    assert (again.optimizer.num_update, again.learning_rate) == (3, 0.25)
+    assert vars(again.optimizer).get("seen") == vars(trainer.optimizer).get("seen")
     fit(net, again)
+    check_refused(of(net), net, path, f"holds the states of {name}, not of SGD")
 
 
 class Slow(mx.optimizer.SGD):
-    pass
+    """With attributes that it sets later."""
+
+    def update(self, index, weight, grad, state):
+        self.seen = (np.float32(0.1), {"a": [1, None], 7: np.arange(3).tolist()})
+        super().update(index, weight, grad, state)
+
+
+class Counting(mx.optimizer.SGD):
+    """With `state_dict`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen, self.other = 0, object()
+
+    def update(self, index, weight, grad, state):
+        self.seen += 1
+        super().update(index, weight, grad, state)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
 
 
 # ---- damaged files
@@ -483,7 +644,7 @@ def test_invalid_contents_are_refused_with_file_name(change, path):
 
 @pytest.mark.parametrize("change", [
     {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
-    {"clip_gradient": float("nan")}, {"lr_mult": {0: None}}, {"_index_update_count": {0: "1"}},
+    {"clip_gradient": float("nan")}, {"lr_mult": {0: None}}, {"wd_mult": []},
     {"update": np.float64}, {"multi_precision": "yes"}])
 def test_invalid_settings_are_refused(change, path):
     net = make()
@@ -493,6 +654,75 @@ def test_invalid_settings_are_refused(change, path):
     vars(optimizer).update(change, param_dict={})
     Path(path).write_bytes(pickle.dumps((states, optimizer)))
     check_refused(trainer, net, path, "it (holds|replaces) ")
+
+
+def rewrite(path, change):
+    """Changes the values in a file, and gives it a checksum that fits."""
+    text, _, arrays = Path(path).read_bytes()[fuzz_states.HEAD:].partition(b"\n")
+    saved = json.loads(text)
+    change(saved)
+    Path(path).write_bytes(fuzz_states.sealed(json.dumps(saved).encode() + b"\n" + arrays))
+
+
+@pytest.mark.parametrize("change", [
+    {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
+    {"clip_gradient": float("nan")}, {"lr_mult": {"$dict": [[0, None]]}}, {"wd_mult": []},
+    {"_all_index_update_counts": {"$dict": [[0, {"$dict": [[0, "1"]]}]]}},
+    {"update": 1}, {"multi_precision": "yes"}, {"momentum": {"$array": ["nd", 64]}},
+    {"momentum": {"$tuple": 5}}, {"extra": {"$dict": [[2 ** 62, 1]]}}])
+def test_invalid_settings_with_a_checksum_are_refused(change, path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    rewrite(path, lambda saved: saved["optimizer"][1].update(change))
+    check_refused(trainer, net, path, r"trainer\.states")
+
+
+@pytest.mark.parametrize("change", [
+    {"skipped": "many"}, {"names": 3}, {"loss_scale": 5},
+    {"loss_scale": {"scale": "x"}}, {"averaged": [3]}, {"averaged": 3}])
+def test_invalid_state_of_the_training_is_refused(change, path):
+    net = make()
+    trainer = of(net)
+    amp.AveragedWeights(trainer, 0.5)
+    fit(net, trainer)
+    trainer.save_states(path)
+    rewrite(path, lambda saved: saved["training"].update(change))
+    check_refused(trainer, net, path, r"trainer\.states")
+
+
+@pytest.mark.parametrize("part", ["states", "optimizer", "scheduler", "training"])
+def test_a_missing_part_is_refused(part, path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    rewrite(path, lambda saved: saved.pop(part))
+    check_refused(trainer, net, path, r"trainer\.states")
+
+
+@pytest.mark.mx_nd("no sparse arrays")
+@pytest.mark.parametrize("rows", [[0, 4], [1, 1, 2, 3], [-1, 1, 2, 3], [3, 2, 1, 0]])
+def test_row_sparse_states_with_other_indices_are_refused(rows, path):
+    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize(init="ones")
+    trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
+                          loss_scale=None)
+    with autograd.record():
+        loss = weight.row_sparse_data(nd.arange(4)).sum()
+    trainer.backward(loss)
+    trainer.step(1)
+    trainer.save_states(path)
+    data = Path(path).read_bytes()
+    good = struct.pack("<4q", 0, 1, 2, 3)
+    assert data.endswith(good)
+    Path(path).write_bytes(fuzz_states.sealed(
+        data[fuzz_states.HEAD:-len(good)] + struct.pack(f"<{len(rows)}q", *rows)))
+    before = numbers(trainer._updaters[0].states)
+    with pytest.raises(ValueError, match=r"trainer\.states"):
+        trainer.load_states(path)
+    assert same(before, numbers(trainer._updaters[0].states))
 
 
 def test_a_length_beyond_the_end_allocates_nothing(path):
