@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 CPU, CUDA = Path("gluon_amp", "cpu"), Path("gluon_amp", "cuda")
 # Loops over plain memory, compiled for each set of instructions.
-KERNELS = {*(CPU / "kernels").glob("*.cc"), CPU / "tensor_core" / "kernels.cc"}
+KERNELS = set((CPU / "kernels").glob("*.cc"))
 FLAGS = ["-std=c++17", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-g0", "-ffp-contract=off",
          "-Wall", "-Wextra"]
 # `make sanitize` detects out-of-bounds accesses and undefined behaviour with these flags, except
@@ -33,7 +33,7 @@ KEPT = os.environ.get("GLUON_AMP_OBJECTS")
 # Sets of instructions; library.py chooses one by the processor's features.
 VARIANTS = json.loads((CPU / "variants.json").read_text())
 TYPES = {"": "FLOAT32", "_float16": "FLOAT16", "_bfloat16": "BFLOAT16"}  # of tensors
-OF_ONE_TYPE = {"kernels": "_float16", "rnn": "_bfloat16"}  # files of KERNELS
+OF_ONE_TYPE = {"rnn": "_bfloat16"}  # files of KERNELS
 # Libraries of CUDA 11 that newer ones replace, with the functions that are written in C++, if any.
 FORWARDED = {"libcublas.so.11": (), "libcusolver.so.11": (), "libcufft.so.10": (),
              "libcudnn.so.8": ("cudnn.cc", "cudnn_bias.cc", "cudnn_convolution.cc", "cudnn_norm.cc",
@@ -182,7 +182,7 @@ class BuildLibraries(build_ext):
         shared.update(subprocess.check_output([self.compiler.compiler_so[0], "--version"]))
         of_kernels = shared.copy()  # kernels include only their own headers
         for path in (*ours, mxnet / "libinfo.py"):
-            kernels = path.parent.name in ("kernels", "tensor_core")
+            kernels = path.parent.name == "kernels"
             for digest in (shared, of_kernels) if kernels else (shared,):
                 digest.update(path.name.encode() + path.read_bytes())
         of_engine = ["-O2", *NO_WARNINGS, *headers]

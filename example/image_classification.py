@@ -24,7 +24,7 @@ from mxnet import autograd, gluon
 
 log = logging.getLogger("image_classification")
 POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "bfloat16", "mixed_bfloat16",
-            "tf32", "mixed_float8", "O0", "O1", "O2", "O3")
+            "tf32", "O0", "O1", "O2", "O3")
 
 
 def parse(arguments=None):

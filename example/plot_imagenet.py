@@ -8,7 +8,7 @@ import gluon_amp as amp
 import recipes
 from matplotlib.figure import Figure
 
-COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2", "float8": "#d55e00",
+COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2",
           "tf32": "#cc79a7", "": "#e69f00"}  # by a part of the type's name, as in reports
 
 

@@ -7,8 +7,6 @@ from . import (
 )
 from .cpu import library
 from .cpu.library import KernelError
-from .cpu.tensor_core.dot import tensor_core_dot
-from .formats import Format
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
@@ -36,12 +34,11 @@ library.start()
 wrap_mxnet()
 wrap_load_parameters()
 
-__all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Format", "Horovod",
+__all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
            "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
            "data", "explain", "export_onnx", "freeze", "gradient_penalty", "lr_find",
-           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "tensor_core_dot",
-           "types", "xray"]
+           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
             "RanksDifferError": "parallel", "Speedometer": "symbolic.module",

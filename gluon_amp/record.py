@@ -11,7 +11,6 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Unio
 from ._mxnet import mx
 from .checks import listed
 from .files import must_exist, replace_file, replace_text, sha256
-from .formats import FORMATS, Format
 from .graph.graph import Graph
 from .policy import POLICIES, Policy
 from .version import __version__
@@ -75,6 +74,9 @@ class Record:
             for names in (keep, nodes or [], operators):
                 if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
                     raise TypeError(f"{names!r:.100} are no names")
+        except _NoPolicy as error:
+            raise ValueError(f"{source}: {error}. Convert the float32 network by another "
+                             "policy, and delete the record") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{source} is no record of a policy, of gluon_amp {__version__} or "
                              f"older: {error!r:.200}") from None
@@ -89,21 +91,23 @@ def _within(path: str, around: str) -> bool:
 def _policy_facts(policy: Policy) -> Union[str, Dict[str, Any]]:
     if POLICIES.get(policy.name) == policy:
         return policy.name
-    return dataclasses.asdict(policy)
+    return {field.name: getattr(policy, field.name) if field.name == "name" else
+            getattr(policy, field.name).name for field in dataclasses.fields(policy)}
+
+
+class _NoPolicy(ValueError):
+    """A record has a policy that this version lacks."""
 
 
 def _policy_of(facts: Any) -> Policy:
-    if isinstance(facts, str):
+    name = facts if isinstance(facts, str) else facts["name"]
+    roles = {field.name for field in dataclasses.fields(Policy)}
+    if isinstance(facts, str) and facts in POLICIES:
         return POLICIES[facts]
-    roles: Dict[str, Any] = {role: _format_of(value) if isinstance(value, dict) else value
-                             for role, value in facts.items()}
-    return Policy(**roles)
-
-
-def _format_of(facts: Dict[str, Any]) -> Format:
-    made = Format(**facts)
-    known = FORMATS.get(made.name)
-    return known if known == made else made
+    if isinstance(facts, str) or facts.keys() != roles:
+        raise _NoPolicy(f"its policy {name!r} does not exist. Valid: {', '.join(POLICIES)}, or a "
+                        f"Policy with {', '.join(sorted(roles))}")
+    return Policy(**facts)
 
 
 # ---- beside parameters

@@ -4,10 +4,9 @@ from contextlib import contextmanager
 import mxnet as mx
 import numpy as np
 from gluon_amp.cpu import library
-from gluon_amp.formats import FORMATS, Format
+from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build, cached_op
-from gluon_amp.graph.graph import Entry, Graph, Node
-from gluon_amp.policy import Policy
+from gluon_amp.graph.graph import Graph
 
 
 def as_function(symbol, flags=()):
@@ -15,14 +14,14 @@ def as_function(symbol, flags=()):
     return cached_op(symbol, symbol.list_inputs(), {}, flags)[0]
 
 
-def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
+def run(symbol, arrays, heads=None, training=True, types=None):
     """Outputs and gradients of a symbol whose variables have the arrays' types.
 
     The symbol runs as a CPU graph of those types. `heads` are the outputs'
     gradients; without them there are none. Returns (outputs, {name: gradient}).
     """
     types = types or {name: array.dtype.name for name, array in arrays.items()}
-    rewritten = on_grid(Graph.read(symbol), types, grid).symbol()
+    rewritten = build(Graph.read(symbol), types).symbol()
     names = rewritten.list_inputs()
     values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
     op = as_function(rewritten)
@@ -41,33 +40,6 @@ def run(symbol, arrays, heads=None, training=True, grid="float16", types=None):
     for name in aux:
         arrays[name][...] = values[name].asnumpy()
     return [o.asnumpy() for o in outputs], gradients
-
-
-AT_RANDOM = Format("bfloat16_at_random", exponent=8, fraction=7, rounding="stochastic")
-NOT_ROUNDED = Format("not_rounded", exponent=8, fraction=23, saturate=True)
-
-
-def on_grid(graph, types, grid):
-    """The graph that a CPU runs. `grid` is "float16", another format to compute float16 tensors in,
-    or "float32", which does not round."""
-    if grid == "float16":
-        return build(graph, types)
-    format_ = NOT_ROUNDED if grid == "float32" else FORMATS[grid]
-    policy = Policy("test", activation=format_, norm=format_, sensitive=format_)
-    low = {n: Entry(Node("amp_cast", f"{n.name}_low", {"dtype": format_.name}, [Entry(n)]))
-           for n in graph.nodes() if n.is_variable and types[n.name] == "float16"}
-    for node in graph.nodes():
-        node.inputs = [low.get(e.node, e) for e in node.inputs]
-    kinds = graph.types(types)
-    graph.outputs = [
-        Entry(Node("amp_cast", f"{e.node.name}_{e.output}_out", {"dtype": "float16"}, [e]))
-        if kinds[e] == format_.name else e for e in graph.outputs]
-    return build(graph, types, policy=policy)
-
-
-def adding_as(gpu, graph, types, split=None):
-    """The graph that a CPU runs if products accumulate as on this GPU."""
-    return build(graph, types, Policy("test", compute="float16", accumulate=gpu, split=split))
 
 
 @contextmanager

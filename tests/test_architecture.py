@@ -99,7 +99,8 @@ def test_docs_list_every_private_name_of_mxnet():
     used, defined = private_names_used()
     names = {name for row in listed().values() for name in row}
     others = {"_replace", "_fields", "_asdict", "_exit", "_actions", "_Unpickler",  # of Python
-              "_bound_types", "_clean", "_options", "_reshaped", "_monitor", "_scales"}  # own, of executors
+              "_bound_types", "_clean", "_options", "_reshaped", "_monitor",
+              "_scales"}  # own, of executors
     assert sorted(used - defined - names - others) == []
     assert sorted(names - used) == []
     # Names that gluon_amp overrides; three names are equal by coincidence.

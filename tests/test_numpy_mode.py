@@ -14,7 +14,7 @@ from mxnet import autograd, gluon, np, npx
 from mxnet.gluon import nn, rnn
 from numpy_networks import Bert, Transformer
 
-POLICIES = ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16", "mixed_float8"]
+POLICIES = ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 

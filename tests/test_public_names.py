@@ -7,13 +7,13 @@ import pytest
 from mxnet.contrib.amp import amp as contrib_amp
 
 PUBLIC = """
-    convert restore freeze ops Policy Format
+    convert restore freeze ops Policy
     Trainer AveragedWeights backward optimizer
     scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
     gradient_penalty export_onnx lr_find Log report read_logs data
     xray explain types Monitor
-    tensor_core_dot Horovod KernelError
+    Horovod KernelError
 """.split()
 MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",
          "RanksDifferError": "gluon_amp.parallel", "Speedometer": "gluon_amp.symbolic.module",
@@ -22,7 +22,7 @@ MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_am
 
 def test_public_names():
     assert sorted(gluon_amp.__all__) == sorted(PUBLIC)
-    assert len(PUBLIC) <= 34
+    assert len(PUBLIC) <= 30
     assert all(hasattr(gluon_amp, name) for name in PUBLIC)
 
 

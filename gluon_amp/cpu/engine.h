@@ -39,10 +39,8 @@ struct Operator {
   nnvm::FMutateInputs mutates;
   nnvm::FInferType types;
   mxnet::FInferShape shapes;
-  mxnet::FResourceRequestEx resources;
   nnvm::FNumVisibleOutputs visible;  // the outputs beyond them are for the backward pass
   const struct OwnKernel* own;  // or null
-  void (*product)(const struct Call& call);  // emulates a GPU's Tensor Cores, or null
   unsigned traits;                // its row in the table of operators
   std::vector<size_t> moving_averages;   // the inputs that are moving averages, which it updates
 
@@ -55,40 +53,6 @@ struct Operator {
     if (is(kForgetsBias) && req.size() > 2 && req[2] != mxnet::kNullOp && req[1] == mxnet::kNullOp)
       req[1] = req[2];
   }
-};
-
-// How one call rounds, by its node's settings.
-struct Rounding {
-  bool any = false;  // whether the node rounds at all
-  const Grid *output, *product, *head_gradient;
-  const std::string *rounded_outputs, *input_grids;
-  uint64_t key = 0;  // of stochastic rounding, for this call
-
-  explicit Rounding(const Settings& settings);
-  bool is_stochastic() const {
-    return output->rounding == kStochastic || product->rounding == kStochastic ||
-           head_gradient->rounding == kStochastic;
-  }
-  // Draws the key from MXNet's random generator, a resource of such nodes.
-  void draw(const OpContext& context);
-
-  // The grid to which input i is rounded before it is read, or null.
-  const Grid* read(size_t i) const {
-    const char grid = any ? letter_at(*input_grids, i, '0') : '0';
-    return grid == 'p' ? keyed(*product, i) : grid == 'g' ? keyed(*head_gradient, i) : nullptr;
-  }
-  // The grid to which output i is rounded, or null.
-  const Grid* written(size_t i) const {
-    return any && letter_at(*rounded_outputs, i, '1') == '1' ? keyed(*output, 64 + i) : nullptr;
-  }
-
-  // A copy of a grid with a new key at each call.
-  Grid keyed_anew(const Grid& grid) const { return *keyed(grid, 128 + keyed_.size()); }
-
- private:
-  mutable std::list<Grid> keyed_;  // copies of grids with keys, one for each tensor
-
-  const Grid* keyed(const Grid& grid, uint64_t tensor) const;
 };
 
 // ---- one call ----------------------------------------------------------------------
@@ -113,7 +77,6 @@ struct Call {
   const std::vector<TBlob>& in;
   const std::vector<OpReqType>& req;
   const std::vector<TBlob>& out;
-  Rounding rounding;
   const OpStatePtr* state = nullptr;  // MXNet's state of a stateful operator
   Blocked blocked = {};
 
@@ -123,20 +86,9 @@ struct Call {
   // The same call on other arrays, in the plain layout.
   Call on(const std::vector<TBlob>& inputs, const std::vector<OpReqType>& requests,
           const std::vector<TBlob>& outputs) const {
-    return {op, attrs, settings, context, inputs, requests, outputs, rounding, state};
+    return {op, attrs, settings, context, inputs, requests, outputs, state};
   }
 };
-
-// The grid for input i of a product whose node scales it (scaling.cc): the numbers times a power of two, which
-// depends on the array's maximum. A forward pass also updates the history.
-Grid scaled(const Grid& grid, const Call& call, size_t i, const float* numbers, int64_t n);
-// The same for an array whose history has this name.
-Grid scaled(const Grid& grid, const Call& call, const std::string& place, bool backward, const float* numbers,
-            int64_t n);
-// For Python: reads, replaces and frees the histories of an id; the text has a line for each.
-std::string scales(int64_t id);
-void set_scales(int64_t id, const char* lines);
-void forget_scales(int64_t id);
 
 constexpr int kNoType16 = -1;  // no 16-bit type
 inline bool is_16bit(int type) { return type == mshadow::kFloat16 || type == mshadow::kBfloat16; }
@@ -244,11 +196,11 @@ constexpr uint32_t kAnyInput = ~0u;  // any output may share memory with any inp
 struct OwnKernel {
   bool (*run)(const Call& call);
   uint32_t in_place;  // output 0 may share memory with this many of the first inputs, or kAnyInput
-  // kGrids: emulated formats. kBlocks: blocked images, input 0 and output 0, with kAlike either both or none, else
+  // kBlocks: blocked images, input 0 and output 0, with kAlike either both or none, else
   // `run` returns false; kAnyOrder: calls with blocked arrays only. Others: see count_own_kernel in watch.h
   int supports = 0;
 };
-constexpr int kGrids = 1, kFloats = 2, kNumbers = 4 | kFloats, kBlocks = 8, kAlike = 16 | kBlocks, kAnyOrder = 32;
+constexpr int kFloats = 1, kNumbers = 2 | kFloats, kBlocks = 4, kAlike = 8 | kBlocks, kAnyOrder = 16;
 const OwnKernel* own_kernel(const std::string& name);
 
 // A matrix of floats, row-major or, transposed, column-major.
@@ -257,21 +209,10 @@ struct RowsOrColumns {
   bool transposed;
 };
 
-// Products that emulate a GPU's, for nodes that accumulate so; tensor_core/ registers them. They throw for cases
-// that they do not support.
-struct Emulation {
-  std::map<std::string, void (*)(const Call& call)> products;  // of operators
-  // y = a * b of 16-bit numbers, for an RNN
-  void (*multiply)(const Call& call, int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a,
-                   const RowsOrColumns& b, float* y);
-};
-inline Emulation emulation;
-void register_tensor_core();  // tensor_core/operator.cc
-
 // A stateful RNN as our loop over time (rnn.cc).
 class Rnn {
  public:
-  static std::unique_ptr<Rnn> make(const NodeAttrs& attrs, const Settings& settings, int type16);  // null: MXNet's runs
+  static std::unique_ptr<Rnn> make(const NodeAttrs& attrs, int type16);  // null: MXNet's runs
   virtual ~Rnn() = default;
   virtual bool serves(const Call& call) const = 0;  // whether it supports a forward call
   virtual void forward(const Call& call) = 0;

@@ -105,7 +105,6 @@ int start(const char* isa, int count, const char** names, int constants, const c
     // starts have pools of their own.
     pthread_atfork(nullptr, nullptr, [] { omp_set_num_threads(1); });
     register_training();
-    register_tensor_core();
     register_gpu_norms();
     dispatch_operators(count, names);
     plan_by_type();
@@ -300,7 +299,7 @@ int copy_all(const NDArray* const* from, const NDArray* const* to, int64_t count
 
 // Counts the values of an array of floats, for Python; `counts` must be zeros.
 void count(const float* numbers, int64_t n, int as_float16, Counts* counts) {
-  (as_float16 ? float16_kernels : kernels)->count(numbers, n, nullptr, counts);
+  (as_float16 ? float16_kernels : kernels)->count(numbers, n, counts);
 }
 
 // Counts the updates of each of `n` float arrays since its `before`, for Python.
@@ -353,12 +352,6 @@ int64_t random_state(unsigned char* bytes, int back) {
   for (Generator* each : parallel)
     move(each->GetStates(), each->kNumRandomStates * int64_t(sizeof(std::mt19937)));
   return at;
-}
-
-const char* scales_of(int64_t id) {
-  static thread_local std::string made;
-  made = scales(id);
-  return made.c_str();
 }
 
 int blocks() { return keeps_blocks(); }
@@ -425,8 +418,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(marks), FUNCTION(graph_operators), FUNCTION(free_graphs), FUNCTION(other_gradients),
       FUNCTION(updated_inputs), FUNCTION(copy_all), FUNCTION(watched),
       FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
-      FUNCTION(count_updates), FUNCTION(random_state), function("scales", scales_of), FUNCTION(set_scales),
-      FUNCTION(forget_scales), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
+      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
       FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
       FUNCTION(free_attributes), {}};
   return functions;

@@ -46,7 +46,7 @@ __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_fe
 
 SETTINGS = "__gluon_amp__"  # the attribute of nodes with settings
 _MOST_OPERATORS = 256  # of most graphs
-_NAMES = ("watch", "histories")  # settings that are names, in lines of the attribute
+_NAMES = ("watch",)  # settings that are names, in lines of the attribute
 PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
 # Attributes with constants, which float16 kernels round to float16 as on a GPU; and operators whose

@@ -34,7 +34,7 @@ class GPU(NamedTuple):
     @property
     def formats(self) -> List[str]:
         """The formats of a `Policy` that its Tensor Cores multiply."""
-        since = (("float16", 70), ("TF32", 80), ("bfloat16", 80), ("float8", 89))
+        since = (("float16", 70), ("TF32", 80), ("bfloat16", 80))
         return [name for name, first in since if self.tensor_cores and self.capability >= first]
 
     def __str__(self) -> str:

@@ -32,7 +32,6 @@ from ..cpu.arrays import (
     is_16bit,
     small_in_float16,
 )
-from ..cpu.scales import Scales
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import CASTS, Graph
@@ -123,7 +122,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     around = list(blocks_around(net, set(blocks)))
     if mixed and like is None:
         _check_loaded(blocks, around, policy, kept, nodes, _kept_operators(keep))
-    _convert_blocks(blocks, kept, nodes, policy, keep, Scales(), paths_in(net), like is None)
+    _convert_blocks(blocks, kept, nodes, policy, keep, paths_in(net), like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
@@ -190,8 +189,7 @@ def restore(net: Block) -> Block:
 
 
 def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], policy: Policy,
-                    keep: Sequence[Any], scales: Scales, paths: Dict[Block, str],
-                    compares: bool) -> None:
+                    keep: Sequence[Any], paths: Dict[Block, str], compares: bool) -> None:
     """Sets the classes and states of blocks, and the types of their parameters.
 
     Args:
@@ -205,7 +203,7 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
     _check_parameters(types)
     states = [State(
         policy, policy, _was_hybridized(block), block in kept, frozenset(nodes), operators,
-        partial(_convert_new_child, policy, keep, block in kept, scales, compares), scales,
+        partial(_convert_new_child, policy, keep, block in kept, compares),
         paths[block], compares) for block in blocks]
     if policy.is_float32:
         restore_blocks(blocks)
@@ -224,7 +222,7 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
 
 
 def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
-                       scales: Scales, compares: bool, child: Block, path: str) -> None:
+                       compares: bool, child: Block, path: str) -> None:
     """Converts a block that becomes the child of a converted one, with the arguments of `convert`.
 
     Converted blocks inside it do not change. `path` is the child's path in the network.
@@ -232,7 +230,7 @@ def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
     new = [b for b in blocks_in(child) if not isinstance(b, PolicyBlock)]
     if new:
         kept, nodes = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, kept, nodes, policy, keep, scales, paths_in(child, path), compares)
+        _convert_blocks(new, kept, nodes, policy, keep, paths_in(child, path), compares)
 
 
 def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
@@ -271,8 +269,7 @@ def _give_classes(blocks: List[Block], mixed: bool) -> None:
 
 def _mark_and_hybridize(block: Any, state: State) -> None:
     for parameter in block.params.values():  # for Trainers
-        parameter.converted_by_gluon_amp = \
-            (state.policy, state.scales) if isinstance(block, HybridBlock) else None
+        parameter.converted_by_gluon_amp = state.policy if isinstance(block, HybridBlock) else None
     if isinstance(block, HybridBlock):
         block._clear_cached_op()
         if not block._active:
@@ -398,7 +395,7 @@ def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block], node
                        or isinstance(p, mx.gluon.Constant)
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
-    types = {p: "float32" if p in float32 else policy.parameter.type_name for p in owned
+    types = {p: "float32" if p in float32 else policy.parameter.name for p in owned
              if "float" in dtype_name(p.dtype)}
     return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
 

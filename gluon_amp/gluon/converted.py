@@ -44,7 +44,6 @@ from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter, Symbol
 from ..checks import listed
 from ..cpu.arrays import dtype_name, is_16bit
-from ..cpu.scales import Scales
 from ..files import replace_file
 from ..graph.build import (
     build,
@@ -52,7 +51,6 @@ from ..graph.build import (
     check_device,
     check_trains_on_cpus,
     devices_that_wait,
-    dropout_in_loops,
 )
 from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.channels_last import channels_last
@@ -66,7 +64,6 @@ from .parameter import cast, complete_copy, constant_fits, value_of
 from .records import (
     check_file,
     float32_numbers,
-    innermost,
     record_of,
     save_float32,
     write_masters,
@@ -102,8 +99,8 @@ class Trace:
     in_format: Any
     out_format: Any
     # by (whether on a GPU, the inputs' types, whether a hook reads its tensors, whether it runs in
-    # float32, whether it trains on a GPU), with the reason why it cannot train, or ""
-    ops: Dict[Any, Tuple[Op, str]] = field(default_factory=dict)
+    # float32, whether it trains on a GPU)
+    ops: Dict[Any, Op] = field(default_factory=dict)
     kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
     devices: int = 1  # devices that synchronize in training
 
@@ -124,7 +121,6 @@ class State:
     keep_nodes: FrozenSet[str]  # nodes that stay float32
     keep_operators: FrozenSet[str]  # operators of which all nodes stay float32, also of new traces
     convert_child: Callable[[Any, str], None]  # converts a new child at this path
-    scales: Scales  # of the converted network
     path: str  # the block's path in that network, such as ".body.0"
     compares: bool  # whether files must have the same policy and keep=
     # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
@@ -497,10 +493,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         which = (*key, bool(self._callback), in_float32, on_gpu and autograd.is_training())
         if which not in trace.ops:
             trace.ops[which] = self._make_op(trace.clean, *which)
-        op, untrainable = trace.ops[which]
-        if untrainable and autograd.is_training():
-            raise ValueError(untrainable)
-        return op
+        return trace.ops[which]
 
     def free_ops(self) -> None:
         """Frees the CachedOps and their memory; the next call creates them again."""
@@ -528,8 +521,8 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
-                 hooked: bool, in_float32: bool, trains_on_gpu: bool) -> Tuple[Op, str]:
-        """Returns a CachedOp, and the reason if it cannot train, else "".
+                 hooked: bool, in_float32: bool, trains_on_gpu: bool) -> Op:
+        """Returns a CachedOp.
 
         Args:
             hooked: whether a hook reads its tensors.
@@ -540,18 +533,8 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         state, names = self._amp, [d.name for d in self._cached_graph[0]]
         policy = POLICIES["float32"] if in_float32 else state.policy
         graph, types = self.mixed_graph(dtypes, clean, policy)
-        op, built = make_op(self, graph, types, policy, names, parameters_in(self),
-                            self._flags, on_gpu, scales=state.scales, place=self.place,
-                            blocks=not hooked and (trains_on_gpu or not on_gpu))
-        return op, dropout_in_loops(built, policy.name)
-
-    def place(self, node: str) -> str:
-        """Returns a node's path in the converted network: that of the innermost block whose prefix
-        starts its name, and the rest of the name. The path is equal in all processes, although
-        MXNet numbers blocks differently."""
-        inner = innermost(node, (b for b in blocks_in(self) if isinstance(b, ConvertedBlock)))
-        return f"{self._amp.path}/{node}" if inner is None else \
-            f"{inner._amp.path}/{node[len(inner.prefix):]}"
+        return make_op(self, graph, types, policy, names, parameters_in(self), self._flags, on_gpu,
+                       blocks=not hooked and (trains_on_gpu or not on_gpu))
 
     def mixed_graph(self, dtypes: Iterable[str], clean: Optional[Graph] = None,
                     policy: Optional[Policy] = None) -> Tuple[Graph, Dict[str, str]]:
@@ -617,8 +600,8 @@ def _inputs_of(sources: Iterable[Tuple[bool, Any]], data: Sequence[Array]) -> Li
 
 def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,
             data: Sequence[str], parameters: Mapping[str, Any], flags: Iterable[Any],
-            on_gpu: bool = False, blocks: bool = False, **settings: Any) -> Tuple[Op, Graph]:
-    """Returns the CachedOp of a block's graph, and the graph that it runs.
+            on_gpu: bool = False, blocks: bool = False, **settings: Any) -> Op:
+    """Returns the CachedOp of a block's graph.
 
     The CachedOp returns numpy arrays if the block was traced in numpy mode.
 
@@ -643,13 +626,13 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     flags = dict(flags)
     if on_gpu and flags.get("static_shape") and not any(_BULK in name for name in os.environ):
         flags = {"forward_bulk_size": _IN_BULK, "backward_bulk_size": _IN_BULK, **flags}
-    return cached_op(symbol, data, parameters, flags.items()), built
+    return cached_op(symbol, data, parameters, flags.items())
 
 
 def wide_constants(parameters: Mapping[str, Any], policy: Policy) -> List[str]:
     """Returns the names of constants that the policy's activations cannot represent."""
     return [name for name, p in parameters.items()
-            if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.activation)]
+            if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.compute)]
 
 
 def blocks_in(net: Network) -> Iterator[Any]:

@@ -130,7 +130,7 @@ def _warn_of_plain_trainer(trainer: Any) -> None:
     float16 gradients without a loss scale."""
     marks: Dict[Any, Any] = {p: getattr(p, "converted_by_gluon_amp", None) for p in trainer._params
                              if p.grad_req != "null"}
-    policies = [mark[0] for mark in marks.values() if mark]
+    policies = [policy for policy in marks.values() if policy]
     if not policies or hasattr(trainer, "loss_scale"):  # gluon_amp.Trainer
         return
     low = {dtype_name(p.dtype) for p, mark in marks.items() if mark and is_16bit(p.dtype)}
@@ -138,7 +138,7 @@ def _warn_of_plain_trainer(trainer: Any) -> None:
     if low - {"float16"} or low and not trainer._optimizer.multi_precision:
         missing.append("no float32 master weights: updates below "
                        f"1/{2048 if 'float16' in low else 256} of a weight are lost")
-    narrow = any(policy.gradient == FLOAT16 or policy.activation == FLOAT16 for policy in policies)
+    narrow = any(policy.compute == FLOAT16 for policy in policies)
     if narrow and trainer._scale == 1:  # else rescale_grad undoes a manual loss scale
         missing.append("no loss scale: gradients below 3e-8 are 0")
     if missing:

@@ -2,16 +2,12 @@
 
 A CPU and a GPU run the same graph. On a CPU the engine runs all 16-bit nodes, and nodes of any type
 that have a setting (`Node.settings`). cpu/dispatch/settings.h describes the settings.
-
-Emulated formats (TF32, float8) run on CPUs only: MXNet has no arrays of them. Their tensors are
-float32 arrays. A node's settings select the inputs and outputs that the engine rounds.
 """
 from typing import (
     Any,
     Callable,
     Dict,
     Iterable,
-    Iterator,
     List,
     Mapping,
     Optional,
@@ -21,54 +17,41 @@ from typing import (
     Union,
 )
 
-from .._mxnet import mx, np
+from .._mxnet import mx
 from ..cpu import library
 from ..cpu.arrays import TYPES_16BIT
-from ..cpu.scales import Scales
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
 from .blocks import blocked_entries, setting
-from .graph import CASTS, TYPE_FLAG, Entry, Graph, Node
-from .operators import BATCH_NORMS, factors, numbers
-from .products import set_products
+from .graph import CASTS, Entry, Graph, Node
+from .operators import BATCH_NORMS
 
 # Operators that draw a mask or update statistics: recomputation in the backward pass
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
-# Products for which the engine supports one format only, and their names in MXNet's API.
-_OF_ONE_FORMAT = {"_npi_einsum": "einsum", "Convolution_v1": "Convolution_v1",
-                  "_contrib_DeformableConvolution": "DeformableConvolution",
-                  "_contrib_ModulatedDeformableConvolution": "ModulatedDeformableConvolution"}
 
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
-          watch: bool = False, samples: bool = False, scales: Optional[Scales] = None,
-          place: Callable[[str], str] = str, blocks: bool = False,
+          watch: bool = False, samples: bool = False, blocks: bool = False,
           chosen: Optional[Callable[[str], bool]] = None) -> Graph:
     """Returns the graph that a device runs. Variables and outputs keep their types.
 
     Args:
         graph: the result of `insert_casts`.
         types: the dtype of each variable.
-        policy: defines the emulated formats.
+        policy: the policy of the casts.
         watch: whether the engine counts each node's values (inspection/watch.py).
         samples: whether it counts samples only.
-        scales: the histories of the network's float8 tensors. By default new ones, which the
-            engine keeps until the process ends.
-        place: maps a node's name to the name of its histories.
         blocks: whether tensors within the graph may be blocked (blocks.py).
         chosen: returns whether `watch` counts the node of this name; None: all nodes.
     """
     if not library.started():
         return _with_repeatable_dropout(graph)
     counts = ("samples" if samples else "all") if watch else ""
-    builder = _GraphBuilder(graph, types, policy, counts, scales or Scales(freed=False), place,
-                            chosen)
-    if blocks and not watch and policy.activation == BFLOAT16 and policy.one_format:
+    builder = _GraphBuilder(graph, types, counts, chosen)
+    if blocks and not watch and policy.compute == BFLOAT16:
         builder.blocked = blocked_entries(graph, builder.types)
-    built = builder.run()
-    _check_loops(built, policy.name)
-    return built
+    return builder.run()
 
 
 def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[str, Any],
@@ -92,14 +75,9 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
 class _GraphBuilder:
     """The builder of one graph, or of the body of a loop."""
 
-    def __init__(self, graph: Graph, types: Mapping[str, str], policy: Policy,
-                 counts: str, scales: Scales, place: Callable[[str], str],
-                 chosen: Optional[Callable[[str], bool]],
-                 named: Optional[Dict[str, int]] = None):
-        self.graph, self.policy, self.counts = graph, policy, counts
-        self.scales, self.place, self.chosen = scales, place, chosen
-        # whether the engine rounds gradients of 16-bit arrays to another format
-        self.rounds_16bit = policy.gradient_everywhere and policy.gradient != policy.activation
+    def __init__(self, graph: Graph, types: Mapping[str, str], counts: str,
+                 chosen: Optional[Callable[[str], bool]]):
+        self.graph, self.counts, self.chosen = graph, counts, chosen
         self.types = graph.types(types)
         self.count: Dict[Node, int] = {}  # outputs of each node
         for entry in self.types:
@@ -107,8 +85,6 @@ class _GraphBuilder:
         users = graph.consumers()
         self.without_casts = {node for node in graph.nodes()
                               if self._adds_in_float32(node, users.get(Entry(node), []))}
-        # the number of products with each name so far, bodies of loops included
-        self.named: Dict[str, int] = {} if named is None else named
         self.blocked: Set[Entry] = set()
 
     def run(self) -> Graph:
@@ -131,8 +107,7 @@ class _GraphBuilder:
         setting, the same product of float16 data accumulates in float32 on both devices
         (cpu/gpu.cc), so the results are equal.
         """
-        if node.op != "batch_dot" or node.rounds_inputs or self.rounds_16bit \
-                or self.counts:  # an X-ray counts what the casts round
+        if node.op != "batch_dot" or self.counts:  # an X-ray counts what the casts round
             return False
         return bool(users) \
             and all(self._is_cast(e.node, "float16", "float32") for e in node.inputs) \
@@ -142,7 +117,6 @@ class _GraphBuilder:
         """Whether a layer casts float32 parameters to bfloat16. It then reads the float32 arrays
         and rounds in its kernel, without bfloat16 copies of parameters and gradients."""
         return node.op in ("Convolution", "FullyConnected") and not self.counts \
-            and self.policy.one_format and self.policy.accumulate is None \
             and self.types.get(node.inputs[0]) == "bfloat16" \
             and all(self._is_cast(e.node, "float32", "bfloat16") for e in node.inputs[1:])
 
@@ -153,33 +127,15 @@ class _GraphBuilder:
     def _is_16bit(self, entry: Entry) -> bool:
         return self.types.get(entry) in TYPES_16BIT
 
-    def _is_rounded(self, entry: Entry) -> bool:
-        """Whether the engine rounds the entry or its gradient to an emulated format."""
-        dtype = self.types.get(entry)
-        return dtype is not None and dtype not in TYPE_FLAG \
-            or dtype in TYPES_16BIT and self.rounds_16bit
-
-    def _outputs(self, node: Node) -> List[Entry]:
-        return [Entry(node, i) for i in range(self.count[node])]
-
     def _rewritten(self, node: Node, inputs: List[Entry]) -> Node:
         """Returns the node with its settings and new inputs."""
         new = node.like(inputs)
         new.subgraphs = [
-            _GraphBuilder(body.graph, body.types, self.policy, self.counts, self.scales, self.place,
-                          self.chosen, self.named).run() for body in node.bodies(self.types)]
-        entries = [*node.inputs, *self._outputs(node)]
-        rounded = any(map(self._is_rounded, entries)) or node.rounds_inputs
-        # the engine's kernel is faster on float32 arrays
-        if node.op == "BatchNorm" and self.policy.is_emulated:
-            rounded = True
-        if rounded:
-            self._set_formats(node, new)
-        low = rounded or node in self.without_casts or any(map(self._is_16bit, entries))
-        if low and node.op in _RUN_ONCE:
+            _GraphBuilder(body.graph, body.types, self.counts, self.chosen).run()
+            for body in node.bodies(self.types)]
+        entries = [*node.inputs, *(Entry(node, i) for i in range(self.count[node]))]
+        if node.op in _RUN_ONCE and any(map(self._is_16bit, entries)):
             new.attrs.pop("__force_mirroring__", None)
-        if low and (self.policy.accumulate or self.policy.high_precision):
-            set_products(new, self.policy)
         if _is_better_in_the_engine(node) or node in self.without_casts:
             new.settings["engine"] = "1"
         if self.blocked:
@@ -188,45 +144,6 @@ class _GraphBuilder:
                 and node.attrs.get("sparse_grad") not in ("True", "1"):
             new.settings.update(counts=self.counts, watch=node.name)
         return new
-
-    def _set_formats(self, node: Node, new: Node) -> None:
-        """Sets which inputs and outputs of a node the engine rounds, and to which formats."""
-        policy = self.policy
-        if new.attrs.get("dtype") == policy.activation.type_name not in TYPE_FLAG:
-            new.attrs["dtype"] = "float32"
-        if any(map(self._is_rounded, self._outputs(node))):
-            for key, number in numbers(node):  # rounded to float32 first, as on a GPU
-                new.attrs[key] = repr(float(policy.activation.nearest.round(np.float32(number))))
-        if not _runs_engine(node):  # a parser may refuse settings, or pass them to the user's code
-            return
-        if node.rounds_inputs:
-            _check_formats(node, policy.name)
-        if node.op == "RNN" and not policy.one_format:
-            new.settings["loop"] = "1"
-        if policy.in_order:
-            new.settings["ordered"] = "1"
-        if node.rounds_inputs:
-            new.settings["reads"] = factors(node).replace("1", "p")  # p: to the product's grid
-            if policy.scaling is not None:
-                new.settings.update(scaling=f"{policy.scaling} {policy.history} {policy.margin}",
-                                    histories=f"{self.scales.id} {self._place(node)}")
-        back = policy.gradient if policy.gradient_everywhere else policy.activation
-        gradient = policy.gradient if node.rounds_inputs else back
-        grids = {"output": policy.activation, "product": policy.product, "gradient": gradient,
-                 "back": back}
-        new.settings.update((f"{key}_grid", format_._for_engine) for key, format_ in grids.items())
-        for key, entries in (("inputs", node.inputs), ("outputs", self._outputs(node))):
-            new.settings[key] = "".join(str(int(self._is_rounded(e))) for e in entries)
-
-    def _place(self, node: Node) -> str:
-        """Returns the name of the histories of a product's float8 tensors.
-
-        MXNet gives all calls of a layer one name, so later calls get a number.
-        """
-        self.named[node.name] = self.named.get(node.name, 0) + 1
-        again = self.named[node.name]
-        place = self.place(node.name)
-        return place if again == 1 else f"{place} {again}"
 
 
 def _runs_engine(node: Node) -> bool:
@@ -269,9 +186,8 @@ def _with_repeatable_dropout(graph: Graph) -> Graph:
 def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
     """Refuses a graph or a policy that this kind of device does not support."""
     if on_gpu and policy.cpu_only:
-        why = "a GPU accumulates in its own order" if policy.accumulate else \
-            "on GPUs MXNet 1.9.1 has no arrays of its formats: use float16"
-        raise ValueError(f"policy {policy.name} runs on CPUs only: {why}. Received: data on a GPU")
+        raise ValueError(f"policy {policy.name} runs on CPUs only: on GPUs MXNet 1.9.1 has no "
+                         "arrays of bfloat16: use float16. Received: data on a GPU")
     if not on_gpu:
         library.load()
         for node in graph.nodes_within():
@@ -279,41 +195,6 @@ def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
             if node.op in ("Convolution", "Deconvolution") and layout.endswith("C"):
                 raise ValueError(f"{node.name}: a CPU has no channels-last {node.op}. "
                                  f"Valid: layout NCW, NCHW, NCDHW. Received: {layout}")
-
-
-def _check_formats(node: Node, policy: str) -> None:
-    """Refuses a product for which the engine supports one format only."""
-    if node.op in _OF_ONE_FORMAT:
-        raise ValueError(f"policy {policy}: {_OF_ONE_FORMAT[node.op]} requires one format for "
-                         f"product, activation and gradient. Keep {node.name} in float32 "
-                         "(keep=), or set the three to one format")
-
-
-def _check_loops(built: Graph, policy: str) -> None:
-    """Refuses options of RNNs that our loop over time (cpu/operators) does not support."""
-    for node in _in_loops(built):
-        for option in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max",
-                       "use_sequence_length"):
-            value = node.attrs.get(option, "None")
-            if value not in ("None", "False", "0"):
-                raise ValueError(f"policy {policy} has no code for RNNs with {option}. Valid: RNNs "
-                                 f"without, or keep=, which leaves {node.name} in float32. "
-                                 f"Received: {option}={value}")
-
-
-def dropout_in_loops(built: Graph, policy: str) -> str:
-    """Returns why a CPU cannot train this graph, if our loop runs an RNN with dropout; else ""."""
-    for node in _in_loops(built):
-        if int(node.attrs.get("num_layers", 1)) > 1 and float(node.attrs.get("p", 0)) > 0:
-            return f"policy {policy} has no code for the training of RNNs with dropout between " \
-                   f"their layers. Valid: RNNs without, or keep=, which leaves {node.name} in " \
-                   f"float32. Received: dropout={node.attrs['p']}"
-    return ""
-
-
-def _in_loops(built: Graph) -> Iterator[Node]:
-    return (node for node in built.nodes_within()
-            if node.op == "RNN" and ("loop" in node.settings or "accumulate" in node.settings))
 
 
 def devices_that_wait(graph: Graph) -> int:

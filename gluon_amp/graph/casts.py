@@ -67,7 +67,7 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
     bounded = [node for node in graph.nodes() if node.op in operators.BOUNDS]
     if not bounded:
         return graph
-    formats = {each.type_name: each for each in (policy.activation, policy.product, policy.output)
+    formats = {each.name: each for each in (policy.compute, policy.output)
                if each.largest < FLOAT32.largest}
     users = graph.consumers()
     for node in bounded:
@@ -106,13 +106,8 @@ class _Casting:
     def __init__(self, policy: Policy, types: Mapping[str, str], weak: Set[str],
                  keep: Collection[str], wide: Set[str]):
         self.policy, self.keep = policy, keep
-        self.activation = policy.activation.type_name
-        # If products do not round their inputs, casts produce arrays of their format.
-        self.product = self.activation if policy.products_round else policy.product.type_name
-        # from the narrowest to the widest
-        self.floats = [*TYPES_16BIT, "float32", "float64"]
-        if self.activation not in self.floats:
-            self.floats.insert(1, self.activation)
+        self.compute = policy.compute.name
+        self.floats = [*TYPES_16BIT, "float32", "float64"]  # from the narrowest to the widest
         self.variables, self.weak_names, self.wide_names = types, weak, wide
         self.types: Dict[Entry, Optional[str]] = {}  # types of new entries
         self.weak: Set[Entry] = set()
@@ -157,17 +152,13 @@ class _Casting:
             data = self.types[inputs[0]]
             if data is not None and data in self.floats and data != types[0]:
                 outputs[0] = self.cast(outputs[0], data)
-        if node.op in operators.PRODUCTS:
-            product = self._product(node)
-            if self.policy.products_round and product == self.product:
-                made.rounds_inputs = True
-            if product != self.activation:
-                outputs = [self.cast(Entry(made, i), self.activation) for i, _ in enumerate(types)]
+        if node.op in operators.PRODUCTS and self._product(node) != self.compute:
+            outputs = [self.cast(Entry(made, i), self.compute) for i, _ in enumerate(types)]
         return outputs
 
     def _fits(self, node: Node) -> bool:
         """Whether the narrowest format holds the node's constants; float16 lacks 1e-12."""
-        return operators.holds_numbers(node, self.policy.activation)
+        return operators.holds_numbers(node, self.policy.compute)
 
     def _widens(self, node: Node, inputs: List[Entry]) -> bool:
         """Whether a node's result stays float32 because of a constant, in it or before it."""
@@ -186,9 +177,9 @@ class _Casting:
         """Returns the type of a product's inputs."""
         if operators.runs_in(node) == operators.BATCHED and (
                 self.policy.batched == FLOAT32
-                or node.op in operators.FLOAT32_ONLY and self.product == "float16"):
+                or node.op in operators.FLOAT32_ONLY and self.compute == "float16"):
             return "float32"
-        return self.product
+        return self.compute
 
     def _kept(self, node: Node) -> bool:
         return node.name in self.keep or touches_sparse(node, self.sparse)
@@ -197,7 +188,7 @@ class _Casting:
         """Returns the entry in the type of the network's outputs; indices stay float32."""
         if operators.runs_in(entry.node) == operators.FLOAT32 or entry in self.exact:
             return entry
-        return self.cast(entry, self.policy.output.type_name)
+        return self.cast(entry, self.policy.output.name)
 
     def cast(self, entry: Entry, dtype: str) -> Entry:
         """Returns the entry in this floating type; integers and sparse tensors keep theirs."""
@@ -248,17 +239,17 @@ class _Casting:
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)
-            return self._in(inputs, "float32" if wide else self.policy.sensitive.type_name)
+            return self._in(inputs, "float32" if wide else self.policy.sensitive.name)
         if runs == operators.NORM:
             if node.op in ("InstanceNorm", "LRN"):  # MXNet supports no float64
                 return [self.cast(e, "float32") for e in inputs]
-            return self._in(inputs, self.policy.norm.type_name)
+            return self._in(inputs, self.policy.norm.name)
         if node.op in operators.PRODUCTS:
             product = self._product(node)
             lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
             count = len(inputs) - int(lengths)
             return [self.cast(e, product) for e in inputs[:count]] + inputs[count:]
-        if any(self.types[e] == self.activation for e in inputs) \
+        if any(self.types[e] == self.compute for e in inputs) \
                 and not self._fits(node):
             return [self.cast(e, "float32") for e in inputs]
         return self._agree(node, inputs)

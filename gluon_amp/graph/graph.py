@@ -68,12 +68,10 @@ class Node:
     """An operator or a variable. Nodes compare by identity.
 
     Attributes:
-        rounds_inputs: whether a product of arrays of another format rounds its inputs (casts.py).
         settings: what the engine does at the node beyond the operator, by name; build.py sets them.
             Symbols have the number of an entry of the engine's table instead.
     """
-    __slots__ = ("attrs", "inputs", "name", "op", "rounds_inputs", "settings",
-                 "subgraphs")
+    __slots__ = ("attrs", "inputs", "name", "op", "settings", "subgraphs")
 
     def __init__(self, op: str, name: str, attrs: Optional[Mapping[str, str]] = None,
                  inputs: Iterable[Entry] = (), subgraphs: Iterable["Graph"] = ()):
@@ -81,7 +79,6 @@ class Node:
         self.attrs = dict(attrs or {})
         self.inputs = list(inputs)
         self.subgraphs = list(subgraphs)
-        self.rounds_inputs = False
         self.settings: Dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -94,7 +91,7 @@ class Node:
     def like(self, inputs: Iterable[Entry]) -> "Node":
         """Returns a copy of the node with other inputs."""
         made = Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
-        made.rounds_inputs, made.settings = self.rounds_inputs, dict(self.settings)
+        made.settings = dict(self.settings)
         return made
 
     def bodies(self, types: Mapping[Entry, Optional[str]]) -> List["Body"]:

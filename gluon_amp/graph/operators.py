@@ -313,12 +313,6 @@ FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gem
                           "_linalg_gemm2"])
 
 
-# The inputs of products that also read biases, offsets or masks: see `factors`.
-_FACTORS = {"_linalg_gemm": "110", "_contrib_DeformableConvolution": "1010",
-            "_contrib_ModulatedDeformableConvolution": "10010",
-            **dict.fromkeys(("Convolution", "Convolution_v1", "Deconvolution", "FullyConnected"),
-                            "110")}
-
 
 def runs_in(node: Node) -> str:
     """Returns a node's rule: one of the constants above."""
@@ -385,9 +379,3 @@ def holds_numbers(node: Node, format_: Format) -> bool:
     if node.op in _COUNTING and max(map(abs, constants), default=0) > format_.counts_to:
         return False
     return not constants or format_.keeps(constants)
-
-
-def factors(node: Node) -> str:
-    """Returns "1" for each input of a product that is a factor, and "0" for biases, offsets and
-    masks."""
-    return _FACTORS.get(node.op, "1" * len(node.inputs))[:len(node.inputs)]

@@ -191,7 +191,7 @@ class HookObserver(Observer):
         op, inputs = make_op(
             block, self._marked(graph) if trains else graph, types, block._amp.policy,
             [d.name for d in block._cached_graph[0]], parameters_in(block), flags_of(block),
-            on_gpu, scales=block._amp.scales, place=block.place)[0]
+            on_gpu)
         hooked: Any = self._hooked(op, graph) if trains else op
         return hooked, inputs
 

@@ -44,7 +44,7 @@ class Layout:
                  data: Collection[str] = ()) -> None:
         self._moves = library.operators("moves")
         self.keep, self.data = keep, data
-        self.formats = {**FORMATS, policy.activation.name: policy.activation}
+        self.formats = FORMATS
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
         self._types: Dict[Entry, Optional[str]] = {}

@@ -104,7 +104,7 @@ class Monitor:
         on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
         # The counting engine would round the float32 gradients of such a policy's parameters.
         exact = not any(block._amp.policy.parameter == FLOAT32
-                        and block._amp.policy.product == BFLOAT16 for block in self._blocks)
+                        and block._amp.policy.compute == BFLOAT16 for block in self._blocks)
         if on_cpus and exact and not plain_graphs(self._net):
             return EngineObserver(self._net, self._trainer, self._is_chosen)
         return HookObserver(self._net, self._trainer, self._is_chosen)

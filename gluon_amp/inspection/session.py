@@ -352,7 +352,7 @@ class NetworkCopy:
             held[SCALE] = self.scale
         copies = {name: SimpleNamespace(data=lambda held=array: held)
                   for name, array in held.items()}
-        op, _ = make_op(of.block, graph, types, self.policy, of.names, copies,
+        op = make_op(of.block, graph, types, self.policy, of.names, copies,
                         of.block._flags if self.samples else (),
                         watch=self.watch, samples=self.samples)
         return op

@@ -375,12 +375,11 @@ def _correlation(format_: Format, sample: Any, gradients: List[Any]) -> float:
 
 
 def note_largest(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> None:
-    """Adds the exponent of a step's largest value to each forward tensor of a format with
-    infinities. Values without gradients, such as those of a mask, are ignored."""
+    """Adds the exponent of a step's largest value to each forward tensor. Values without gradients,
+    such as those of a mask, are ignored."""
     for tensor in tensors:
         held = counts.get(tensor.key)
-        if tensor.key.backward or held is None or not tensor.is_low \
-                or tensor.format.saturate or not tensor.format.infinities:
+        if tensor.key.backward or held is None or not tensor.is_low:
             continue
         least, highest = tensor.last_exponent - _BITS, (held.range or (0, -_BIAS))[1]
         if highest <= least:

@@ -218,8 +218,7 @@ class EngineObserver(Observer):
             if chosen and not node.is_variable and chosen(node.name) and dtype is not None:
                 self._choose(node)
                 self._formats[node.name] = dtype
-        op, _ = make_op(block, graph, types, block._amp.policy,
-                        [d.name for d in block._cached_graph[0]], parameters_in(block),
-                        flags_of(block), watch=trains, scales=block._amp.scales, place=block.place,
-                        chosen=self.inputs.__contains__ if chosen else None)
-        return op
+        return make_op(block, graph, types, block._amp.policy,
+                       [d.name for d in block._cached_graph[0]], parameters_in(block),
+                       flags_of(block), watch=trains,
+                       chosen=self.inputs.__contains__ if chosen else None)

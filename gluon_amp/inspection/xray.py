@@ -294,7 +294,7 @@ def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> None:
         view.window = again.window
         if view.window:
             view.notes.append("the loss scales are those of the network after keep=")
-    format_ = session.policy.activation
+    format_ = session.policy.compute
     view.notes += judge.left_in_format(format_, view.tensors, again.tensors)
     left = [finding.node for finding in again.findings if not finding.remedy]
     if left:

@@ -171,7 +171,7 @@ def _block(net: Network, count: int, dtype: str,
 
 def _check_policy(policy: Policy, dtype: str) -> None:
     def makes(policy: Policy, dtype: str) -> bool:
-        return not policy.is_emulated and dtype in (policy.product.name, policy.activation.name)
+        return dtype == policy.compute.name
     if not makes(policy, dtype):
         names = [name for name, each in POLICIES.items() if makes(each, dtype)]
         types = [repr(each) for each in TYPES_16BIT if makes(policy, each)] + ["'float32'"]

@@ -15,7 +15,7 @@ from ..cpu.arrays import beyond_float16, dtype_name, small_in_float16
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators, operator_names
-from ..policy import IN_SYMBOLS, Policy, get_policy
+from ..policy import Policy, get_policy
 from ..record import Record, put_record, read_record, record_in, record_like, refuse_others
 
 log = logging.getLogger("gluon_amp")
@@ -36,23 +36,19 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy, None] = None,
 
     Args:
         sym: a symbol.
-        policy: as for `gluon_amp.convert`, of float16 or bfloat16.
+        policy: as for `gluon_amp.convert`.
         keep: what stays float32: regular expressions for whole names of nodes, and
             `gluon_amp.ops(...)`.
         like: as for `gluon_amp.convert`, a file of the parameters of this symbol.
 
     Raises:
-        ValueError: the policy is for Gluon only, `keep` matches nothing, or the symbol, which a
+        ValueError: `keep` matches nothing, or the symbol, which a
             converted network exported, records another policy or keeps more.
     """
     if not isinstance(sym, mx.sym.Symbol):
         hint = " Use gluon_amp.convert for Gluon's." if isinstance(sym, mx.gluon.Block) else ""
         raise TypeError(f"convert_symbol takes a Symbol.{hint} Received: {type(sym).__name__}")
     policy, keep = _as_recorded(policy, keep, like)
-    if policy.is_emulated:
-        raise ValueError(f"policy {policy.name} is for Gluon only: MXNet 1.9.1's symbols have "
-                         f"its types of arrays. Valid: {', '.join(IN_SYMBOLS)}. "
-                         f"Received: {policy.name}")
     graph = Graph.read(sym)
     kept = kept_operators(graph, [keep] if isinstance(keep, str) else keep)
     if policy.is_float32:
@@ -190,7 +186,7 @@ def parameter_names(graph: Graph) -> Set[str]:
 def _types(graph: Graph, parameters: Set[str], policy: Policy, kept: Set[str]) -> Dict[str, str]:
     """Returns the type of each variable."""
     wide = float32_variables(graph, policy, kept)
-    types = {name: policy.parameter.type_name if name in parameters - wide else "float32"
+    types = {name: policy.parameter.name if name in parameters - wide else "float32"
              for name in graph.variables()}
     # Gluon declares float32 for every parameter that it traces, so float32 is no user's choice.
     return {**types, **{n: t for n, t in declared_types(graph).items() if t != "float32"}}

@@ -382,7 +382,7 @@ def _network(costs: Optional[Dict[str, Any]]) -> Iterator[str]:
     for name, parts in table.items():
         yield f"{name:14}" + "".join(f"{count / size:13.1f}" for count in parts.values())
     only = [name for name, policy in POLICIES.items() if policy.cpu_only]
-    yield f"{', '.join(sorted(only))} run on CPUs only, with the memory of float32."
+    yield f"{' and '.join(sorted(only))} run on CPUs only."
     if costs["constants"]:
         names = costs["constants"]
         yield ""

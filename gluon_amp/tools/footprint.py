@@ -92,9 +92,6 @@ def _shapes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...]) -> Dict[str, Tuple[
 
 def _bytes(symbol: "mx.sym.Symbol", batch: Tuple[int, ...], policy: Policy,
            parameters: Set[str]) -> Dict[str, int]:
-    if policy.is_emulated:  # emulated formats use float32 arrays
-        policy = Policy(policy.name, compute=policy.activation if policy.activation.is_array_type
-                        else "float32")
     mixed = convert_symbol(symbol, policy, like=False)
     internals, declared = mixed.get_internals(), declared_types(Graph.read(mixed))
     _, types, _ = internals.infer_type(

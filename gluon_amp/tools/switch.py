@@ -35,7 +35,7 @@ class Switch:
         self._hybridized: List[ref[Any]] = []
         self._passes = 0  # backward passes since the last step
         self._nested = False  # within a call that the switch has replaced
-        low = FLOAT16 in (policy.product, policy.activation, policy.gradient)
+        low = policy.compute == FLOAT16
         self.loss_scale: Optional[str] = "dynamic" if low else None
 
     def begin(self, one: Any) -> None:

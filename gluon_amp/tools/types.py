@@ -86,7 +86,7 @@ def types(net: Network) -> Types:
     found = Types()
     for block in ran:
         graph, known = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
-        found += _rows(graph, known, block.kept_nodes(), block._amp.policy.activation)
+        found += _rows(graph, known, block.kept_nodes(), block._amp.policy.compute)
     return found
 
 

@@ -25,7 +25,6 @@ from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
 from ..checks import imports_of, iterator, positive_number, whole_number
-from ..cpu.scales import scales_of
 from ..files import check_target, replace_file
 from .loss_scale import LossScaleError
 from .step import clear_added
@@ -203,7 +202,7 @@ def _endless(batches: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
-    """Restores parameters, float8 histories, optimizer, states and loss scale at the end."""
+    """Restores parameters, optimizer, states and loss scale at the end."""
     if isinstance(trainer, Trainer):
         trainer._check_own_weights("lr_find()")
         trainer._broadcast_parameters()  # before the copies that are restored at the end
@@ -215,7 +214,6 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
                          "with update_on_kvstore=False")
     every = dict.fromkeys([*net.collect_params().values(), *trainer._params])
     parameters = {p: [a.copy() for a in p.list_data()] for p in every if p._data is not None}
-    histories = {one: one.read() for one in scales_of(parameters)}
     optimizer = trainer._optimizer
     attributes = copy.deepcopy({name: value for name, value in optimizer.__getstate__().items()
                                 if name != "lr_scheduler"})
@@ -232,8 +230,6 @@ def _as_before(net: Network, trainer: GluonTrainer) -> Iterator[None]:
         for parameter, arrays in parameters.items():
             for array, before in zip(parameter.list_data(), arrays):
                 before.copyto(array)
-        for one, text in histories.items():
-            one.write(text)
         clear_added(trainer._params)
         optimizer.__dict__.update(attributes, lr_scheduler=scheduler)
         for updater, before in zip(trainer._updaters, states):

@@ -305,13 +305,9 @@ def test_sum_of_gradients_is_rounded_before_it_is_read(readers, rng):
     heads = [bfloat16(rng.integers(128, 256, 300) / 128 * 2.0 ** -rng.integers(0, 5, 300))
              for _ in range(readers)]
     arrays = {"x": np.ones(300, np.float16)}
-    _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads], grid="bfloat16")
     total = np.zeros(300, np.float32)  # exact: the heads have few bits
     for head, factor in zip(heads, FACTORS):
         total += head * np.float32(factor)
-    expected = bfloat16(bfloat16(total) * 3).astype(np.float16)
-    assert np.array_equal(gradients["x"], expected)
-    assert not np.array_equal(expected, bfloat16(total * 3).astype(np.float16))
     _, gradients = run(symbol, arrays, [h.astype(np.float16) for h in heads])
     assert_half(gradients["x"], total.astype(np.float16).astype(float) * 3)
 

@@ -5,8 +5,7 @@ from gluon_amp.cpu import library
 
 # files, and the tests of them that call each loop
 TESTS = {"test_bfloat16": "", "test_kernels": "", "test_engine_norms": "batch_norm_matches_numpy",
-         "test_one_pass_optimizers": "clipped or settings_of",
-         "test_tensor_core_dot": "every_bit and (V100 or H100)"}
+         "test_one_pass_optimizers": "clipped or settings_of"}
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))

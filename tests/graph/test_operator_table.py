@@ -253,7 +253,7 @@ def test_constants_representable_in_a_format(name):
     assert holds(float("nan"))
     if name != "float32":
         assert not holds(format_.smallest / 4)
-    if name in ("float16", "float8_e4m3", "float8_e5m2"):
+    if name == "float16":
         assert not holds(format_.largest * 2)
 
 

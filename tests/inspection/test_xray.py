@@ -306,7 +306,7 @@ def test_command_analyzes_saved_run_in_another_format(tmp_path, capsys):
     amp.xray(converted(lambda F, x: x * 1e-7), batches(2), LOSS).save(folder)
     assert main(["xray", folder]) == 0
     assert "range below" in capsys.readouterr().out
-    for format_, found in (("bfloat16", False), ("float8_e4m3", True)):
+    for format_, found in (("bfloat16", False), ("float16", True)):
         assert main(["xray", folder, "--format", format_]) == 0
         said = capsys.readouterr().out
         assert ("range below" in said) == found
@@ -343,7 +343,7 @@ def test_statistics_from_counts_match_rounded_numbers():
     rng = np.random.default_rng(1)
     numbers = (rng.uniform(1, 2, 20000) * 2.0 ** rng.integers(-30, 14, 20000)).astype(np.float32)
     counts = Counts.of_array(numbers)
-    for name in ("float16", "bfloat16", "float8_e5m2"):
+    for name in ("float16", "bfloat16"):
         made = counts.as_in(FORMATS[name])
         rounded = FORMATS[name].round(numbers).astype(np.float64)
         right = np.square(rounded - numbers).sum() / np.square(numbers.astype(np.float64)).sum()

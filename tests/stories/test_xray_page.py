@@ -38,7 +38,7 @@ SCRIPT = START + """
     seen.kept = [!at(".weights").hidden, stepsOf("net_dense0_fwd")];
     at("input[name=state][value='0']").click();
     seen.formats = {};
-    for (const name of ["bfloat16", "float8_e4m3", "float16"]) {
+    for (const name of ["bfloat16", "float16"]) {
       change(format, name);
       seen.formats[name] = shown(parts.forward).filter(row => row.bad).map(nameOf);
     }
@@ -163,7 +163,7 @@ def test_network_with_keep_has_its_weights_and_the_same_batches(seen):
 def test_formats_are_compared_on_one_look(seen):
     formats = seen["formats"]
     assert formats["bfloat16"] == []
-    assert set(formats["float16"]) < set(formats["float8_e4m3"])
+    assert formats["float16"]
 
 
 def test_axis_of_steps_shows_each_batch(seen):

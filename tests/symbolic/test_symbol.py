@@ -231,8 +231,6 @@ def test_bad_arguments_are_refused():
         amp.convert_symbol(mx.nd.ones(3))
     with pytest.raises(ValueError, match="float8"):
         amp.convert_symbol(body(), "float8")
-    with pytest.raises(ValueError, match="Gluon only"):
-        amp.convert_symbol(body(), "mixed_float8")
 
 
 # ---- checkpoints

@@ -104,7 +104,7 @@ def test_missing_driver_is_reported(monkeypatch):
 @pytest.mark.parametrize(("name", "capability", "formats"), [
     ("Tesla P100", 60, []), ("GTX 1650", 75, []), ("Tesla V100", 70, ["float16"]),
     ("A100", 80, ["float16", "TF32", "bfloat16"]),
-    ("RTX 4090", 89, ["float16", "TF32", "bfloat16", "float8"])])
+    ("RTX 4090", 89, ["float16", "TF32", "bfloat16"])])
 def test_matrix_formats_of_gpu(name, capability, formats):
     assert GPU(name, capability).formats == formats
 

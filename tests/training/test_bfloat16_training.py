@@ -99,11 +99,6 @@ def test_xray_reports_that_any_loss_scale_fits(policy, rng):
     assert view.loss_scale[1] > 2.0 ** 100
 
 
-def test_tensor_core_accumulation_is_refused():
-    with pytest.raises(ValueError, match="float16"):
-        amp.Policy("mine", compute="bfloat16", accumulate="A100")
-
-
 @pytest.mark.parametrize("roles", [
     {"parameter": "bfloat16", "compute": "float16"},
     {"parameter": "float16", "compute": "bfloat16"}])

@@ -53,7 +53,7 @@ def same(a, b):
 @pytest.mark.parametrize("trained", [0, 5])
 @pytest.mark.parametrize(("policy", "cls", "name"), [
     ("float16", amp.Trainer, "sgd"), ("float16", amp.Trainer, "adam"),
-    ("mixed_float8", amp.Trainer, "sgd"), ("float32", gluon.Trainer, "adam")])
+    ("mixed_bfloat16", amp.Trainer, "sgd"), ("float32", gluon.Trainer, "adam")])
 def test_state_is_restored_and_training_continues_unchanged(policy, cls, name, trained,
                                                                  batches):
     pairs = [made(policy, cls, name) for _ in range(2)]

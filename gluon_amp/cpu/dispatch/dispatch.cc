@@ -162,9 +162,8 @@ bool may_run_own(const Call& call) {
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& op = call.op;
-  if (op.product && call.settings.products.emulates()) return op.product(call);
   const OwnKernel* own = op.own;
-  const bool usable = may_run_own(call) && !(call.rounding.any && !(own->supports & kGrids));
+  const bool usable = may_run_own(call);
   if (usable && watch && own->supports & kFloats && count_own_kernel(call, *own)) return;
   if (!usable || !own->run(call)) generic();
 }
@@ -177,7 +176,7 @@ void run_plain(const Call& call) {
 // Runs an operator's hand-written kernel on blocked arrays. False if there is none for this case.
 bool run_in_blocks(const Call& call) {
   const OwnKernel* const own = call.op.own;
-  return may_run_own(call) && !call.rounding.any && !watching() &&
+  return may_run_own(call) && !watching() &&
          (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all())) && own->run(call);
 }
 
@@ -185,9 +184,8 @@ void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& s
                    const OpContext& context, const std::vector<TBlob>& in, const std::vector<OpReqType>& req,
                    const std::vector<TBlob>& out) {
   const auto substitute = type16 != kNoType16 ? node_for_type16(op, attrs, type16) : nullptr;
-  Call call{op, substitute ? substitute->attrs : attrs, settings, context, in, req, out, Rounding(settings),
-            nullptr, Blocked(settings, in, out)};
-  call.rounding.draw(context);
+  Call call{op, substitute ? substitute->attrs : attrs, settings, context, in, req, out, nullptr,
+            Blocked(settings, in, out)};
   if (call.blocked.any()) {
     if (!run_in_blocks(call)) in_plain(call, [](const Call& plain) { run_plain(plain); });
     return;
@@ -247,7 +245,7 @@ struct OperatorState {
         size_t out)
       : op(its_op), node(std::move(its_node)), settings(settings_of(attrs())), outputs_count(out),
         inner(std::move(state)), onednn(prefers_onednn(op, attrs(), in, out)) {
-    if (op.name() == "RNN") rnn = Rnn::make(attrs(), settings, type16);
+    if (op.name() == "RNN") rnn = Rnn::make(attrs(), type16);
   }
 
   const NodeAttrs& attrs() const { return node->attrs; }
@@ -257,25 +255,10 @@ struct OperatorState {
     return code.mutates ? code.mutates(attrs()) : std::vector<uint32_t>();
   }
 
-  // In a backward pass, the first input is the head gradient, which is rounded (an RNN's is among other
-  // inputs, which are on the same grid). The outputs are the gradients of the forward pass's inputs.
-  Rounding rounding(bool forward) const {
-    static const std::string all(64, 'g'), first(1, 'g'), none;
-    Rounding made(settings);
-    made.input_grids = forward ? &none : op.name() == "RNN" ? &all : &first;
-    made.head_gradient = &settings.input_gradient_grid;
-    if (forward) return made;
-    made.output = &settings.input_gradient_grid;
-    made.product = &settings.head_gradient_grid;
-    made.rounded_outputs = &settings.rounded_inputs;
-    return made;
-  }
-
   void run(const Operator& code, bool forward, const OpContext& context, const std::vector<TBlob>& in,
            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
     static const std::vector<int> inputs{0, 1, 2, 3, 4, 5, 6, 7};
-    Call call{code, attrs(), settings, context, in, req, out, rounding(forward), &inner};
-    call.rounding.draw(context);
+    Call call{code, attrs(), settings, context, in, req, out, &inner};
     const Watch watch(call, forward ? nullptr : &inputs);
     run_engine(call, watch, [&] { forward ? run_forward(call) : run_backward(call); });
   }
@@ -315,7 +298,7 @@ struct OperatorState {
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
-    run_forward({op, attrs(), settings, training, in, req, out, rounding(true), &inner});
+    run_forward({op, attrs(), settings, training, in, req, out, &inner});
   }
 };
 
@@ -382,11 +365,8 @@ Operator read_operator(const nnvm::Op* x) {
   op.mutates = attribute<nnvm::FMutateInputs>(x, "FMutateInputs");
   op.types = attribute<nnvm::FInferType>(x, "FInferType");
   op.shapes = attribute<mxnet::FInferShape>(x, "FInferShape");
-  op.resources = attribute<mxnet::FResourceRequestEx>(x, "FResourceRequestEx");
   op.visible = attribute<nnvm::FNumVisibleOutputs>(x, "FNumVisibleOutputs");
   op.own = own_kernel(x->name);
-  const auto product = emulation.products.find(x->name);
-  op.product = product == emulation.products.end() ? nullptr : product->second;
   op.traits = traits_of(x->name) | (is_mixed(x->name) && !op.own ? unsigned(kMoves) : 0);
   op.moving_averages = moving_averages_of(x->name);
   return op;
@@ -426,16 +406,12 @@ std::vector<std::pair<int, int>> in_place_options(const Operator& op, const Node
   return made;
 }
 
-// MXNet declares that an output is the same memory as an input, so that nothing runs. A node that rounds must
-// not write to an array that others read. hard_sigmoid's gradient is not its head gradient, as MXNet declares.
-void wrap_identity(const Operator& op, nnvm::Op& target) {
-  const bool never = target.name == "_backward_hard_sigmoid";
+// hard_sigmoid's gradient is not its head gradient, as MXNet declares.
+void clear_identity(nnvm::Op& target) {
   set<nnvm::FInplaceIdentity>(
       target, "FInplaceIdentity",
-      [never, original = *get<nnvm::FInplaceIdentity>(op.nnvm_op, "FInplaceIdentity")](const NodeAttrs& attrs) {
-        std::vector<bool> made = original(attrs);
-        if (never || settings_of(attrs).rounds()) made.assign(made.size(), false);
-        return made;
+      [original = *get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")](const NodeAttrs& attrs) {
+        return std::vector<bool>(original(attrs).size(), false);
       });
 }
 
@@ -446,26 +422,6 @@ void wrap_in_place_options(const Operator& op, nnvm::Op& target) {
         if (is_planned(attrs)) return in_place_options(*x, attrs);
         return original ? original(attrs) : std::vector<std::pair<int, int>>();
       });
-}
-
-// The resource request of MXNet's random generator, for nodes that run in order.
-using Requests = std::vector<mxnet::ResourceRequest>;
-
-Requests resources(const NodeAttrs& attrs, int device, mxnet::DispatchMode mode) {
-  auto made = call_original(dispatched.at(attrs.op)->resources, attrs, device, mode);
-  if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
-  return made;
-}
-
-void wrap_resources(const Operator& op, nnvm::Op& target) {
-  set<mxnet::FResourceRequest>(
-      target, "FResourceRequest",
-      [original = attribute<mxnet::FResourceRequest>(op.nnvm_op, "FResourceRequest")](const NodeAttrs& attrs) {
-        auto made = original ? original(attrs) : Requests();
-        if (settings_of(attrs).ordered) made.push_back(mxnet::ResourceRequest::kRandom);
-        return made;
-      });
-  if (op.resources) set<mxnet::FResourceRequestEx>(target, "FResourceRequestEx", by_value(&resources));
 }
 
 // MXNet's type inference with `stand_in` instead of `type`, which some code refuses.
@@ -528,9 +484,8 @@ void dispatch(nnvm::Op& target) {
   if (op->types) set<nnvm::FInferType>(target, "FInferType", by_value(&infer_types));
   if (target.name == "_identity_with_attr_like_rhs")
     set<mxnet::FInferShape>(target, "FInferShape", by_value(&infer_identity));
-  if (get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")) wrap_identity(*op, target);
-  else wrap_in_place_options(*op, target);
-  wrap_resources(*op, target);
+  if (target.name == "_backward_hard_sigmoid") clear_identity(target);
+  else if (!get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")) wrap_in_place_options(*op, target);
   if (const auto* g = get<nnvm::FGradient>(&target, "FGradient"))
     set<nnvm::FGradient>(target, "FGradient", [original = target.name == "_backward_FullyConnected"
                                                ? nnvm::FGradient(gradient_of_dense_gradient)
@@ -569,9 +524,7 @@ std::string operator_rows() {
     const int supports = op.own ? op.own->supports : 0;
     made << name;
     if (op.own) made << " own_code";
-    if (op.product || name == "RNN") made << " accumulate";
     if (traits_of(name) & kMoves) made << " moves";
-    if (op.is(kHighPrecision)) made << " high_precision";
     if (supports & kAnyOrder) made << " any_order";
     if (supports & kBlocks) made << ((supports & kAlike) == kAlike ? " alike" : " blocks");
     made << "\n";

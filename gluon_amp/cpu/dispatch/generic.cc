@@ -1,8 +1,7 @@
 // The generic operator: runs MXNet's float32 code on float16 and bfloat16 arrays.
 //
 // It widens inputs into scratch, runs MXNet's operator, and rounds the results once. It reads all 16-bit inputs
-// before it writes any output, so an output may share memory with any of them. It also supports other grids on
-// float32 arrays: it then rounds inputs (MXNet's sums of gradients are not rounded yet) and outputs.
+// before it writes any output, so an output may share memory with any of them.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -12,28 +11,6 @@
 namespace gluon_amp {
 
 const Kernels *kernels = nullptr, *float16_kernels = nullptr, *bfloat16_kernels = nullptr;
-
-Rounding::Rounding(const Settings& s)
-    : any(s.rounds()), output(&s.output_grid), product(&s.product_grid), head_gradient(&s.head_gradient_grid),
-      rounded_outputs(&s.rounded_outputs), input_grids(&s.products.input_grids) {}
-
-void Rounding::draw(const OpContext& context) {
-  if (!is_stochastic()) return;
-  auto* random = context.requested.back().get_random<mshadow::cpu, mshadow::default_real_t>(
-      context.get_stream<mshadow::cpu>());
-  const uint64_t high = random->GetRandInt();
-  key = high << 32 | random->GetRandInt();
-}
-
-const Grid* Rounding::keyed(const Grid& grid, uint64_t tensor) const {
-  if (grid.rounding != kStochastic) return &grid;
-  keyed_.push_back(grid);
-  uint64_t mixed = key + (tensor + 1) * 0x9e3779b97f4a7c15u;  // splitmix64
-  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9u;
-  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebu;
-  keyed_.back().key = mixed ^ mixed >> 31;
-  return &keyed_.back();
-}
 
 // ---- one call ----------------------------------------------------------------------
 
@@ -48,8 +25,7 @@ bool all_nothing(const Call& call) {
 // Whether MXNet's operator writes directly to the output's memory, not to scratch.
 bool is_direct(const Call& call, size_t i, bool onednn) {
   const TBlob& to = call.out[i];
-  const bool rounds = is_float(to) && call.rounding.written(i);
-  return !is_16bit(to) && !(is_float(to) && onednn) && !(rounds && call.req[i] == mxnet::kAddTo);
+  return !is_16bit(to) && !(is_float(to) && onednn);
 }
 
 // Whether MXNet's operator may write to an input before it has read all of it, because an output shares its memory.
@@ -68,8 +44,6 @@ bool is_read(const Operator& op, size_t i) {
   return op.name() != "_backward_RNN" || i == kGradientOfY || i == kGradientOfState ||
          i == kGradientOfCell;
 }
-
-const Grid kBfloat16 = {7, 0x1p-126f, 0x1.fep127f, __builtin_inff(), __builtin_inff(), kNearestEven, 0};
 
 TBlob copy_of(const TBlob& from, Scratch* scratch) {
   const TBlob made = scratch->like(from);
@@ -108,8 +82,8 @@ struct Float32Run {
     const Operator& op = call.op;
     const TBlob& from = call.in[i];
     const size_t weight = !op.is(kHasParameters) ? call.in.size() : op.name()[0] == '_' ? 2 : 1;
-    const Grid* const grid = i == weight && is_float(from) && is_16bit(call.in[0]) ? &kBfloat16 : call.rounding.read(i);
-    if (!is_16bit(from) && !(grid && is_float(from))) {
+    const bool is_rounded = i == weight && is_float(from) && is_16bit(call.in[0]);  // to bfloat16
+    if (!is_16bit(from) && !is_rounded) {
       const bool copied = overwritten(call, from, direct) && !std::count(mutated.begin(), mutated.end(), i);
       return {copied ? copy_of(from, scratch) : from, 0};
     }
@@ -118,10 +92,13 @@ struct Float32Run {
     const bool copied = state && onednn && i == kWeightsOfRnn;
     NDArray made = (copied ? &brief : scratch)->array(from.shape_);
     float* const widened = floats(made.data());
-    if (is_16bit(from)) widen(from, widened);
-    if (!grid) return made;
-    const float* const exact = is_16bit(from) ? widened : floats(from);
-    kernels->round(scaled(*grid, call, i, exact, size(from)), exact, widened, size(from), kStore);
+    if (!is_rounded) {
+      widen(from, widened);
+      return made;
+    }
+    Number16* const narrowed = brief.numbers16(size(from));
+    bfloat16_kernels->narrow(floats(from), narrowed, size(from), kStore);
+    bfloat16_kernels->widen(narrowed, widened, size(from));
     return made;
   }
 
@@ -167,10 +144,7 @@ struct Float32Run {
       const TBlob& to = call.out[i];
       const Write write = call.write(i);
       if (write == kNothing) continue;
-      if ((is_16bit(to) || is_float(to)) && call.rounding.written(i))
-        round_to_output(call, i, floats((out[i].IsMKLDNNData() ? out[i].Reorder2Default() : out[i]).data()));
-      else if (!direct[i])
-        narrow(out[i], to, write);
+      if (!direct[i]) narrow(out[i], to, write);
     }
     for (uint32_t i : mutated)
       if (is_16bit(call.in[i])) narrow(in[i], call.in[i], kStore);

@@ -68,27 +68,10 @@ Settings parsed(const std::string& text) {
   Reader read(text);
   Settings made;
   made.own_kernel = read.flag("engine");
-  made.rounded_inputs = read.text("inputs");
-  made.rounded_outputs = read.text("outputs");
-  made.output_grid = grid_of(read.text("output_grid").c_str());
-  made.product_grid = grid_of(read.text("product_grid").c_str());
-  made.head_gradient_grid = grid_of(read.text("gradient_grid").c_str());
-  made.input_gradient_grid = grid_of(read.text("back_grid").c_str());
-  made.ordered = read.flag("ordered");
   made.float32_parameters = read.flag("parameters");
-  made.rnn_loop = read.flag("loop");
   made.loss_scale = read.flag("loss_scale");
-  ProductSettings& products = made.gradient_products;
-  products.input_grids = read.text("reads");
-  std::string scaling, counts;
-  read.words("scaling") >> scaling >> made.history_length >> made.margin;
-  if (!scaling.empty()) products.scaling = scaling == "delayed" ? Scaling::kDelayed : Scaling::kCurrent;
-  read.words("accumulate") >> products.block >> products.fraction >> products.split;
-  std::string forward;  // 1: the forward product runs in high precision
-  read.words("high") >> forward >> made.high_precision_gradients;
-  if (forward != "1") made.products = products;
   read.words("blocked") >> made.blocked_inputs >> made.blocked_outputs;
-  counts = read.text("counts");
+  const std::string counts = read.text("counts");
   if (!counts.empty()) made.counts = counts == "samples" ? Settings::kSamples : Settings::kAll;
   read.check_all_read();
   return made;
@@ -130,19 +113,6 @@ void set_settings(const nnvm::ObjectPtr& node, const NodeAttrs& forward, const s
 int64_t settings_count() {
   const std::lock_guard<std::mutex> guard(lock);
   return count;
-}
-
-Grid grid_of(const char* text) {
-  float numbers[6] = {23, 0x1p-126f, 0x1.fffffep127f, __builtin_inff(), __builtin_inff(), 0};
-  for (float& number : numbers) {
-    char* end;
-    const float read = parse_float(text, &end);
-    if (end == text) break;
-    number = read;
-    text = end;
-  }
-  return {static_cast<int>(numbers[0]), numbers[1], numbers[2], numbers[3], numbers[4],
-          static_cast<GridRounding>(static_cast<int>(numbers[5])), 0};
 }
 
 }  // namespace gluon_amp

@@ -57,7 +57,6 @@ const struct { Trait trait; const char* names; } kRows[] = {
     )"},
     {kForgetsBias, "_backward_FullyConnected"},
     {kCasts, "Cast amp_cast amp_multicast"},
-    {kHighPrecision, "Convolution Deconvolution FullyConnected dot batch_dot _np_dot _npi_matmul"},
 };
 
 }  // namespace

@@ -16,9 +16,8 @@ enum Trait : unsigned {
   kHasParameters = 32, // a convolution or a dense layer, or its backward pass (Settings::float32_parameters)
   kForgetsBias = 64,   // oneDNN's code writes the bias gradient (2) only with the weight's (1)
   kCasts = 128,        // its `dtype` is the type of its result
-  kHighPrecision = 256,// the product of each input's gradient can have a node of its own
-  kLeavesInput = 512,  // it does not write elements of its output that equal the input's
-  kRefusesEmpty = 1024 // it does not support empty inputs where a result is not empty
+  kLeavesInput = 256,  // it does not write elements of its output that equal the input's
+  kRefusesEmpty = 512  // it does not support empty inputs where a result is not empty
 };
 
 unsigned traits_of(const std::string& name);

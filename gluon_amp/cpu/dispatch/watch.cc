@@ -93,11 +93,10 @@ Counts* counts_of(const void* to) {
   return nullptr;
 }
 
-void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          int type) {
+void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, int type) {
   Counts* const counts = counts_of(to);
   if (!counts) return;
-  kernels_of(type)->count(exact, n, grid, counts);
+  kernels_of(type)->count(exact, n, counts);
   counts->bins[0] -= padding;
   counts->zero -= padding;
 }
@@ -109,7 +108,7 @@ int64_t counted_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
 bool kernels_take_floats() { return floats_too; }
 
 bool count_own_kernel(const Call& call, const OwnKernel& own) {
-  if (call.rounding.any || word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
+  if (word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
       std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_16bit(to); }))
     return false;
   if ((own.supports & kNumbers) == kNumbers &&

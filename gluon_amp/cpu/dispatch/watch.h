@@ -36,8 +36,7 @@ Counts* counts_of(const void* to);
 
 // Passes `n` float32 results before rounding to this thread's Watch, if any. `padding` of them are zeros of no
 // tensor. They will be rounded to the memory at `to`, of this type.
-void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, const Grid* grid,
-          int type);
+void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, int type);
 
 // Whether this thread has a Watch that counts.
 bool watching();
@@ -51,22 +50,9 @@ inline void narrow(const float* exact, const TBlob& to, Write write) {
   const int64_t all = size(to), some = watching() ? counted_at_a_time() : all;
   for (int64_t first = 0; first < all; first += some) {
     const int64_t n = std::min(some, all - first);
-    if (is_16bit(to)) count_exact(exact + first, n, 0, at(to, first), nullptr, to.type_flag_);
+    if (is_16bit(to)) count_exact(exact + first, n, 0, at(to, first), to.type_flag_);
     kernels_of(to)->narrow(exact + first, at(to, first), n, write);
   }
-}
-
-// Counts floats, which it may change, and writes them to output i, rounded to its grid if it has one.
-inline void round_to_output(const Call& call, size_t i, float* exact) {
-  const TBlob& to = call.out[i];
-  const Write write = call.write(i);
-  if (write == kNothing) return;
-  const Grid* const written = call.rounding.written(i);
-  const Grid grid = written ? *written : Grid();
-  count_exact(exact, size(to), 0, to.dptr_, written, to.type_flag_);
-  if (is_float(to)) return kernels->round(grid, exact, floats(to), size(to), write);
-  kernels->round(grid, exact, exact, size(to), kStore);
-  kernels_of(to)->narrow(exact, to.dptr_, size(to), write);
 }
 
 // Whether hand-written kernels of 16-bit numbers run on floats: in an X-ray's float32 step, and in count_own_kernel.

@@ -51,18 +51,9 @@ template <typename F> void in_parts(int64_t n, Counts* counts, F f) {
   }
 }
 
-void count(const float* exact, int64_t n, const Grid* grid, Counts* counts) {
+void count(const float* exact, int64_t n, Counts* counts) {
   in_parts(n, counts, [=](int64_t begin, int64_t end, Tables* made) {
-    if (!grid) return count_part(exact, [](int64_t, int64_t) { return ToNumber(); }, begin, end, made);
-    float to[kTile];
-    count_part(exact, [&](int64_t at, int64_t some) {
-      each(0, some, [&](int64_t i, auto lanes) {
-        store(to + i, rounded(load(exact + at + i, lanes)), lanes);
-      });
-      round_some(*grid, to, to, some, at);
-      std::memset(to + some, 0, (kTile - some) * sizeof(float));
-      return Rounded{to};
-    }, begin, end, made);
+    count_part(exact, [](int64_t, int64_t) { return ToNumber(); }, begin, end, made);
   });
 }
 

@@ -17,24 +17,6 @@ using Number16 = uint16_t;  // float16 or bfloat16
 // many numbers would be a few percent faster.
 constexpr int64_t kWorthThreads = 131072;
 
-enum GridRounding { kNearestEven, kTowardZero, kStochastic };
-
-// A number format to which float32 arrays are rounded; the default is float32. formats.py documents the members.
-struct Grid {
-  int fraction = 23;                            // bits of the fraction
-  float normal = 0x1p-126f;                     // the smallest normal number
-  float largest = 0x1.fffffep127f;              // the largest finite number
-  float above = __builtin_inff();               // the result of larger finite numbers
-  float infinity = __builtin_inff();            // the result of infinities
-  GridRounding rounding = kNearestEven;
-  uint64_t key = 0;                             // the random key of stochastic rounding
-
-  bool rounds() const {
-    return fraction < 23 || normal != 0x1p-126f || largest != 0x1.fffffep127f ||
-           infinity != __builtin_inff();
-  }
-};
-
 // MXNet's write requests. kAdd rounds the result, adds it to the output in float32, and rounds the sum.
 enum Write { kNothing, kStore, kAdd };
 
@@ -173,10 +155,6 @@ struct Kernels {
   // ---- between types (passes.cc)
   void (*widen)(const void* from, float* to, int64_t n);
   void (*narrow)(const float* from, void* to, int64_t n, Write write);
-  // rounds float32 arrays to a grid; `to` may be `from`. The random bits of stochastic rounding depend on the key
-  // and the index of a number only (formats.py: random_bits)
-  void (*round)(const Grid& grid, const float* from, float* to, int64_t n, Write write);
-  float (*largest)(const float* numbers, int64_t n);  // the largest finite magnitude, or 0
   void (*copy)(const void* from, void* to, int64_t bytes);
   // `count` matrices of 16-bit numbers, one after the other, each transposed
   void (*transpose)(const Number16* from, Number16* to, int64_t count, int64_t rows, int64_t columns);
@@ -236,8 +214,8 @@ struct Kernels {
   // ---- optimizers (updates.cc)
   void (*update)(Rule rule, const Update* updates, int count, const UpdateSettings& settings);
 
-  // ---- counts (counts.cc): adds the counts of n numbers before rounding to the type, and to a grid if there is one
-  void (*count)(const float* exact, int64_t n, const Grid* grid, Counts* counts);
+  // ---- counts (counts.cc): adds the counts of n numbers before rounding to the type
+  void (*count)(const float* exact, int64_t n, Counts* counts);
   void (*count_rounded)(const void* numbers, int64_t n, Counts* counts);
   // for 16-bit numbers: counts the updates of n weights since `before`, which becomes a copy of them
   void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);

@@ -18,139 +18,6 @@ void narrow(const float* from, void* to, int64_t n, Write write) {
   });
 }
 
-// ---- grids ------------------------------------------------------------------------------
-
-// A random U for the indices from i on: the hash finalizer "lowbias32", which changes half of the bits for each
-// bit of i, over both halves of the key.
-template <typename T> inline T mixed(T x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-using Bits = decltype(bits_of(V()));
-
-struct RandomBits {
-  Bits lanes;
-  uint32_t low, high;
-
-  explicit RandomBits(uint64_t key) : low(uint32_t(key)), high(uint32_t(key >> 32)) {
-    uint32_t numbers[W];
-    for (int64_t k = 0; k < W; ++k) numbers[k] = uint32_t(k);
-    std::memcpy(&lanes, numbers, sizeof lanes);
-  }
-  Bits operator()(int64_t i) const {
-    const uint32_t upper = uint32_t(uint64_t(i) >> 32) * 0x9e3779b9u;
-    return mixed(mixed((lanes + uint32_t(i)) ^ low) ^ (high + upper));
-  }
-};
-
-// Rounds to one grid. The bits of floats have the order of their values, so from the smallest normal number on,
-// rounding drops bits as of an integer. Below it the spacing is constant: adding and subtracting a number with
-// this ulp rounds.
-struct OnGrid {
-  V normal, largest, above, infinity, magic, step, endless;
-  uint32_t odd, half, kept;  // whether ties round to even; just below half of the last bit; mask of kept bits
-  int shift;                 // the number of dropped bits
-  GridRounding rounding;
-  // Stochastic rounding: the factor from numbers to multiples of the spacing, in two parts, because one may be
-  // infinite; and the keys of random bits for a number and for a sum.
-  V to_steps[2];
-  RandomBits random, random_of_sum;
-
-  explicit OnGrid(const Grid& grid)
-      : normal(splat(grid.normal)), largest(splat(grid.largest)), above(splat(grid.above)),
-        infinity(splat(grid.infinity)), rounding(grid.rounding), random(grid.key),
-        random_of_sum(~grid.key) {
-    const int drop = 23 - grid.fraction;
-    odd = drop > 0;
-    half = drop > 0 ? (1u << (drop - 1)) - 1 : 0;
-    kept = ~((1u << drop) - 1);
-    shift = drop;
-    step = splat(std::ldexp(grid.normal, -grid.fraction));
-    magic = splat(std::ldexp(grid.normal, drop));
-    endless = splat(__builtin_inff());
-    const int steps = grid.fraction - std::ilogb(grid.normal);
-    to_steps[0] = splat(std::ldexp(1.0f, steps / 2));
-    to_steps[1] = splat(std::ldexp(1.0f, steps - steps / 2));
-  }
-
-  // Rounds numbers of an array from index i on.
-  V operator()(V v, int64_t i) const {
-    return rounding == kStochastic ? stochastic(v, random(i)) : (*this)(v);
-  }
-  // Rounds sums at these indices.
-  V sum(V v, int64_t i) const {
-    return rounding == kStochastic ? stochastic(v, random_of_sum(i)) : (*this)(v);
-  }
-
-  V operator()(V v) const {
-    const V size = magnitude(v);
-    const auto bits = bits_of(size);
-    const V near = (size + magic) - magic;
-    V small, large;
-    if (rounding == kTowardZero) {
-      small = if_less(size, near, near - step, near);
-      large = float_of(bits & kept);
-    } else {
-      small = near;
-      large = float_of((bits + half + (bits >> shift & odd)) & kept);
-    }
-    return made(v, size, small, large);
-  }
-
-  // Rounds up with a probability of the dropped part over the spacing: adds as many random bits as are dropped.
-  // Below the smallest normal number, it compares the dropped part with a random number of 23 bits.
-  V stochastic(V v, Bits bits) const {
-    const V size = magnitude(v);
-    const V large = float_of((bits_of(size) + (bits & ~kept)) & kept);
-    const V steps = if_less(size, normal, size, splat(0)) * to_steps[0] * to_steps[1];
-    const V near = (steps + splat(0x1p23f)) - splat(0x1p23f);
-    const V low = if_less(steps, near, near - splat(1), near);
-    const V part = float_of(bits >> 9 | 0x3f800000u) - splat(1 - 0x1p-24f);
-    const V small = if_less(steps - low, part, low, low + splat(1)) * step;
-    return made(v, size, small, large);
-  }
-
- private:
-  V made(V v, V size, V small, V large) const {
-    V to = if_less(size, normal, small, large);
-    to = if_less(largest, to, above, to);
-    to = if_equal(size, endless, infinity, to);
-    to = float_of(bits_of(to) | (bits_of(v) & 0x80000000u));
-    return if_equal(v, v, to, v);  // a NaN stays
-  }
-};
-
-// Writes or adds; kAdd rounds the addend and the sum.
-void round(const Grid& grid, const float* from, float* to, int64_t n, Write write) {
-  if (!grid.rounds() && from == to && write == kStore) return;
-  const OnGrid on_grid(grid);
-  with_add(write, [=](auto add) {
-    vectors(n, [=](int64_t i, auto lanes) {
-      V v = on_grid(load(from + i, lanes), i);
-      if (add) v = on_grid.sum(load(to + i, lanes) + v, i);
-      store(to + i, v, lanes);
-    });
-  });
-}
-
-float largest(const float* numbers, int64_t n) {
-  const V endless = splat(__builtin_inff());
-  float found = 0;
-#pragma omp parallel for schedule(static) reduction(max : found) if (n >= kWorthThreads)
-  for (int64_t begin = 0; begin < n; begin += kChunk) {
-    V most = splat(0);
-    each(begin, least(begin + kChunk, n), [&](int64_t i, auto lanes) {
-      const V size = magnitude(load(numbers + i, lanes));
-      most = larger(if_less(size, endless, size, splat(0)), most);
-    });
-    const float here = highest(most);
-    found = here > found ? here : found;
-  }
-  return found;
-}
-
 void copy(const void* from, void* to, int64_t bytes) {
   if (from == to) return;
   const char* source = static_cast<const char*>(from);
@@ -300,18 +167,9 @@ void narrow_blocked(const float* from, void* to, int64_t batch, int64_t channels
 
 }  // namespace
 
-void round_some(const Grid& grid, const float* from, float* to, int64_t n, int64_t first) {
-  const OnGrid on_grid(grid);
-  each(0, n, [&](int64_t i, auto lanes) {
-    store(to + i, on_grid(load(from + i, lanes), first + i), lanes);
-  });
-}
-
 void add_passes(Kernels* table) noexcept {
   table->widen = widen;
   table->narrow = narrow;
-  table->round = round;
-  table->largest = largest;
   table->copy = copy;
   table->transpose = transpose_all;
   table->widen_blocked = widen_blocked;

@@ -40,9 +40,6 @@ void add_training(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
 void add_counts(Kernels* table) noexcept;
 
-// Rounds n numbers of an array, from index `first` on, to a grid, on this thread (passes.cc).
-void round_some(const Grid& grid, const float* from, float* to, int64_t n, int64_t first);
-
 namespace {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -73,7 +73,7 @@ void narrow(const NDArray& made, const TBlob& to, Write write) {
       const int64_t count = many * ((of_each + block - 1) / block) * b.strides[1];
       const float* const exact = from + n * stored + c * plane;
       void* const rounded = at(to, (n * channels + c) * plane);
-      if (is_16bit(to)) count_exact(exact, count, count - many * of_each * plane, rounded, nullptr, to.type_flag_);
+      if (is_16bit(to)) count_exact(exact, count, count - many * of_each * plane, rounded, to.type_flag_);
       kernels_of(to)->narrow_blocked(exact, rounded, many, of_each, plane, block, write);
     }
 }

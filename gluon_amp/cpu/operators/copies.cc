@@ -19,19 +19,7 @@ bool copies(const Call& call) {
   return true;
 }
 
-// A cast that rounds a float32 array before or after, in one pass.
-bool rounding_cast(const Call& call) {
-  const TBlob &from = call.in[0], &to = call.out[0];
-  if (!is_float(from) || !is_float(to) || call.write(0) != kStore) return false;
-  const Grid *read = call.rounding.read(0), *written = call.rounding.written(0);
-  if (read && written) return false;
-  const Grid grid = read ? *read : written ? *written : Grid();
-  kernels->round(grid, floats(from), floats(to), size(to), kStore);
-  return true;
-}
-
 bool cast(const Call& call) {
-  if (call.rounding.any) return rounding_cast(call);
   const TBlob &from = call.in[0], &to = call.out[0];
   if (is_16bit(from) && is_float(to) && call.write(0) == kStore)
     widen(from, floats(to));
@@ -198,8 +186,7 @@ bool slice_axis_gradient(const Call& call) {
   return slice_axis(call, call.out[0], call.in[0], true) || as_it_is(call);
 }
 
-// Concatenates all inputs, or splits the input into the outputs. Results of floats are rounded if the node has a
-// setting for it.
+// Concatenates all inputs, or splits the input into the outputs.
 bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& parts, const char* axis, bool split) {
   if (!is_16bit(whole) && !is_float(whole)) return false;
   Scratch scratch;
@@ -218,7 +205,7 @@ bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& par
     }
   });
   if (is_float(whole))
-    for (size_t i = 0; i < made.size(); ++i) round_to(call, i, floats(made[i]));
+    for (size_t i = 0; i < made.size(); ++i) put(made[i].dptr_, call.out[i], call.write(i));
   return true;
 }
 
@@ -255,7 +242,7 @@ bool swap_axes(const Call& call) {
     Scratch scratch;
     float* const made = scratch.memory(size(y));
     move(made);
-    round_to(call, 0, made);
+    put(made, y, call.write(0));
   } else if (call.write(0) == kAdd) {  // float64, in an X-ray
     std::vector<double> made(size(y));
     move(made.data());
@@ -274,8 +261,8 @@ void add_copies(Rows& rows) {
       {"_backward_reshape", {copies, 1}}, {"Reshape", {copies, 1}}, {"Flatten", {copies, 1}},
       {"expand_dims", {copies, 1}}, {"squeeze", {copies, 1}}, {"BlockGrad", {copies, 1}},
       {"_npx_reshape", {copies, 1}}, {"_np_reshape", {copies, 1}}, {"_np_squeeze", {copies, 1}},
-      {"Cast", {cast, 0, kGrids}}, {"_backward_cast", {cast, 0, kGrids}},
-      {"amp_cast", {cast, 0, kGrids}}, {"_backward_amp_cast", {cast, 0, kGrids}},
+      {"Cast", {cast, 0}}, {"_backward_cast", {cast, 0}},
+      {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}},
       {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
       {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},
       {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
@@ -285,8 +272,8 @@ void add_copies(Rows& rows) {
       {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
       {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
       {"reset_arrays", {as_it_is, 0}},
-      {"SwapAxis", {swap_axes, 0, kGrids}}, {"_backward_SwapAxis", {swap_axes, 0, kGrids}},
-      {"SliceChannel", {split, 0, kGrids}}, {"_backward_SliceChannel", {split_gradient, 0, kGrids}},
+      {"SwapAxis", {swap_axes, 0}}, {"_backward_SwapAxis", {swap_axes, 0}},
+      {"SliceChannel", {split, 0}}, {"_backward_SliceChannel", {split_gradient, 0}},
       {"Concat", {concat, 0, kAnyOrder}}, {"_rnn_param_concat", {concat, 0}},
       {"_backward_Concat", {concat_gradient, 0, kAnyOrder}}});
 }

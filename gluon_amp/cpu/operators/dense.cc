@@ -87,7 +87,7 @@ bool run_by_outputs(const Call& call, bool backward) {
       call.op.compute_ex(call.attrs, context, in, req, out);
       const NDArray made = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
       const auto* from = static_cast<const float*>(made.data().dptr_);
-      count_exact(from, rows * n, 0, call.out[0].dptr_, nullptr, call.out[0].type_flag_);
+      count_exact(from, rows * n, 0, call.out[0].dptr_, call.out[0].type_flag_);
       for (int64_t i = 0; i < rows; ++i)
         kernels_of(call.out[0])->narrow(from + i * n, numbers16(call.out[0]) + i * high + first, n, call.write(0));
       continue;

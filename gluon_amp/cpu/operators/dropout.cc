@@ -18,7 +18,7 @@ Number16 one_of(const TBlob& array) { return array.type_flag_ == mshadow::kFloat
 bool dropout(const Call& call) {
   const float p = number(call.attrs, "p", 0.5f);
   const bool drops = p > 0 && (call.context.is_train || word(call.attrs, "mode", "") == "always");
-  if (!drops && !call.rounding.any && is_16bit(call.in[0]) &&
+  if (!drops && is_16bit(call.in[0]) &&
       call.in[0].type_flag_ == call.out[0].type_flag_) {
     put(call.in[0].dptr_, call.out[0], call.write(0));
   } else {
@@ -41,7 +41,7 @@ void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scal
   widen(mask, kept);
   for (int64_t i = 0; i < n; ++i)
     exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
-  count_exact(exact, n, 0, d.dptr_, nullptr, d.type_flag_);
+  count_exact(exact, n, 0, d.dptr_, d.type_flag_);
 }
 
 // A mask of another shape is broadcast by MXNet's multiplication.
@@ -49,12 +49,12 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
-  if (!call.rounding.any && all_16bit(call) && g.shape_ == mask.shape_) {
+  if (all_16bit(call) && g.shape_ == mask.shape_) {
     if (watching()) show_gradient(g, mask, d, scale);
     kernels_of(g)->dropout_gradient(g.dptr_, mask.dptr_, d.dptr_, size(d), scale, call.write(0));
     return true;
   }
-  if (!call.rounding.any && is_float(g) && is_float(mask) && is_float(d) &&
+  if (is_float(g) && is_float(mask) && is_float(d) &&
       g.shape_ == mask.shape_) {
     kernels->binary(kProduct, g.dptr_, mask.dptr_, d.dptr_, size(d), call.write(0));
     return true;
@@ -71,7 +71,6 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
   float* out = scratch.memory(n);
   float* m = scratch.memory(size(mask));
   widen(g, out);
-  if (const Grid* grid = call.rounding.read(0)) kernels->round(*grid, out, out, n, kStore);
   widen(mask, m);
   for (int64_t i = 0; i < n; ++i) {
     int64_t rest = i, at = 0;
@@ -81,7 +80,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
     }
     out[i] *= m[at] == 0 || m[at] == 1 ? m[at] : scale;
   }
-  round_to_output(call, 0, out);
+  narrow(out, d, call.write(0));
   return true;
 }
 
@@ -89,7 +88,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 
 void add_dropout(Rows& rows) {
   rows.insert({
-      {"Dropout", {dropout, 1, kGrids}}, {"_backward_Dropout", {dropout_gradient, 1, kGrids}}});
+      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1}}});
 }
 
 }  // namespace gluon_amp

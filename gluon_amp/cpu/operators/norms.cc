@@ -7,7 +7,7 @@ namespace gluon_amp {
 namespace {
 
 bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
-  if (!is_16bit(x) && !(is_float(x) && (call.rounding.any || kernels_take_floats()))) return false;
+  if (!is_16bit(x) && !(is_float(x) && kernels_take_floats())) return false;
   if (size(x) == 0) return false;
   const int axis = axis_of(call.attrs, "axis", 1, x.ndim());
   const int64_t outer = x.shape_.ProdShape(0, axis), inner = x.shape_.ProdShape(axis + 1, x.ndim());
@@ -18,50 +18,10 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made)
   return !made->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
 }
 
-// Output 0 of a batch norm on another grid: the kernel writes to `memory`, then `round` rounds.
-struct RoundedOutput {
-  const Call& call;
-  const Grid* grid;
-  Scratch scratch;
-  void* memory;
-  Write write;
-
-  RoundedOutput(const Call& c)
-      : call(c), grid(c.rounding.written(0)), memory(c.out[0].dptr_), write(c.write(0)) {
-    if (!grid || write != kAdd) return;
-    memory = scratch.memory(size(c.out[0]));
-    write = kStore;
-  }
-  void round() {
-    if (!grid || call.write(0) == kNothing) return;
-    const TBlob& to = call.out[0];
-    const int64_t n = size(to);
-    if (is_float(to)) return kernels->round(*grid, static_cast<float*>(memory), floats(to), n, call.write(0));
-    float* wide = scratch.memory(n);
-    kernels_of(to)->widen(memory, wide, n);
-    kernels->round(*grid, wide, wide, n, kStore);
-    kernels_of(to)->narrow(wide, to.dptr_, n, call.write(0));
-  }
-};
-
 // The counts for a watched output 0 of 16-bit numbers, counted by the kernel; null otherwise, and with a relu, which
 // runs on 16-bit numbers.
 Counts* counts_as_made(const Call& call, bool relu) {
-  return is_16bit(call.out[0]) && !call.rounding.any && !relu ? counts_of(call.out[0].dptr_) : nullptr;
-}
-
-// Input 0, rounded if the node has a setting for it.
-const void* rounded_input(const Call& call, Scratch* scratch) {
-  const Grid* grid = call.rounding.read(0);
-  const TBlob& from = call.in[0];
-  if (!grid) return from.dptr_;
-  float* const wide = scratch->memory(size(from));
-  widen(from, wide);
-  kernels->round(*grid, wide, wide, size(from), kStore);
-  if (is_float(from)) return wide;
-  Number16* const narrowed = scratch->numbers16(size(from));
-  kernels_of(from)->narrow(wide, narrowed, size(from), kStore);
-  return narrowed;
+  return is_16bit(call.out[0]) && !relu ? counts_of(call.out[0].dptr_) : nullptr;
 }
 
 // x, gamma, beta, moving mean, moving variance -> y, mean, 1 / deviation
@@ -73,11 +33,9 @@ bool batch_norm(const Call& call) {
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
-  RoundedOutput y(call);
   kernels_of(call.in[0])->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
-                             floats(call.in[3]), floats(call.in[4]), y.memory, y.write, kept(1),
+                             floats(call.in[3]), floats(call.in[4]), call.out[0].dptr_, call.write(0), kept(1),
                              kept(2), counts_as_made(call, relu)});
-  y.round();
   return true;
 }
 
@@ -87,14 +45,11 @@ bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
   if (norm.blocked && !(call.blocked.input(0) && call.blocked.input(3) && call.blocked.output(0))) return false;
-  Scratch scratch;
-  RoundedOutput dx(call);
   kernels_of(call.in[3])->batch_norm_gradient(norm, {
-      rounded_input(call, &scratch), call.in[3].dptr_,
+      call.in[0].dptr_, call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
-      dx.memory, dx.write, floats(call.out[1]), call.write(1),
+      call.out[0].dptr_, call.write(0), floats(call.out[1]), call.write(1),
       floats(call.out[2]), call.write(2), counts_as_made(call, relu)});
-  dx.round();
   return true;
 }
 
@@ -197,10 +152,10 @@ bool softmax_gradient(const Call& call) {  // gradient, y
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kGrids | kAlike}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kGrids | kAlike}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kGrids | kAlike}},  // its relu is of 16-bit numbers
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kGrids | kAlike}},
+      {"BatchNorm", {batch_norm<false>, 1, kAlike}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kAlike}},
+      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kAlike}},  // its relu is of 16-bit numbers
+      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kAlike}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
       {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
       {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});

@@ -41,13 +41,6 @@ inline bool all_float(const Call& call) {
 }
 inline bool has_kernels(const Call& call) { return all_16bit(call) || all_float(call); }
 
-// Writes floats to a float32 output, rounded if the node has a setting for it.
-inline void round_to(const Call& call, size_t i, const float* made) {
-  const Grid* grid = call.rounding.written(i);
-  kernels->round(grid ? *grid : Grid(), made, floats(call.out[i]), size(call.out[i]),
-                 call.write(i));
-}
-
 // Writes or adds to output 0 the 16-bit numbers that make(to) computes.
 template <class F>
 void make_16bit(const Call& call, F make) {

@@ -100,7 +100,7 @@ bool forward(const Call& call) {
     Scratch scratch;
     float* const made = scratch.memory(size(y));
     pad(p, floats(x), made, constant);
-    round_to(call, 0, made);
+    put(made, call.out[0], call.write(0));
   } else {
     pad(p, static_cast<double*>(x.dptr_), static_cast<double*>(y.dptr_), double(constant));
   }
@@ -120,14 +120,12 @@ bool backward(const Call& call) {
   Scratch scratch;
   float* const sums = scratch.memory(size(dx));
   const int64_t wide = p.place_of.size();
-  const Grid* const read = call.rounding.read(0);
   add_up(p, false, sums, [&](int64_t first, float* memory) -> const float* {
     if (is_16bit(g)) kernels_of(g)->widen(numbers16(g) + first, memory, wide);
-    if (read) kernels->round(*read, is_16bit(g) ? memory : floats(g) + first, memory, wide, kStore);
-    return is_16bit(g) || read ? memory : floats(g) + first;
+    return is_16bit(g) ? memory : floats(g) + first;
   });
   if (is_float(g)) {
-    round_to(call, 0, sums);
+    put(sums, dx, call.write(0));
     return true;
   }
   narrow(sums, dx, call.write(0));
@@ -137,7 +135,7 @@ bool backward(const Call& call) {
 }  // namespace
 
 void add_pad(Rows& rows) {
-  rows.insert({{"Pad", {forward, 0, kGrids}}, {"_backward_Pad", {backward, 0, kGrids}}});
+  rows.insert({{"Pad", {forward, 0}}, {"_backward_Pad", {backward, 0}}});
 }
 
 }  // namespace gluon_amp

@@ -61,14 +61,6 @@ void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in
   kernels_of(out[0])->narrow(floats(in[0]), out[0].dptr_, size(in[0]), kStore);
 }
 
-void round(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
-           const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  const std::string* said = find(attrs, "grid");
-  Grid grid = said ? grid_of(said->c_str()) : Grid();
-  if (const std::string* key = find(attrs, "key")) grid.key = std::strtoull(key->c_str(), nullptr, 10);
-  kernels->round(grid, floats(in[0]), floats(out[0]), size(in[0]), kStore);
-}
-
 // The output is the array of the master weight.
 void follow(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
             const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
@@ -272,7 +264,6 @@ nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(
 void register_training() {
   add_operator("widen", 1, one_shape, types<kF16, kF16, kF32>, widen_all);
   add_operator("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
-  add_operator("round_to_grid", 1, one_shape, types<kF32, kF32, kF32>, round);
   add_operator("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
   nnvm::Op& updates = add_operator("update", 3, update_shapes, update_types, update);
   updates.get_num_inputs = [](const NodeAttrs& attrs) { return update_inputs(attrs); };

@@ -12,7 +12,7 @@ from steps import GPU, Training, calls_of, counted, layers, numbers, own_log
 
 TWO = [mx.gpu(0), mx.gpu(1)]
 DATA = (4, 8, 6, 6)
-EXAMPLES = Path(__file__).parents[2] / "example"
+EXAMPLES = Path(__file__).parents[3] / "example"
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
