@@ -14,7 +14,7 @@
 # make test-zoo   train networks of GluonCV, GluonNLP and GluonTS, each in a venv of its own (python3.8)
 # make test-published SOURCES=FOLDER   published scripts in float16 on a CPU; tests/outside/published.py lists the checkouts
 # make test-foreign SOURCES=FOLDER   scripts of other repositories in 16 bits on a CPU; tests/outside/foreign.py lists them; NAMES="arcface wgan": only those
-# make test-tensor-cores SOURCES=FOLDER   compare tensor_core_dot with MATLAB-tensor-core's measurements (a checkout)
+# make test-tensor-cores SOURCES=FOLDER   compare the rule of Tensor Cores with MATLAB-tensor-core's measurements (a checkout)
 # make test-mxnet MXNET_TESTS=FOLDER   MXNet 1.9.1's tests (tests/python of its sources) with gluon_amp imported
 # make test-mxnet-float16 MXNET_SOURCE=FOLDER   the same tests in float16 on a CPU, from a checkout of MXNet 1.9.1
 # make test-mxnet-numpy MXNET_TESTS=FOLDER   the tests that depend on numpy, with the installed numpy
@@ -104,7 +104,7 @@ test-foreign: .venv/test
 	@SOURCES="$(SOURCES)" NAMES="$(NAMES)" $(BIN)/python -W ignore tests/outside/foreign.py
 
 test-tensor-cores: .venv/test
-	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/tensor_core_vectors.py
+	@SOURCES="$(SOURCES)" $(BIN)/python -W ignore tests/outside/tensor_core_vectors.py
 
 test-mxnet: .venv/test
 	@MXNET_TESTS="$(MXNET_TESTS)" $(BIN)/python -W ignore tests/outside/mxnets_tests.py
