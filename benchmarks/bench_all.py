@@ -40,8 +40,6 @@ def lines() -> List[Line]:
         found.append(Line(name, ["step_time.py", "--only", name, "--pairs", "50", "--seconds",
                                  "120", "--columns", *step_time.COLUMNS]))
     found += [Line(f"formats: {name}", ["formats_time.py", name]) for name in formats_time.NETWORKS]
-    found.append(Line(f"Tensor Cores' sums: {formats_time.SUMS_NETWORK}",
-                      ["formats_time.py", "--sums", "--turns", "4"]))
     for isa in ISAS:
         found += [Line(f"{isa}: {name}", ["step_time.py", "--only", name, "--columns", "step",
                                           "prediction"], [("GLUON_AMP_ISA", isa)])
