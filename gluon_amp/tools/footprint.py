@@ -26,7 +26,7 @@ from ..graph.graph import Graph
 from ..graph.operators import holds_numbers
 from ..policy import POLICIES, Policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
-from .tensor_cores import matrix_layers
+from .layer_sizes import matrix_layers
 
 _DATA = "data"  # the input's name in Gluon's exported networks, and in most others
 

@@ -2,7 +2,7 @@
 import gluon_amp as amp
 import mxnet as mx
 import pytest
-from gluon_amp.tools.tensor_cores import matrix_layers
+from gluon_amp.tools.layer_sizes import matrix_layers
 from mxnet import nd
 from mxnet.gluon import nn
 
