@@ -7,7 +7,6 @@ epoch are kept, so memory grows with epochs, not with lines:
     Epoch[3] Batch [99]  Speed: ...    its speed, learning rate, loss scale
     [Epoch 3] validation: ...          results, GluonCV's
     mAP=0.7 (behind [Epoch 3])         results of detection, GluonCV's
-    Epoch 3 validation ... mIoU: 0.7   results of segmentation, GluonCV's
     Epoch[3] Validation-accuracy=...   results, Module's
     {"arguments": {...}, "run": ...}   the arguments of a run and, if it has one, its name, ours
     {"epoch": 3, ...}                  results, ours
@@ -44,11 +43,7 @@ RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
                      rb"Time cost=|Speed: [\d.]+ samples/sec\r?$))"
                      rb"(Train-|Validation-)?((?:\S+|Time cost)=.*|Speed: .*)")
 RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
-MEAN_PRECISION = re.compile(rb"(mAP)?=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
-MEAN_PRECISIONS = {b"MeanAP @": "mAP", b"Mean AP for bbox": "box mAP",
-                   b"Mean AP for segm": "mask mAP"}  # COCO's: what stands above them
-SEGMENTATION = re.compile(rb"Epoch (\d{1,9}) (?:(validation) pixAcc: \S+, mIoU: (\d\.\d{3})\r?$|"
-                          rb"iteration \d+/\d+: training loss (\d+\.\d{3})\r?$)", re.MULTILINE)
+MEAN_PRECISION = re.compile(rb"mAP=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
 LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
@@ -214,7 +209,6 @@ class _Reader:
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
-        self.mean_ap = ""  # COCO's that the next line has
 
     def batches(self, lines: List[bytes]) -> None:
         """Parses consecutive lines of batches together, because most lines are such."""
@@ -246,8 +240,7 @@ class _Reader:
         begin = max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0)
         for found, read in ((HEADER.search(line), self._arguments),
                             (RATE.search(line), self._rate),
-                            (RESULTS.match(line, begin), self._line_of_results),
-                            (SEGMENTATION.search(line), self._segmentation)):
+                            (RESULTS.match(line, begin), self._line_of_results)):
             if found and read(found):
                 return True
         return self._precision(line)
@@ -274,22 +267,9 @@ class _Reader:
     def _precision(self, line: bytes) -> bool:
         """Parses a line of detection: mAP follows the lines of the classes."""
         found = MEAN_PRECISION.fullmatch(line.strip())
-        coco = self.mean_ap
-        self.mean_ap = next((name for mark, name in MEAN_PRECISIONS.items() if mark in line), "")
-        if not self.runs or not found or not (found[1] or coco) or not line.endswith(b"\n"):
+        if not self.runs or not found or not line.endswith(b"\n"):
             return False
-        return self._measured(coco or "mAP", float(found[2]) / (1 if found[1] else 100))
-
-    def _segmentation(self, found: re.Match[bytes]) -> bool:
-        self._go_to(int(found[1]))
-        if not found[2]:
-            self.epoch.loss = float(found[4])  # so far; the last one is the epoch's
-            self.runs[-1].epochs[self.number] = self.epoch
-            return True
-        return self._measured("mIoU", float(found[3]))
-
-    def _measured(self, measure: str, value: float) -> bool:
-        self.epoch.top1, self.runs[-1].measure = 1 - value, measure
+        self.epoch.top1, self.runs[-1].measure = 1 - float(found[1]), "mAP"
         self.runs[-1].epochs[self.number] = self.epoch
         return True
 

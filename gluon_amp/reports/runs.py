@@ -13,7 +13,7 @@ from ..policy import APEX
 
 FLOAT32 = "float32"
 ACCURACY = "top-1"
-SHARES = (ACCURACY, "mAP", "box mAP", "mask mAP", "mIoU")  # shown in percent
+SHARES = (ACCURACY, "mAP")  # shown in percent
 # Words in the names of other metrics.
 LOWER = frozenset("""perplexity ppl loss entropy nll mae mse rmse mape err error distance mpd wer
                      cer bpc""".split())
@@ -49,7 +49,7 @@ def direction(metric: str) -> str:
 class Epoch:
     """One epoch; errors are shares from 0 to 1, and None is missing in the log.
 
-    `top1` is one minus the measured accuracy, mAP or mIoU. For another metric it is the value,
+    `top1` is one minus the measured accuracy or mAP. For another metric it is the value,
     negated if higher is better.
     """
     top1: Optional[float] = None
