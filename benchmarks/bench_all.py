@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
-import formats_time
+import bfloat16_time
 import harness
 import optimizer_time
 import step_time
@@ -39,7 +39,8 @@ def lines() -> List[Line]:
     for name in harness.NETWORKS:
         found.append(Line(name, ["step_time.py", "--only", name, "--pairs", "50", "--seconds",
                                  "120", "--columns", *step_time.COLUMNS]))
-    found += [Line(f"formats: {name}", ["formats_time.py", name]) for name in formats_time.NETWORKS]
+    found += [Line(f"bfloat16: {name}", ["bfloat16_time.py", name])
+              for name in bfloat16_time.NETWORKS]
     for isa in ISAS:
         found += [Line(f"{isa}: {name}", ["step_time.py", "--only", name, "--columns", "step",
                                           "prediction"], [("GLUON_AMP_ISA", isa)])

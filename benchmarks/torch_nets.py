@@ -11,7 +11,7 @@ from statistics import median
 
 import harness
 import torch
-from formats_time import processor_ms
+from bfloat16_time import processor_ms
 from torch import nn
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
