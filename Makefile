@@ -7,7 +7,7 @@
 # make wheel   dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
 # make test-wheel     test the wheel in an empty venv of each installed Python from 3.8 on
 # make test-pythons   the same from training to report, with numpy 1 and 2: a minute each
-# make test-np   the tests of training, files and tools in numpy mode (npx.set_np())
+# make test-np   the tests with the marker numpy in numpy mode (npx.set_np())
 # make fuzz N=1000   compare random float16 operator calls with MXNet's float32 code; SEED=S repeats one
 # make test-weight-gradients   weight gradients of convolutions of all small shapes, in ten minutes; PART=0/4: a quarter
 # make fuzz-states N=10000   load damaged and crafted files of optimizer states
@@ -19,7 +19,7 @@
 # make test-mxnet-float16 MXNET_SOURCE=FOLDER   the same tests in float16 on a CPU, from a checkout of MXNet 1.9.1
 # make test-mxnet-numpy MXNET_TESTS=FOLDER   the tests that depend on numpy, with the installed numpy
 # make results   write results/imagenet, byte for byte
-# make sanitize   the engine's tests under AddressSanitizer and UBSan, in 20 minutes
+# make sanitize   the engine's tests (marker sanitize) under AddressSanitizer and UBSan, in 20 minutes
 # make test-transfer PACK=FILE   the size of what a machine without network needs for MXNet's CUDA build: at most 62 MiB
 # make test-device   the script for a machine with a GPU (tests/device/run.py), on a software GPU of capability 9.0
 # make test-gpu   the GPU path on a software GPU, recording and computing; downloads MXNet's CUDA wheel (499 MB) once
@@ -37,19 +37,6 @@ BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h \
 	gluon_amp/cpu/*/*.cc gluon_amp/cpu/*/*.h \
 	gluon_amp/cuda/*.cc gluon_amp/cuda/*.h gluon_amp/cuda/*.txt gluon_amp/cuda/forward/*)
-
-# training and inference, without tests that start processes, which are not sanitized
-SANITIZED ?= tests/test_kernels.py tests/test_operators.py tests/test_engine_operators.py \
-             tests/test_engine_own_code.py tests/test_engine_norms.py tests/test_engine_types.py \
-             tests/test_engine_grids.py tests/test_formats.py tests/test_one_pass_optimizers.py \
-             tests/test_networks.py tests/test_loops.py tests/test_xray_counts.py tests/test_dispatch.py \
-             tests/test_bfloat16_products.py tests/test_bfloat16_parameters.py tests/test_bfloat16_rnn.py \
-             tests/test_bfloat16_blocks.py tests/test_weight_gradients.py
-
-# In numpy mode, too; tests with the marker mx_nd must fail there.
-NUMPY := lr_find states trainer trainer_refusals trainer_search several_trainers monitor search convert \
-         convert_files convert_types xray xray_given xray_counts xray_faults xray_networks xray_outliers \
-         xray_training estimator records diff numpy_mode
 
 # A wheel reuses the objects compiled for .venv.
 export GLUON_AMP_OBJECTS ?= $(CURDIR)/build/objects
@@ -75,8 +62,7 @@ test-all: export GLUON_AMP_TESTS = all
 test-all: test
 
 test-np: .venv/test
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --numpy \
-		$(NUMPY:%=tests/test_%.py)
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --numpy -m numpy
 
 # MXNet's wheel includes libmxnet.so and loads the system's libgomp: another copy in this wheel would be a second
 # OpenMP runtime with its own threads. mv puts only complete files into dist/.
@@ -190,7 +176,7 @@ sanitize: .venv/test
 	GLUON_AMP_ENGINE=$(CURDIR)/.sanitize/gluon_amp/cpu/_engine.so \
 	LD_PRELOAD="$$($(or $(CXX),g++) -print-file-name=libasan.so) $$($(or $(CXX),g++) -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=2 \
-		$(BIN)/pytest -q -s -p no:cacheprovider -p no:faulthandler $(SANITIZED)
+		$(BIN)/pytest -q -s -p no:cacheprovider -p no:faulthandler $(or $(TESTS),-m sanitize)
 
 setup: .venv/setup
 

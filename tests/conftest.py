@@ -17,13 +17,6 @@ from ranks import Ranks
 # They run on a software GPU: make test-gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]
 
-# Files of few long tests, besides the stories.
-LONG = ("test_docs", "test_tutorial", "test_launch", "test_distributed", "test_horovod",
-        "test_rank_mistakes", "test_networks", "test_zoo", "test_xray", "test_instruction_sets",
-        "test_dispatch_networks", "test_dispatch_off", "test_engine_safe", "test_script",
-        "test_import")
-
-
 def pytest_addoption(parser):
     parser.addoption("--numpy", action="store_true", help="run tests in npx.set_np()")
 
@@ -38,7 +31,7 @@ def pytest_collection_modifyitems(config, items):
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (
         item.path.name != "test_packaging.py", "stories" not in item.path.parts,
-        item.path.stem not in LONG, -tests[item.path], item.path))
+        item.get_closest_marker("long") is None, -tests[item.path], item.path))
     if config.getoption("numpy"):
         numpy_mode.prepare_modules()
         numpy_mode.mark_differences(items)

@@ -29,6 +29,8 @@ from software_gpu.__main__ import parser as software_gpu_parser
 from sybil.document import Document
 from sybil.parsers.markdown import CodeBlockParser
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
          *sorted((ROOT / "docs" / "api").glob("*.md"))]

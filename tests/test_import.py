@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from gluon_amp.cpu import library
 
+pytestmark = pytest.mark.long
+
 PACKAGE = Path(gluon_amp.__file__).parent
 OURS = ("MXNET_SAFE_ACCUMULATION", "GLUON_AMP_ISA", "PYTHONPATH", "PYTHONWARNINGS")
 INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1" \

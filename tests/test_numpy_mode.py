@@ -14,6 +14,8 @@ from mxnet import autograd, gluon, np, npx
 from mxnet.gluon import nn, rnn
 from numpy_networks import Bert, Transformer
 
+pytestmark = pytest.mark.numpy
+
 POLICIES = ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 

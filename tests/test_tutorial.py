@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.long
+
 TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial"
 
 

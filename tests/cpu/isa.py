@@ -1,4 +1,4 @@
-"""`make test-isa`: the engine's tests, for each instruction set of this processor.
+"""`make test-isa`: the tests with the marker `isa`, for each instruction set of this processor.
 
 GLUON_AMP_ISA limits the engine's own loops, DNNL_MAX_CPU_ISA those of oneDNN.
 """
@@ -7,14 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 FLAGS = set(Path("/proc/cpuinfo").read_text().split())
 LIMITS = (  # flag of the processor, limits of the engine and of oneDNN
     ("avx2", "avx2", "AVX2"), ("avx512bw", "avx512", "AVX512_CORE"),
     ("avx512_bf16", "avx512", "AVX512_CORE_BF16"), ("amx_bf16", "avx512", "AVX512_CORE_AMX"),
     ("sse2", None, None))
-TESTS = [*sorted(HERE.glob("test_engine_*.py")), *sorted(HERE.glob("test_bfloat16*.py")),
-         HERE / "test_kernels.py", HERE / "test_dispatch.py"]
 
 
 def main():
@@ -27,7 +25,7 @@ def main():
         limits = {"GLUON_AMP_ISA": engine, "DNNL_MAX_CPU_ISA": onednn, "OMP_WAIT_POLICY": "passive"}
         variables = {k: v for k, v in {**os.environ, **limits}.items() if v is not None}
         command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile",
-                   *map(str, TESTS), *sys.argv[1:]]
+                   "-m", "isa", str(TESTS), *sys.argv[1:]]
         if subprocess.run(command, env=variables).returncode:
             failed.append(onednn or "none")
     sys.exit(f"failed with the limit {', '.join(failed)}" if failed else 0)

@@ -10,6 +10,8 @@ from hypothesis.extra import numpy as npst
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 
+pytestmark = [pytest.mark.isa, pytest.mark.vectorized]
+
 
 def low(x):
     return nd.array(x, dtype="bfloat16")

@@ -14,7 +14,9 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from processes import run
 
-pytestmark = pytest.mark.skipif(not library.keeps_blocks(), reason="needs AVX512_BF16 without AMX")
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa,
+              pytest.mark.skipif(not library.keeps_blocks(),
+                                 reason="needs AVX512_BF16 without AMX")]
 
 
 def convolution(channels, kernel=3, stride=1, **kwargs):

@@ -8,6 +8,8 @@ from halves import as_bfloat16, bfloat16_ulps, generic_code
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 LAYERS = {
     "conv": (lambda: nn.Conv2D(32, 3, padding=1, in_channels=16), (4, 16, 9, 9)),
     "1x1, no bias": (lambda: nn.Conv2D(16, 1, in_channels=32, use_bias=False), (3, 32, 5, 5)),

@@ -13,6 +13,8 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from processes import printed, run
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 CONVOLUTIONS = {
     "1d": ((3, 16, 20), (32, 16, 3), {}), "2d": ((2, 16, 9, 11), (32, 16, 3, 3), {"pad": (1, 1)}),
     "3d": ((2, 16, 6, 7, 5), (16, 16, 3, 3, 3), {"pad": (1, 0, 1)}),

@@ -5,6 +5,8 @@ from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps
 from mxnet import autograd, nd
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 TIME, BATCH, DATA, UNITS = 5, 3, 7, 20
 

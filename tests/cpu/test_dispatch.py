@@ -9,6 +9,8 @@ from halves import assert_half, halves
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 F16, F32 = np.float16, np.float32
 
 

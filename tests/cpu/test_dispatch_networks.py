@@ -15,6 +15,8 @@ from mxnet.gluon import nn
 from mxnet.gluon.model_zoo import vision
 from processes import printed
 
+pytestmark = pytest.mark.long
+
 WAYS = {"imperative": None, "hybridized": {}, "static memory": {"static_alloc": True},
         "static": {"static_alloc": True, "static_shape": True}}
 CLASSES = 4

@@ -8,6 +8,8 @@ from mxnet_alone import MXNET_ALONE
 from operator_calls import HERE, candidates
 from processes import printed
 
+pytestmark = pytest.mark.long
+
 # Calls each operator forward and backward before and after the import of gluon_amp.
 CALLS = """
 import ctypes, pickle, sys

@@ -17,6 +17,8 @@ from mxnet.gluon import nn, rnn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
+pytestmark = pytest.mark.isa
+
 sym = mx.sym
 X = sym.var("x")
 FLAGS = [{}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True},

@@ -10,6 +10,8 @@ from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, generic_code, halves, run, stock
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 sym = mx.sym
 NAMES = ("x", "gamma", "beta", "mean", "var")
 STATIC = (("static_alloc", True), ("static_shape", True))
@@ -107,6 +109,7 @@ SETTINGS = [{}, {"use_global_stats": True}, {"fix_gamma": True},
             {"fix_gamma": True, "use_global_stats": True}]
 
 
+@pytest.mark.vectorized
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("training", [True, False])

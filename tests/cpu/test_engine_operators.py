@@ -23,6 +23,8 @@ from operator_calls import (
     handle,
 )
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 
 class Call:
     """An operator called outside of graphs; `low` is the type that replaces float16."""

@@ -8,6 +8,8 @@ from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
 from halves import as_function, assert_half, generic_code, halves, stock, ulps
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
 STATIC = (("static_alloc", True), ("static_shape", True))

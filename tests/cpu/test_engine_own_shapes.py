@@ -21,6 +21,8 @@ from test_engine_own_code import (
     outcome,
 )
 
+pytestmark = pytest.mark.isa
+
 sym = mx.sym
 
 ARITHMETIC = {

@@ -13,6 +13,8 @@ import pytest
 from gluon_amp.cpu import library
 from mxnet_alone import MXNET_ALONE
 
+pytestmark = [pytest.mark.long, pytest.mark.isa]
+
 PACKAGE = Path(amp.__file__).parent
 START = """
 import sys

@@ -11,6 +11,8 @@ from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, ulps
 from processes import printed
 
+pytestmark = pytest.mark.isa
+
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
 STATIC = (("static_alloc", True), ("static_shape", True))

@@ -7,6 +7,8 @@ from gluon_amp.graph.graph import Entry, Graph, Node
 from halves import as_function, assert_half, halves, run
 from mxnet import nd
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
+
 F16, F32 = np.float16, np.float32
 sym = mx.sym
 X, Y = sym.var("x"), sym.var("y")

@@ -6,6 +6,8 @@ import mxnet as mx
 import pytest
 from gluon_amp.cpu import library
 
+pytestmark = pytest.mark.isa
+
 LIB = mx.base._LIB
 
 

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.isa, pytest.mark.vectorized]
+
 ALL_HALVES = np.arange(65536, dtype=np.uint16).view(np.float16)
 SIZES = [0, 1, 2, 7, 15, 16, 17, 31, 33, 4095, 4096, 4097, 32768, 100003]
 

@@ -7,6 +7,8 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from networks import Calling
 
+pytestmark = pytest.mark.sanitize
+
 RTOL = {"float32": 1e-6, "float16": 5e-3, "bfloat16": 4e-2}
 
 

@@ -10,6 +10,8 @@ from gluon_amp.cpu import library
 from gluon_amp.training.optimizer import FUSED_RULES
 from halves import halves
 
+pytestmark = pytest.mark.sanitize
+
 SIZES = [1, 2, 7, 16, 33, 1003, 32769]  # the last one uses threads
 OPTIMIZERS = [("sgd", {}), ("sgd", {"momentum": 0.9}), ("nag", {"momentum": 0.9}), ("nag", {}),
               ("adam", {}),
@@ -97,12 +99,14 @@ def decimal(settings):
     return settings
 
 
+@pytest.mark.vectorized
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize(("name", "kwargs"), OPTIMIZERS)
 def test_master_weights_and_states_match_float32_training(name, kwargs, settings, in_one_pass):
     assert_as_in_float32(name, {**kwargs, **settings}, in_one_pass)
 
 
+@pytest.mark.vectorized
 @pytest.mark.parametrize(("name", "kwargs"), OF_ITS_OWN)
 def test_settings_of_one_optimizer(name, kwargs, in_one_pass):
     assert_as_in_float32(name, {"wd": 0.01, **kwargs}, in_one_pass)

@@ -1,10 +1,13 @@
 """Graphs of float16 operators round each result once, in forward and backward passes."""
 import mxnet as mx
 import numpy as np
+import pytest
 from gluon_amp.graph.graph import Graph
 from halves import halves, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytestmark = pytest.mark.sanitize
 
 sym = mx.sym
 X, Y = sym.var("x"), sym.var("y")

@@ -10,6 +10,8 @@ from mxnet.gluon import nn
 from processes import printed
 from weight_gradients import TOLERANCE, Case, poison
 
+pytestmark = pytest.mark.sanitize
+
 # depth of the data, kernel, stride and padding in depth, for which oneDNN leaves a plane of the
 # gradient uninitialized or adds to other planes
 SHAPES = {"Convolution": [(3, 3, 2, 1), (2, 4, 2, 3), (2, 3, 3, 2), (3, 2, 3, 1), (6, 6, 2, 3),

@@ -20,6 +20,8 @@ from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
+pytestmark = pytest.mark.numpy
+
 # What convert leaves unchanged
 
 

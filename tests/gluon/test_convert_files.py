@@ -11,6 +11,8 @@ from mxnet import gluon, nd
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
+pytestmark = pytest.mark.numpy
+
 
 def test_loading_with_types_of_the_file_keeps_those_of_the_parameters(tmp_path):
     path = str(tmp_path / "net.params")

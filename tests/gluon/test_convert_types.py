@@ -11,6 +11,8 @@ from converting import Net, holding, make, rounded, runs_in, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+pytestmark = pytest.mark.numpy
+
 # Integers
 
 

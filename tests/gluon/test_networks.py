@@ -14,6 +14,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from traces import at_most_traces
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.long]
+
 ALL = {**networks.ZOO, **networks.OTHERS}
 # Their layers are those of alexnet and the resnets of 50 layers.
 ALIKE = {"resnet18_v1", "resnet18_v2", "vgg11", "vgg11_bn"}

@@ -14,6 +14,8 @@ from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
 
+pytestmark = pytest.mark.numpy
+
 MINE = amp.Policy("mine", compute="bfloat16", norm="bfloat16", batched="float32")
 
 

@@ -10,6 +10,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, batches, images_net
 
+pytestmark = pytest.mark.numpy
+
 
 def train(net, trainer, data, steps, monitor=None):
     """The losses of some steps."""

@@ -31,6 +31,8 @@ from xray_networks import (
     training,
 )
 
+pytestmark = [pytest.mark.numpy, pytest.mark.long]
+
 sym = mx.sym
 
 

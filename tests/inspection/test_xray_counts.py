@@ -16,6 +16,8 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
 from xray_networks import images_net, in_a_block
 
+pytestmark = [pytest.mark.sanitize, pytest.mark.numpy]
+
 sym = mx.sym
 
 

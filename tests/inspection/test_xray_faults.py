@@ -11,6 +11,8 @@ from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, check_mended, layers, named
 
+pytestmark = pytest.mark.numpy
+
 
 def batches(*shape):
     rng = np.random.default_rng(1)

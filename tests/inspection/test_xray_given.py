@@ -15,6 +15,8 @@ from mxnet.gluon import nn
 from networks import Calling
 from xray_networks import LOSS, rows
 
+pytestmark = pytest.mark.numpy
+
 
 def two_layers(fault=None):
     net = nn.HybridSequential(prefix="net_")

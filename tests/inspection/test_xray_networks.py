@@ -18,6 +18,8 @@ from xray_networks import (
     training,
 )
 
+pytestmark = pytest.mark.numpy
+
 sym = mx.sym
 
 

@@ -7,6 +7,8 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, layers
 
+pytestmark = pytest.mark.numpy
+
 L2 = gluon.loss.L2Loss()
 
 

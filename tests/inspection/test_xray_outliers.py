@@ -12,6 +12,8 @@ from mxnet.gluon import nn, rnn
 from networks import Calling
 from xray_networks import LOSS, calling, check_mended, layers, named, rows
 
+pytestmark = pytest.mark.numpy
+
 
 def with_largest(*numbers):
     """Batches whose largest numbers are these."""

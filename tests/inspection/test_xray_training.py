@@ -11,6 +11,8 @@ from gluon_amp.inspection.render import lines, rows
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+pytestmark = pytest.mark.numpy
+
 
 def dense():
     return [nn.Dense(32, activation="relu"), nn.Dense(1)]

@@ -10,7 +10,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from traces import at_most_traces
 
-pytestmark = pytest.mark.filterwarnings("ignore:::gluoncv")
+pytestmark = [pytest.mark.long,
+              pytest.mark.filterwarnings("ignore:::gluoncv")]
 WITH_OLD_PACKAGES = pytest.mark.filterwarnings("default")  # in Python 3.8: make test-zoo
 WORDS = 40
 

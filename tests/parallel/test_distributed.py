@@ -12,6 +12,8 @@ from mxnet import gluon, nd
 from mxnet.gluon import nn
 from ranks import EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
 
+pytestmark = pytest.mark.long
+
 
 def agree(results):
     """Whether all ranks made the same steps and have the same values."""

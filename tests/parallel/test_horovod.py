@@ -13,7 +13,8 @@ from mxnet_alone import MXNET_ALONE
 from processes import printed
 from ranks import horovod_roles, needs_horovod
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.long,
+              needs_horovod]
 
 BESIDE = """
 {imports}

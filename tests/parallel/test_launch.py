@@ -16,6 +16,8 @@ from gluon_amp.parallel.launch import launch, read_hosts
 from gluon_amp.parallel.supervise import RankEndedError
 from scripts import heeds_ctrl_c
 
+pytestmark = pytest.mark.long
+
 TRAINS = """
 import os, sys, time
 import gluon_amp as amp

@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 from ranks import EITHER
 
+pytestmark = pytest.mark.long
+
 
 def agree(results):
     assert not any(isinstance(result, str) for result in results), results  # the error of a rank

@@ -3,7 +3,10 @@ import re
 from pathlib import Path
 
 import gluon_amp as amp
+import pytest
 from gluon_amp.tools.cli import main
+
+pytestmark = pytest.mark.long
 
 HOWTO = Path(__file__).parents[2] / "docs" / "howto.md"
 

@@ -14,6 +14,8 @@ import scripts
 from mxnet import gluon, nd
 from scripts import EXAMPLES
 
+pytestmark = pytest.mark.long
+
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 SMALL = ["--dataset", "dummy", "--image-size", "32", "--classes", "3", "--batch-size", "4",
          "--epochs", "1", "--dtype", "float16"]

@@ -14,6 +14,8 @@ from gluon_amp.reports import read_logs
 from PIL import Image
 from scripts import EXAMPLES
 
+pytestmark = pytest.mark.long
+
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 
 

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from pythons import MINORS, ROOT, TRAIN, environment, find_python, numpys, output, run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):

@@ -9,7 +9,10 @@ import gluon_amp
 import images
 import mxnet as mx
 import numpy as np
+import pytest
 from arrays import same
+
+pytestmark = pytest.mark.long
 
 EXAMPLES = Path(__file__).parents[2] / "example"
 # Runs the script, and saves the data and weights of each rank, and the run folder after epoch 0.

@@ -14,6 +14,8 @@ from gluon_amp.reports import read_logs, report
 from gluon_amp.reports.colors import COLORS, DARK
 from PIL import Image
 
+pytestmark = pytest.mark.long
+
 RESULTS = Path(__file__).parents[2] / "results" / "imagenet"
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 NO_SOURCES = pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import scripts
 
+pytestmark = pytest.mark.long
+
 SCRIPT = """
 import sys
 import gluon_amp as amp

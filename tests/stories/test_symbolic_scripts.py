@@ -20,6 +20,8 @@ from scripts import EXAMPLES
 sys.path.insert(0, str(EXAMPLES))
 import train_imagenet
 
+pytestmark = pytest.mark.long
+
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 SMALL = ["--num-layers", "20", "--image-shape", "3,32,32", "--num-classes", "4",
          "--batch-size", "20", "--lr", "0.05", "--disp-batches", "1", "--lr-step-epochs", ""]

@@ -11,7 +11,8 @@ from gluon_amp.tools.cli import main
 from mxnet.gluon import nn
 
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
+pytestmark = [pytest.mark.long,
+              pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")]
 START = """<script>
   const seen = {}, at = selector => document.querySelector(selector);
   const change = (element, value) => {

@@ -4,6 +4,8 @@ import gluon_amp
 import processes
 import pytest
 
+pytestmark = pytest.mark.long
+
 PUBLISHED = """
 import argparse
 import numpy as np

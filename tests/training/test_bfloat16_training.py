@@ -8,6 +8,8 @@ from halves import as_bfloat16
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+pytestmark = pytest.mark.isa
+
 POLICIES = ["bfloat16", "mixed_bfloat16"]
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 

@@ -8,6 +8,8 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.estimator import Estimator
 
+pytestmark = pytest.mark.numpy
+
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 

@@ -11,6 +11,8 @@ from gluon_amp.cpu.scales import scales_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+pytestmark = pytest.mark.numpy
+
 LOSS = gluon.loss.L2Loss()
 
 

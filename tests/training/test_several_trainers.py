@@ -8,6 +8,8 @@ import pytest
 from mxnet import autograd, gluon, nd
 from trainers import LOSS, make, ones, recorded, same, some_batches, values
 
+pytestmark = pytest.mark.numpy
+
 WEIGHTS = "a b".split()
 
 

@@ -16,6 +16,8 @@ from arrays import numbers, same
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+pytestmark = pytest.mark.numpy
+
 NAMES = ["sgd", "nag", "adam", "adamw", "lamb", "lars", "rmsprop", "ftml", "nadam", "adagrad"]
 
 

@@ -26,6 +26,8 @@ from trainers import (
     values,
 )
 
+pytestmark = pytest.mark.numpy
+
 
 @pytest.fixture()
 def batches(rng):

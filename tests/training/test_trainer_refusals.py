@@ -8,6 +8,8 @@ from mxnet.gluon import nn
 from networks import Calling
 from trainers import LOSS, One, clip, make, ones, recorded, settled, some_batches, values
 
+pytestmark = pytest.mark.numpy
+
 
 def test_gradients_overwritten_by_another_trainer_are_refused():
     net = One()

@@ -14,6 +14,8 @@ from mxnet.gluon import nn, rnn
 from networks import Calling
 from trainers import LOSS, One, dynamic, learn, ones, recorded, same, settled, values
 
+pytestmark = pytest.mark.numpy
+
 
 def messages(caplog, level=logging.WARNING):
     return [r.getMessage() for r in caplog.records if r.name == "gluon_amp" and r.levelno >= level]
