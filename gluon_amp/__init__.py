@@ -10,7 +10,6 @@ from .cpu.library import KernelError
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
-from .gluon.penalty import gradient_penalty
 from .gluon.records import wrap_load_parameters
 from .graph.keep import ops
 from .inspection.monitor import Monitor
@@ -37,7 +36,7 @@ wrap_load_parameters()
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
            "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
-           "data", "explain", "export_onnx", "freeze", "gradient_penalty", "lr_find",
+           "data", "explain", "export_onnx", "freeze", "lr_find",
            "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "types", "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",

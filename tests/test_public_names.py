@@ -11,7 +11,7 @@ PUBLIC = """
     Trainer AveragedWeights backward optimizer
     scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
-    gradient_penalty export_onnx lr_find Log report read_logs data
+    export_onnx lr_find Log report read_logs data
     xray explain types Monitor
     Horovod KernelError
 """.split()

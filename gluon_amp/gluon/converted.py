@@ -57,7 +57,7 @@ from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
 from ..graph.keep import operator_names, operators_in
 from ..graph.norms import fuse_norms
-from ..policy import POLICIES, Policy
+from ..policy import Policy
 from ..record import Record, put_record, save_arrays
 from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
@@ -128,7 +128,6 @@ class State:
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
-    in_float32: bool = False  # set by `gradient_penalty`
     kept: FrozenSet[str] = frozenset()  # those of the block's current trace
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
@@ -487,10 +486,9 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
         if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
-        in_float32 = self._amp.in_float32
-        if self._amp.stand_in is not None and not in_float32:
+        if self._amp.stand_in is not None:
             return self._amp.stand_in(self, key, arrays)
-        which = (*key, bool(self._callback), in_float32, on_gpu and autograd.is_training())
+        which = (*key, bool(self._callback), on_gpu and autograd.is_training())
         if which not in trace.ops:
             trace.ops[which] = self._make_op(trace.clean, *which)
         return trace.ops[which]
@@ -521,45 +519,39 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         return trace
 
     def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
-                 hooked: bool, in_float32: bool, trains_on_gpu: bool) -> Op:
+                 hooked: bool, trains_on_gpu: bool) -> Op:
         """Returns a CachedOp.
 
         Args:
             hooked: whether a hook reads its tensors.
-            in_float32: whether it runs in float32, whatever the policy.
             trains_on_gpu: whether it trains there. Predictions on an H200 were slower with their
                 channels last.
         """
         state, names = self._amp, [d.name for d in self._cached_graph[0]]
-        policy = POLICIES["float32"] if in_float32 else state.policy
-        graph, types = self.mixed_graph(dtypes, clean, policy)
-        return make_op(self, graph, types, policy, names, parameters_in(self), self._flags, on_gpu,
-                       blocks=not hooked and (trains_on_gpu or not on_gpu))
+        graph, types = self.mixed_graph(dtypes, clean)
+        return make_op(self, graph, types, state.policy, names, parameters_in(self), self._flags,
+                       on_gpu, blocks=not hooked and (trains_on_gpu or not on_gpu))
 
-    def mixed_graph(self, dtypes: Iterable[str], clean: Optional[Graph] = None,
-                    policy: Optional[Policy] = None) -> Tuple[Graph, Dict[str, str]]:
-        """Returns the graph with casts for inputs of these types, and its variables' types.
-
-        `policy` is used instead of the block's.
-        """
+    def mixed_graph(self, dtypes: Iterable[str],
+                    clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
+        """Returns the graph with casts for inputs of these types, and its variables' types."""
         data, traced = self._cached_graph
         types = {name: dtype_name(p.dtype) for name, p in parameters_in(self).items()}
         types.update(zip((d.name for d in data), dtypes))
-        return self.with_casts(clean or Graph.read(traced), types, policy=policy), types
+        return self.with_casts(clean or Graph.read(traced), types), types
 
     def kept_nodes(self) -> FrozenSet[str]:
         """Returns the nodes of the current graph that stay float32 by `keep=`."""
         return self._amp.kept.union(*(state.keep_nodes for state in _states(self)))
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
-                   also: Iterable[str] = (), policy: Optional[Policy] = None) -> Graph:
+                   also: Iterable[str] = ()) -> Graph:
         """Returns a traced graph with casts for variables of these types.
 
-        `also` names nodes that stay float32 besides those of `convert`; `policy` is used instead
-        of the block's.
+        `also` names nodes that stay float32 besides those of `convert`.
         """
         keep = self.kept_nodes().union(also)
-        policy, parameters = policy or self._amp.policy, parameters_in(self)
+        policy, parameters = self._amp.policy, parameters_in(self)
         wide = wide_constants(parameters, policy)
         return insert_casts(clean, types, policy, parameters, keep, wide)
 

@@ -1,8 +1,8 @@
 """WGAN-GP on eight Gaussians: the sliced Wasserstein distance of its samples."""
 import common
-import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+from gradient_penalty import gradient_penalty
 from mxnet import autograd
 from mxnet.gluon import nn
 
@@ -42,7 +42,7 @@ for _ in run.steps(STEPS):
         fake = generator(noise(run.rng)).astype("float32")
         share = mx.nd.array(run.rng.uniform(size=(BATCH, 1)))
         with autograd.record():
-            penalty = amp.gradient_penalty(critic, share * real + (1 - share) * fake)
+            penalty = gradient_penalty(critic, share * real + (1 - share) * fake)
             loss = (critic(fake) - critic(real)).reshape(-1) + 10 * penalty
         of_critic.backward(loss)
         of_critic.step(BATCH)

@@ -1,8 +1,9 @@
-"""`gradient_penalty` against the penalty that second-order gradients give, and what it refuses."""
+"""example/gradient_penalty.py against second-order gradients, and what it refuses."""
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gradient_penalty import gradient_penalty
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import Calling
@@ -54,7 +55,7 @@ def by_difference(net, x, target=1.0):
     x = nd.array(x)
     x.attach_grad()
     with autograd.record():
-        penalty = amp.gradient_penalty(net, x, target=target)
+        penalty = gradient_penalty(net, x, target=target)
     penalty.backward()
     return penalty.asnumpy(), [x.grad.asnumpy(), *gradients(net)]
 
@@ -88,6 +89,16 @@ def test_value_and_gradients_are_those_of_second_order_gradients(policy, target)
     found, by = by_difference(net, SAMPLES, target)
     np.testing.assert_allclose(found, value, rtol=1e-4, atol=1e-5)
     assert_near(by, expected, 1e-3 + ROUNDING.get(policy, 0))
+
+
+def test_16_bit_parameters_need_no_conversion():
+    net = critic()
+    round_weights(net, "float16")
+    expected = by_difference(net, SAMPLES)
+    net.cast("float16")
+    found = by_difference(net, SAMPLES)
+    np.testing.assert_array_equal(found[0], expected[0])
+    assert_near(found[1], expected[1], 1e-3)
 
 
 def dense(count=12):
@@ -174,7 +185,7 @@ def test_gradients_of_critics_with_kinks_match_numeric_ones(layers, kink, shape,
     if policy:
         amp.convert(net, policy)
     with autograd.record():
-        amp.gradient_penalty(net, x).sum().backward()
+        gradient_penalty(net, x).sum().backward()
     found = gradients(net)
     amp.restore(net)
     directions = [random.choice([-1, 1], g.shape) for g in found]
@@ -203,9 +214,9 @@ def test_other_kinks_are_refused(layer, received):
     net.add(nn.Conv2D(2, 3), layer(), nn.Dense(1))
     net.initialize()
     x = nd.ones((4, 2, 8, 8))
-    amp.gradient_penalty(net, x)
+    gradient_penalty(net, x)
     with autograd.record(), pytest.raises(ValueError, match="Valid: ReLU.*Received: .*" + received):
-        amp.gradient_penalty(net, x)
+        gradient_penalty(net, x)
 
 
 def test_deconvolutions_with_16_bit_parameters_are_refused():
@@ -217,13 +228,13 @@ def test_deconvolutions_with_16_bit_parameters_are_refused():
     net(x)
     amp.convert(net)
     with autograd.record(), pytest.raises(ValueError, match=r'Valid: .*"mixed_float16"'):
-        amp.gradient_penalty(net, x)
+        gradient_penalty(net, x)
 
 
 def test_critic_that_cannot_be_traced_is_refused():
     net = Calling(lambda F, x: x * x.shape[0])
     with autograd.record(), pytest.raises(ValueError, match=r"HybridBlock that hybridize.*shape"):
-        amp.gradient_penalty(net, nd.array(SAMPLES))
+        gradient_penalty(net, nd.array(SAMPLES))
 
 
 def test_batch_norm_and_dropout_are_refused_in_training_and_valid_if_frozen():
@@ -232,14 +243,14 @@ def test_batch_norm_and_dropout_are_refused_in_training_and_valid_if_frozen():
     net.initialize()
     amp.convert(net)
     x = nd.array(SAMPLES)
-    before = amp.gradient_penalty(net, x).asnumpy()
-    names = f"{net[1].name}, {net[2].name}"
+    before = gradient_penalty(net, x).asnumpy()
+    names = f"{net[1].name}_fwd, {net[2].name}_fwd"
     with autograd.record(), pytest.raises(ValueError, match=f"amp.freeze.*Received: {names}"):
-        amp.gradient_penalty(net, x)
+        gradient_penalty(net, x)
     amp.freeze(net[1])
     net[2]._rate = 0
     with autograd.record():
-        found = amp.gradient_penalty(net, x)
+        found = gradient_penalty(net, x)
     found.backward()
     np.testing.assert_allclose(found.asnumpy(), before, rtol=1e-4)
     assert not net[1].running_mean.data().asnumpy().any()
@@ -253,7 +264,7 @@ def test_training_calls_stay_in_the_policy_and_scaled_loss_trains():
     losses = []
     for _ in range(30):
         with autograd.record():
-            penalty = amp.gradient_penalty(net, nd.array(SAMPLES).astype("float16"))
+            penalty = gradient_penalty(net, nd.array(SAMPLES).astype("float16"))
         trainer.backward(penalty)
         trainer.step(len(SAMPLES))
         losses.append(penalty.mean().asnumpy().item())
@@ -277,7 +288,7 @@ def test_further_inputs_and_several_outputs_for_each_sample():
         output = net(x, label).sum(axis=1)
     output.backward()
     value = (np.sqrt((x.grad.asnumpy() ** 2).sum(1)) - 1) ** 2
-    found = amp.gradient_penalty(net, x, label)
+    found = gradient_penalty(net, x, label)
     np.testing.assert_allclose(found.asnumpy(), value, rtol=0.02, atol=2e-3)
 
 
@@ -286,7 +297,7 @@ def test_zero_samples_and_constant_critic_have_finite_gradients():
     net.initialize()
     amp.convert(net, "mixed_float16")
     with autograd.record():
-        penalty = amp.gradient_penalty(net, nd.zeros((4, 6)))
+        penalty = gradient_penalty(net, nd.zeros((4, 6)))
     penalty.backward()
     assert np.array_equal(penalty.asnumpy(), np.ones(4))
     assert not net.weight.grad().asnumpy().any()
@@ -295,34 +306,29 @@ def test_zero_samples_and_constant_critic_have_finite_gradients():
 def test_critics_and_arguments_that_are_refused():
     x, net = nd.array(SAMPLES), critic()
     with pytest.raises(TypeError, match="a gluon Block"):
-        amp.gradient_penalty(lambda x: x, x)
+        gradient_penalty(lambda x: x, x)
     with pytest.raises(TypeError, match=r"a row for each sample. Received: \(3, 6\)"):
-        amp.gradient_penalty(net, x, x[:3])
+        gradient_penalty(net, x, x[:3])
     with pytest.raises(TypeError, match=r"arrays of MXNet. Received: numpy\.ndarray"):
-        amp.gradient_penalty(net, SAMPLES)
+        gradient_penalty(net, SAMPLES)
     for other in ("int32", "float64"):
         with pytest.raises(TypeError, match=rf"x must be float32.*16 bits. Received: {other}"):
-            amp.gradient_penalty(net, x.astype(other))
+            gradient_penalty(net, x.astype(other))
     net.cast("float64")
     with pytest.raises(TypeError, match=r"x must be float64.*Received: float32"):
-        amp.gradient_penalty(net, x)
-    assert amp.gradient_penalty(net, x.astype("float64")).dtype == np.float64
+        gradient_penalty(net, x)
+    assert gradient_penalty(net, x.astype("float64")).dtype == np.float64
     net.cast("float32")
-    with pytest.raises(ValueError, match="target other than 0 must be a positive"):
-        amp.gradient_penalty(net, x, target=-1)
+    with pytest.raises(ValueError, match="must be 0 or a positive number"):
+        gradient_penalty(net, x, target=-1)
     pairs = Calling(lambda F, x: (x, x))
     with pytest.raises(ValueError, match="one array with a row for each of the 16 samples"):
-        amp.gradient_penalty(pairs, x)
+        gradient_penalty(pairs, x)
     with pytest.raises(ValueError, match=r"each of the 16 samples. Received: \(1,\)"):
-        amp.gradient_penalty(Calling(lambda F, x: x.sum(axis=(0, 1)).reshape((1,))), x)
-    net.cast("float16")
-    with pytest.raises(ValueError, match=r"or one that gluon_amp\.convert has converted.*weight"):
-        amp.gradient_penalty(net, x)
+        gradient_penalty(Calling(lambda F, x: x.sum(axis=(0, 1)).reshape((1,))), x)
 
 
 def test_random_critic_is_refused():
-    net = Calling(lambda F, x, dense: F.Dropout(dense(x), p=0.5, mode="always"),
-                  nn.Dense(8, in_units=6))
-    net.initialize()
+    net = Calling(lambda F, x: x * F.random.uniform(shape=(16, 6)))
     with autograd.record(), pytest.raises(ValueError, match="without random numbers"):
-        amp.gradient_penalty(net, nd.array(SAMPLES))
+        gradient_penalty(net, nd.array(SAMPLES))
