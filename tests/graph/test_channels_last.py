@@ -172,8 +172,7 @@ def test_weights_of_one_pixel_or_one_input_are_not_transposed():
     assert graph.symbol().infer_shape(x=(2, 3, 8, 6)) == shapes
 
 
-@pytest.mark.parametrize("libraries_of", [None, SimpleNamespace(choice=None),
-                                          SimpleNamespace(choice=SimpleNamespace(cuda=11))])
+@pytest.mark.parametrize("libraries_of", [None, SimpleNamespace(choice=SimpleNamespace(cuda=11))])
 def test_older_cudnn_gets_the_plain_graph(libraries_of, monkeypatch):
     monkeypatch.setattr(load, "prepared", libraries_of)
     assert set(layouts(rewritten(block(sym.var("x")))).values()) == {"NCHW"}

@@ -94,7 +94,7 @@ def test_gradients_that_need_scale_below_1_show_how_to_set_it(tmp_path):
     view = amp.xray(net, rows(), large)
     assert ([f.severity for f in view.findings], view.keep) == (["error"], [])
     assert view.verdict.startswith("Training raises LossScaleError, because gradients overflow at "
-                                   "its smallest loss scale, 1: divide the loss by ")
+                                   "its smallest loss scale, 1: use amp.DynamicLossScale(2**-")
     high = view.loss_scale[1]
     assert high < 1
     assert f"amp.DynamicLossScale(2**{np.log2(high):.0f}, minimum=2**-24)" in str(view)

@@ -83,12 +83,10 @@ def test_training_that_overflows_at_scale_1_is_an_error(make, batches, loss_fn):
     net, batches = network(make), batches()
     view = amp.xray(net, batches, loss_fn)
     assert (view.severity, view.keep) == ("error", [])
-    high = re.escape(f"2**{math.log2(view.window.high):g}")
-    labels = "" if make is convolutions else r"normalize the labels: \(label [-+] .*\) / .*, or "
-    assert re.fullmatch("Training raises LossScaleError, because gradients overflow at its "
-                        f"smallest loss scale, 1: {labels}divide the loss by .*, as a mean instead "
-                        "of a sum does, or use "
-                        rf"amp.DynamicLossScale\({high}, minimum=2\*\*-24\)", view.verdict)
+    assert view.verdict.endswith(
+        f"amp.DynamicLossScale(2**{math.log2(view.window.high):g}, minimum=2**-24)")
+    fact = "an example has 40000 labels" if make is convolutions else "the labels are not normalized"
+    assert any(note.startswith(fact) for note in view.notes)
     assert raises(net, batches, loss_fn)
     net = network(make)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
@@ -159,7 +157,7 @@ def test_large_data_are_named_and_nothing_is_kept(make, factor, size):
     assert view.keep == []
     assert {finding.node for finding in view.findings} == {"data"}
     assert f"data reach 2^{size}, and " in view.verdict
-    assert " (input data): normalize the input data: (data " in view.verdict
+    assert " (input data): normalize the input data: mean " in view.verdict
     assert view.severity == "error"
     assert "does not suit" not in str(view)
     fixed = [(data / factor, label) for data, label in batches]
@@ -177,7 +175,7 @@ def test_large_numpy_data_are_named():
         view = amp.xray(net, [(data, mx.np.zeros((8, 1)))], gluon.loss.L2Loss())
     finally:
         mx.npx.reset_np()
-    assert "normalize the input data: (data " in view.verdict
+    assert "normalize the input data: mean " in view.verdict
     assert view.keep == []
 
 

@@ -7,7 +7,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from arrays import numbers
-from gluon_amp.cpu.scales import scales_of
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -36,7 +35,6 @@ def batches(rng):
 def everything(net, trainer):
     states = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
     return (numbers([[p.data() for p in net.collect_params().values()], states[0]]),
-            [s.read() for s in scales_of(trainer._params)],
             trainer.learning_rate, trainer.optimizer.num_update,
             getattr(trainer, "loss_scale", 1), getattr(trainer, "skipped", 0))
 
