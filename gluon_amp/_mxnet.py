@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, List, Optional
 
 import numpy as np
@@ -35,17 +34,15 @@ _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA
 
 
 def installed_builds() -> List[str]:
-    """Returns the MXNet distributions in the first folder of `sys.path` that has any, such as
-    ['mxnet-cu112']: those of the package that Python imports."""
-    for place in sys.path:
-        # by folder names: reading the metadata of all distributions takes 20 ms
-        folders = [path.name for path in Path(place or ".").glob("mxnet*-info")]
-        names = {folder.split("-")[0].lower().replace("_", "-") for folder in folders}
-        builds = sorted(name for name in names
-                        if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", name))
-        if builds:
-            return builds
-    return []
+    """Returns the MXNet distributions of the package that `import mxnet` loads, such as
+    ['mxnet-cu112']: those in its entry of `sys.path`."""
+    package = wheel.package()
+    if package is None:
+        return []
+    # by folder names: reading the metadata of all distributions takes 20 ms
+    names = {path.name.split("-")[0].lower().replace("_", "-")
+             for path in package.parent.glob("mxnet*-info")}
+    return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
 
 
 def _check_environment(builds: List[str]) -> None:

@@ -108,6 +108,24 @@ def test_two_mxnet_builds_are_named_with_remedy(machine):
     assert INSTALL in message
 
 
+@pytest.mark.parametrize("name", ["mxnet-cu112", None])
+def test_build_that_python_imports_is_the_one_that_counts(name, machine, tmp_path):
+    """A wheel, or a build from source, which precedes another build in the path."""
+    first = tmp_path / "first"
+    first.mkdir()
+    install(machine, "mxnet-cu117", code="")
+    failing = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
+    if name:
+        install(first, name, failing)
+    else:
+        (first / "mxnet").mkdir()
+        (first / "mxnet" / "__init__.py").write_text(failing)
+    message = import_error(f"import sys; sys.path.insert(0, {str(first)!r}); import gluon_amp",
+                           machine, "-S")
+    assert "libcudart.so.11.0" in message
+    assert "mxnet-cu117" not in message
+
+
 def test_packages_with_similar_names_are_no_second_build(machine):
     install(machine, "mxnet-cu112", code="raise OSError('libcuda.so.1: cannot open')")
     for name in ("mxnet-model-server", "gluoncv", "keras-mxnet"):

@@ -53,12 +53,17 @@ def wrapper(index: int) -> int:
     return _WRAPPERS + _WRAPPER_BYTES * index
 
 
-def library() -> Optional[Path]:
-    """Returns the libmxnet.so that `import mxnet` would load, or None."""
+def package() -> Optional[Path]:
+    """Returns the folder of the package that `import mxnet` would load, or None."""
     spec = importlib.util.find_spec("mxnet")
     folders = spec.submodule_search_locations if spec else None
-    paths = [Path(folder, "libmxnet.so") for folder in folders or ()]
-    return next((path for path in paths if path.exists()), None)
+    return next((Path(folder) for folder in folders or ()), None)
+
+
+def library() -> Optional[Path]:
+    """Returns the libmxnet.so that `import mxnet` would load, or None."""
+    folder = package()
+    return folder / "libmxnet.so" if folder and (folder / "libmxnet.so").exists() else None
 
 
 def build_id(path: Path) -> Optional[str]:
