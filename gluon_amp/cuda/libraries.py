@@ -34,7 +34,7 @@ _NVTX = "libnvToolsExt.so.1"  # CUDA 13 has none, and libmxnet.so needs none
 _SINCE = {90: (11, 8), 100: (12, 8), 103: (12, 9), 120: (12, 8), 121: (12, 9)}
 _CUDA_13_FROM = 75  # it has no code for older GPUs
 _CUDNN_FOR_9 = 8600  # the first cuDNN 8 for capability 9.0
-FOLDER = "GLUON_AMP_CUDA_LIBRARIES"  # the variable for the only folder to search
+FOLDERS = "GLUON_AMP_CUDA_LIBRARIES"  # the variable for the only folders to search
 INSTALL = {11: pip_install("cu112"), 13: pip_install("cu13")}
 _RUNTIME = "libcudart.so.11.0"  # the one library that newer ones do not replace
 
@@ -81,9 +81,14 @@ class Choice(NamedTuple):
 
 def folders() -> List[Path]:
     """Returns the folders that may have CUDA libraries, in order of search: those of NVIDIA's
-    wheels, of the environment, and of the system; or the one that FOLDER names."""
-    if os.environ.get(FOLDER):
-        return [Path(os.environ[FOLDER])]
+    wheels, of the environment, and of the system; or those of the variable FOLDERS.
+
+    Raises:
+        ImportError: the variable names something else than folders.
+    """
+    chosen = _chosen_folders()
+    if chosen:
+        return chosen
     found = [Path(lib) for root in _wheels() for lib in sorted(glob.glob(f"{root}/*/lib"))]
     listed = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     found += [Path(part) for part in listed if part]
@@ -98,6 +103,17 @@ def folders() -> List[Path]:
                                       "/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu",
                                       "/usr/lib64", "/lib64", "/usr/local/lib", "/usr/lib", "/lib")]
     return list(dict.fromkeys(found))
+
+
+def _chosen_folders() -> List[Path]:
+    """Returns the folders of the variable FOLDERS; none without it."""
+    chosen = [Path(part) for part in os.environ.get(FOLDERS, "").split(os.pathsep) if part]
+    for folder in chosen:
+        if not folder.is_dir():
+            raise ImportError(f"{FOLDERS} must be a folder with CUDA's libraries, or several "
+                              f"separated by '{os.pathsep}'. Received: {folder}, which is no "
+                              "folder")
+    return chosen
 
 
 def _wheels() -> List[str]:
@@ -196,8 +212,7 @@ def load(choice: Choice) -> None:
         ImportError: a newer library does not load, or lacks a function.
     """
     if choice.cuda == 11:
-        for library in [*choice.paths.values()] if FOLDER in os.environ \
-                else _libraries_of_wheels():
+        for library in choice.paths.values() if _chosen_folders() else _libraries_of_wheels():
             with suppress(OSError):  # the import of MXNet reports a missing library
                 ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         return

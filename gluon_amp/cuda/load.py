@@ -48,7 +48,8 @@ def prepare(builds: Sequence[str]) -> None:
         builds: the installed MXNet distributions.
 
     Raises:
-        ImportError: a pack is damaged or for another wheel, or a library does not load.
+        ImportError: a pack is damaged or for another wheel, a library does not load, or
+            GLUON_AMP_CUDA_LIBRARIES names something else than folders.
     """
     global prepared
     if not any("cu" in build for build in builds):

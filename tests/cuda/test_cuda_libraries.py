@@ -83,6 +83,42 @@ def test_unreadable_folders_have_no_libraries(tmp_path, monkeypatch):
     assert choice.cuda == 11
 
 
+def test_libraries_come_from_the_folders_that_the_user_names_alone(tmp_path, monkeypatch):
+    for folder, names in {"elsewhere": OF[11] + COMMON, "cuda": OF[12][:-1] + COMMON,
+                          "cudnn": OF[12][-1:]}.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path / "elsewhere"))
+    assert libraries.choose(None).cuda == 11
+    monkeypatch.setenv("GLUON_AMP_CUDA_LIBRARIES",
+                       os.pathsep.join(str(tmp_path / name) for name in ("cuda", "cudnn")))
+    choice = libraries.choose(None)
+    assert choice.cuda == 12
+    assert {path.parent for path in choice.paths.values()} == {tmp_path / "cuda",
+                                                               tmp_path / "cudnn"}
+    monkeypatch.setenv("GLUON_AMP_CUDA_LIBRARIES", "")
+    assert libraries.choose(None).cuda == 11
+
+
+def test_libraries_of_cuda_11_are_loaded_from_the_folder_that_the_user_names(tmp_path):
+    """In its own process, whose libraries do not reach others."""
+    compiled(tmp_path, "libcufft.so.10", "int here() { return 7; }")
+    code = "import ctypes; from gluon_amp.cuda import libraries; " \
+           "libraries.load(libraries.cuda_11()); print(ctypes.CDLL(None).here())"
+    variables = {"PYTHONPATH": str(CUDA.parents[1]), "GLUON_AMP_CUDA_LIBRARIES": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], text=True,
+                          capture_output=True, env={**os.environ, **variables})
+    assert done.stdout == "7\n", done.stderr
+
+
+def test_setting_that_names_no_folder_is_refused(tmp_path, monkeypatch):
+    for value in (tmp_path / "absent", f"{tmp_path}{os.pathsep}{__file__}"):
+        monkeypatch.setenv("GLUON_AMP_CUDA_LIBRARIES", str(value))
+        with pytest.raises(ImportError, match=r"GLUON_AMP_CUDA_LIBRARIES.*no folder"):
+            libraries.choose(None)
+
+
 def test_why_says_what_was_not_chosen(chosen):
     assert chosen([13], H100).why == (
         "not CUDA 11: libcublas.so.11, libcusolver.so.11, libcufft.so.10, libnvrtc.so.11.2, "

@@ -23,7 +23,7 @@ def environment(log=None, devices=1, capability=70, gigabytes=16, compute=False,
     capabilities = [capability] if isinstance(capability, int) else capability
     folder = build(wheel.cache(), cudnn)
     variables = {
-        **os.environ, libraries.FOLDER: str(folder), "RECORDING_GPU_COUNT": str(devices),
+        **os.environ, libraries.FOLDERS: str(folder), "RECORDING_GPU_COUNT": str(devices),
         "RECORDING_GPU_SM": ",".join(map(str, capabilities)),
         "RECORDING_GPU_GB": str(gigabytes), "RECORDING_GPU_LOG": str(log or ""),
         "RECORDING_GPU_COMPUTES": str(int(compute)), "RECORDING_GPU_CACHE": str(wheel.cache()),
