@@ -1,1 +1,1 @@
-"""MXNet's CUDA build: kernels and libraries for newer GPUs, and software GPUs."""
+"""MXNet's CUDA build: kernels and libraries for newer GPUs."""

@@ -153,10 +153,10 @@ def _cuda() -> Optional[Dict[str, Any]]:
     return {
         "driver": devices and {"version": devices.driver,
                                "cuda": f"{devices.cuda // 1000}.{devices.cuda % 1000 // 10}"},
-        "libraries": choice and [
+        "libraries": [
             {"name": name, "path": str(path), "version": _version(name, choice)}
             for name, path in choice.paths.items()],
-        "why": choice.why if choice else "a software GPU",
+        "why": choice.why,
         "packs": [{"path": str(one.path), "arch": one.arch, "kind": one.kind,
                    "kernels": sum(len(part.kernels()) for part in one.parts),
                    "versions": one.manifest["versions"]} for one in found.packs],
@@ -329,7 +329,7 @@ def _cuda_lines(cuda: Optional[Dict[str, Any]]) -> Iterator[Tuple[str, str]]:
     if cuda["driver"]:
         yield "driver", f"{cuda['driver']['version']}, for CUDA up to {cuda['driver']['cuda']}"
     yield "CUDA libraries", cuda["why"]
-    for each in cuda["libraries"] or ():
+    for each in cuda["libraries"]:
         yield "", f"{each['name']}: {each['path']}" + (
             f" ({each['version']})" if each["version"] else "")
     for one in cuda["packs"]:
