@@ -24,7 +24,7 @@ class Call:
 
     def __init__(self, record):
         self.record = record
-        self.name=record["call"]
+        self.name = record["call"]
 
     @property
     def kernel(self):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "gpu")]
+sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent / "recorded")]
 
 import gluon_amp  # noqa: E402, F401  (before mxnet)
 import mxnet as mx  # noqa: E402

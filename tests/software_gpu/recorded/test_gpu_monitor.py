@@ -33,8 +33,9 @@ def test_statistics_take_nine_launches_for_each_tensor(policy, count, tmp_path):
         training.step(numbers(*DATA))
     plain = observed(training)
     with amp.Monitor(training.net, training.trainer, tmp_path / "a.jsonl", 1) as monitor:
+        observed(training, monitor)  # the check of loss heads may repeat its backward pass
         seen = observed(training, monitor)
-    tensors = len(lines(tmp_path / "a.jsonl"))
+    tensors = sum(line["step"] == 2 for line in lines(tmp_path / "a.jsonl"))
     assert tensors > 8 * count
     outputs = 1  # an identity behind it, and its gradient
     assert seen["launches"] - plain["launches"] <= Statistics.LAUNCHES * tensors + 2 * outputs + 4

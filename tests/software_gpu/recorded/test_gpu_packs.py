@@ -10,7 +10,6 @@ import pytest
 from gluon_amp.cuda import fatbin, pack, wheel
 from gluon_amp.cuda.libraries import functions
 from software_gpu import environment
-from steps import own_log
 
 TRAIN = """
 import ctypes
@@ -62,9 +61,8 @@ def relabel(path, *arguments):
 
 
 def with_gpus(*capabilities):
-    made = environment.environment(devices=len(capabilities), capability=capabilities)
-    return {**own_log(), **{name: value for name, value in made.items()
-                            if name.startswith("RECORDING") and name != "RECORDING_GPU_LOG"}}
+    cudnn = 9 if max(capabilities) >= 100 else 8
+    return environment.environment(devices=len(capabilities), capability=capabilities, cudnn=cudnn)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 import mxnet as mx
 import pytest
 from software_gpu import environment, recording
-from steps import GPU, calls_of, own_log
+from steps import GPU, calls_of
 
 FLOAT, HALF = 0, 2
 
@@ -125,10 +125,8 @@ def test_convolution_with_wrong_types_or_small_workspace_is_refused(
 
 
 def process(code, **kwargs):
-    made = {**own_log(), **{k: v for k, v in environment.environment(**kwargs).items()
-                            if k.startswith("RECORDING") and k != "RECORDING_GPU_LOG"}}
     return subprocess.run([sys.executable, "-W", "ignore", "-c", f"import gluon_amp\n{code}"],
-                          capture_output=True, text=True, env=made)
+                          capture_output=True, text=True, env=environment.environment(**kwargs))
 
 
 def test_host_cannot_read_gpu_memory():
