@@ -28,7 +28,7 @@
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make test-ranks   long tests of many workers: 4 ranks, 500 steps, 20 starts of each kind
 # make bench   step time and memory of float16 relative to float32, in ten minutes
-# make bench-gpu-path   the recorded GPU calls of a step, without a GPU: docs/gpu_table.txt
+# make bench-gpu-path   the recorded GPU calls of a step, without a GPU: docs/gpu_table.txt, gpu_resnet50.txt
 # make bench-all   all benchmarks; continues an interrupted run (RESTART=1: starts over)
 # PYTHON=python3.10 make demo    with another Python (3.8 or later)
 
