@@ -26,10 +26,11 @@ CUDA_OF_CUDNN = {8: 11, 9: 12}
 DRIVER = ("libcuda.so.1", "libnvidia-ml.so.1", "libnvToolsExt.so.1")
 FLAGS = [f"-I{PACKAGE}", "-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-Wall",
          "-Wextra", "-Wno-unused-parameter"]
-# Functions that libmxnet.so does not import: `gluon-amp doctor`, recording.py, devices.py and
-# libraries.py call them.
+# Functions that libmxnet.so does not import: `gluon-amp doctor`, recording.py, devices.py,
+# libraries.py and forward/nvrtc.cc call them.
 UNVERSIONED = ("recording_gpu_*", "nvml*", "cuInit", "cuDriverGetVersion", "cuDeviceGetCount",
-               "cuDeviceGetName", "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "nvrtcVersion")
+               "cuDeviceGetName", "cuDeviceGetAttribute", "cuDeviceTotalMem_v2", "nvrtcVersion",
+               "nvrtcGetNumSupportedArchs", "nvrtcGetSupportedArchs")
 
 
 def build(cache, cudnn=8):

@@ -11,7 +11,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 
@@ -124,6 +126,19 @@ void run(void* kernel, void** args, const unsigned grid[3], const unsigned block
 }
 
 // The NVRTC of CUDA 11.8, or of CUDA 12.9 beside cuDNN 9.
+// Those of NVRTC 12.9.
+static const int kArchitectures[] = {50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121};
+
+API int nvrtcGetNumSupportedArchs(int* count) {
+  *count = std::size(kArchitectures);
+  return 0;
+}
+
+API int nvrtcGetSupportedArchs(int* to) {
+  std::copy(std::begin(kArchitectures), std::end(kArchitectures), to);
+  return 0;
+}
+
 API int nvrtcVersion(int* major, int* minor) {
   const bool newer = number("RECORDING_GPU_CUDNN", 0) >= 90000;
   *major = newer ? 12 : 11;
