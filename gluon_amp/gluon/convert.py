@@ -81,8 +81,8 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
         net: a gluon Block.
         policy: "float16", the default (float16 parameters, for optimizers with master weights),
             "mixed_float16" (float32 parameters, cast where used) or "pure_float16"; on CPUs
-            "bfloat16", "mixed_bfloat16", "tf32" or "mixed_float8"; "float32", which computes as
-            MXNet does; Apex's "O0" to "O3"; or a `gluon_amp.Policy`.
+            "bfloat16" or "mixed_bfloat16"; "float32" or "tf32", which compute as MXNet does;
+            Apex's "O0" to "O3"; or a `gluon_amp.Policy`.
         keep: what stays float32: blocks, classes of blocks, operators (`gluon_amp.ops`), and
             regular expressions for the whole name of a block or of a node (an operator of the
             graph). A network that has not run is traced for the names of its nodes. A kept block

@@ -245,8 +245,7 @@ class PolicyHybridBlock(PolicyBlock):
             path: the path without its suffix.
             epoch: the number in the name of the parameters' file.
             remove_amp_cast: True writes the float32 network. False writes the casts, and
-                parameters in their own types. Valid under float32 and float16 policies without
-                `accumulate`.
+                parameters in their own types. Valid under float32 and float16 policies.
             masters: a Trainer, or a list of Trainers: writes their master weights, which are not
                 rounded. Valid with remove_amp_cast=True.
         """

@@ -48,8 +48,6 @@ def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
                  wide: Collection[str] = ()) -> Graph:
     """Returns the graph with amp_cast nodes, so that each node runs in its policy's format.
 
-    Casts to emulated formats name the format; build.py replaces them.
-
     Args:
         graph: a graph without casts.
         types: the type of each variable.

@@ -287,25 +287,11 @@ def integers(node: Node, key: str) -> List[int]:
 
 
 def infer(node: Node, inputs: Types) -> Types:
-    """Infers the dtypes of a node's outputs. An emulated format is inferred as float16.
+    """Infers the dtypes of a node's outputs.
 
     Raises:
         mx.MXNetError: the operator does not accept these inputs.
     """
-    foreign = {t for t in (*inputs, made_type(node)) if t is not None and t not in TYPE_FLAG}
-    if node.subgraphs and (foreign or any(map(_makes_foreign, node.subgraphs))):
-        return _body_outputs(node, inputs)
-    if foreign and node.op in CASTS:
-        return (made_type(node),)
-    if foreign:
-        name = foreign.pop()
-        if foreign or "float16" in inputs:
-            raise mx.MXNetError(f"{node.op} takes inputs of one format. Received: {inputs}")
-        inputs = tuple("float16" if t == name else t for t in inputs)
-        known = node.like(node.inputs)
-        if made_type(node) == name:
-            known.attrs["dtype"] = "float16"
-        return tuple(name if t == "float16" else t for t in infer(known, inputs))
     if node.subgraphs:
         return _infer(node.op, _attributes(node), inputs, tuple(node.subgraphs))
     return _cached_infer(node.op, _attributes(node), inputs)
@@ -314,7 +300,7 @@ def infer(node: Node, inputs: Types) -> Types:
 def mutated_inputs(node: Node) -> Tuple[int, ...]:
     """Returns the indices of the inputs that an operator mutates: its auxiliary states. A loop
     mutates none; the operators in its body may."""
-    if node.is_variable or node.subgraphs or node.op in CASTS:  # casts may have our own formats
+    if node.is_variable or node.subgraphs:
         return ()
     return _mutated_inputs(node.op, _attributes(node), len(node.inputs))
 
@@ -322,25 +308,6 @@ def mutated_inputs(node: Node) -> Tuple[int, ...]:
 def _attributes(node: Node) -> Tuple[Tuple[str, str], ...]:
     """Returns the attributes that MXNet's operator reads."""
     return tuple(sorted(item for item in node.attrs.items() if not item[0].startswith("__")))
-
-
-def _makes_foreign(graph: Graph) -> bool:
-    """Whether a body has casts to emulated formats."""
-    return any(made_type(node) not in (None, *TYPE_FLAG) or any(map(_makes_foreign, node.subgraphs))
-               for node in graph.nodes() if not node.is_variable)
-
-
-def _body_outputs(node: Node, inputs: Types) -> Types:
-    """Infers the outputs of a loop or condition, which are those of its last body."""
-    body = node.bodies(dict(zip(node.inputs, inputs)))[-1]
-    types = body.graph.types(body.types)
-    return tuple(types[e] for e in body.graph.outputs)
-
-
-def made_type(node: Node) -> Optional[str]:
-    """Returns the dtype attribute of a cast or a constant."""
-    made = node.attrs.get("dtype") if node.op in CASTS or not node.inputs else None
-    return None if made == "None" else made
 
 
 def _infer(op: str, attrs: Tuple[Tuple[str, str], ...], inputs: Types,

@@ -214,7 +214,7 @@ def _heat(axes: Any, tensors: List[Tensor]) -> None:
     axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
                 interpolation="nearest", extent=(_LOW, _HIGH + 1, count - 0.5, -0.5))
     for edge in _edges(_format_of(tensors)):
-        axes.axvline(edge, color=COLORS["float8"], linewidth=0.8)
+        axes.axvline(edge, color=COLORS["error"], linewidth=0.8)
     if count <= 75:
         axes.set_yticks(range(count), [t.name for t in tensors], fontsize=5.5)
         for label, tensor in zip(axes.get_yticklabels(), tensors):

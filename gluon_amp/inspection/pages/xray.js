@@ -94,7 +94,7 @@ function heat(id) {  // a row for each tensor, a column for each power of two or
   const each = rows.length > 60 ? 12 : 16, top = 20;
   const [context, width] = canvas(element, top + rows.length * each + 4);
   const left = each < 16 ? Math.min(250, width * 0.36) : Math.min(320, width * 0.36);
-  const ink = style("--float32"), red = style("--float8"), grey = style("--grey");
+  const ink = style("--float32"), red = style("--error"), grey = style("--grey");
   context.font = (each < 16 ? 10 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
@@ -126,7 +126,7 @@ function heat(id) {  // a row for each tensor, a column for each power of two or
 function powerColumns({context, rows, top, each, left, width}) {
   const extra = 26, cell = (width - left - 2 * extra) / (data.high - data.low + 1);
   const x = exponent => left + extra + (exponent - data.low) * cell;
-  const blue = style("--float16"), red = style("--float8"), grey = style("--grey");
+  const blue = style("--float16"), red = style("--error"), grey = style("--grey");
   rows.forEach((row, r) => {
     const y = top + r * each + 1, high = each - 2;
     fill(context, left, y, extra - 5, high, row.zero, grey);
@@ -156,7 +156,7 @@ function powerColumns({context, rows, top, each, left, width}) {
 
 function stepColumns({context, rows, top, each, left, width}) {
   const {x, cell, gap, at} = stepAxis(context, left, width, 8);
-  const blue = style("--float16"), red = style("--float8"), grey = style("--grey");
+  const blue = style("--float16"), red = style("--error"), grey = style("--grey");
   rows.forEach((row, r) => data.numbers.forEach((_, i) => {
     const held = counted(row, i), y = top + r * each + 1;
     if (!held) return;
@@ -213,7 +213,7 @@ function overSteps(row) {  // the exponents of one tensor, a column for each ste
   const steps = data.numbers.map((_, i) => counted(row, i));
   const ends = steps.filter(Boolean).map(range).filter(Boolean).flat();
   const low = Math.min(...ends, 0), high = Math.max(...ends, 0);
-  const left = 46, top = 8, bottom = 110, red = style("--float8"), grey = style("--grey");
+  const left = 46, top = 8, bottom = 110, red = style("--error"), grey = style("--grey");
   const [context, width] = canvas(element, 126);
   const {x, cell, gap, at} = stepAxis(context, left, width, 118);
   const line = (bottom - top) / (high - low + 1), y = exponent => bottom - (exponent - low) * line;
@@ -247,7 +247,7 @@ function windows() {
   const least = Math.floor(Math.min(...powers)) - 1, most = Math.ceil(Math.max(...powers)) + 1;
   const steps = Math.max(windows.length, 1), wide = (width - left - 8) / steps;
   const y = v => bottom - (v - least) / (most - least) * (bottom - top);
-  const grey = style("--grey"), blue = style("--float16"), red = style("--float8");
+  const grey = style("--grey"), blue = style("--float16"), red = style("--error");
   context.strokeStyle = style("--line"); context.fillStyle = grey; context.textAlign = "right";
   const stride = Math.ceil((most - least) / 7);
   for (let v = least; v <= most; v += stride) {
