@@ -34,6 +34,7 @@ _DRIVER = "libcuda.so.1"
 _VERSION_OF = {"libcudart.so.11.0": "cudaRuntimeGetVersion", "libcufft.so.10": "cufftGetVersion",
                "libcusolver.so.11": "cusolverGetVersion", "libcurand.so.10": "curandGetVersion",
                "libnccl.so.2": "ncclGetVersion"}
+_TF32 = "NVIDIA_TF32_OVERRIDE"  # NVIDIA's libraries read it
 _FEATURES = ("CUDA", "CUDNN", "NCCL", "MKLDNN", "ONEDNN", "OPENMP", "F16C", "CPU_AVX", "CPU_AVX2",
              "INT64_TENSOR_SIZE")
 # Name: MXNet's default, and the effect of each value.
@@ -48,7 +49,7 @@ _VARIABLES: Dict[str, Tuple[str, Dict[str, str]]] = {
     "MXNET_CUDA_ALLOW_TENSOR_CORE": ("1", {
         "0": "GPUs do not use their Tensor Cores for float16",
         "1": "GPUs use their Tensor Cores for float16"}),
-    "NVIDIA_TF32_OVERRIDE": ("on", {
+    _TF32: ("on", {
         "0": "float32 products do not use TF32",
         "on": "GPUs from A100 on round the inputs of float32 products to TF32"}),
     "MXNET_FC_TRUE_FP16": ("0", {
@@ -140,7 +141,13 @@ def _gpus() -> Dict[str, Any]:
             why_none = f"no NVIDIA driver ({_DRIVER}) is installed"
     return {"gpus": [{"name": gpu.name, "capability": gpu.version, "bytes": gpu.bytes,
                       "served": is_served(gpu), "tensor_cores": gpu.tensor_cores,
-                      "formats": gpu.formats} for gpu in found], "why_no_gpus": why_none}
+                      "formats": gpu.formats, "tf32": _uses_tf32(gpu)} for gpu in found],
+            "why_no_gpus": why_none}
+
+
+def _uses_tf32(gpu: GPU) -> bool:
+    """Whether MXNet's CUDA build computes products of float32 arrays in TF32."""
+    return "TF32" in gpu.formats and os.environ.get(_TF32) != "0"
 
 
 def _cuda() -> Optional[Dict[str, Any]]:
@@ -311,7 +318,12 @@ def _machine(facts: Dict[str, Any]) -> Iterator[Tuple[str, str]]:
                      f"{gpu['capability']}, {_tensor_cores(gpu)}"
         if gpu["formats"]:
             yield "", f"formats: {', '.join(gpu['formats'])}; MXNet 1.9.1 uses " \
-                      f"{' and '.join(gpu['formats'][:2])}"
+                      f"float16{' and TF32' if gpu['tf32'] else ''}"
+        if "TF32" in gpu["formats"]:
+            override = os.environ.get(_TF32)
+            set_to = "is unset" if override is None else f"is {override}"
+            yield "", f"TF32 is {'on' if gpu['tf32'] else 'off'} for products of float32 arrays: " \
+                      f"{_TF32} {set_to}"
     if not facts["gpus"]:
         yield "GPU", f"none: {facts['why_no_gpus']}"
     yield from _cuda_lines(facts["cuda"])

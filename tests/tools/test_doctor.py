@@ -113,9 +113,19 @@ def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
     a100 = GPU("NVIDIA A100-SXM4-40GB", 80, bytes=40 * 10 ** 9)
     text = describe(machine(monkeypatch, a100, cuda=True))
     assert "formats: float16, TF32, bfloat16; MXNet 1.9.1 uses float16 and TF32" in text
+    assert "TF32 is on" in text
     assert "GPUs from A100 on round the inputs of float32 products to TF32" in text
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
-    assert "float32 products do not use TF32" in describe(examine())
+    facts = examine()
+    assert [gpu["tf32"] for gpu in facts["gpus"]] == [False]
+    assert "TF32 is off" in describe(facts)
+    assert "float32 products do not use TF32" in describe(facts)
+
+
+def test_tf32_is_not_reported_for_gpus_without_it(monkeypatch):
+    facts = machine(monkeypatch, T4, cuda=True)
+    assert [gpu["tf32"] for gpu in facts["gpus"]] == [False]
+    assert "TF32 is" not in describe(facts)
 
 
 def test_cudnn_version_number_is_decoded():
