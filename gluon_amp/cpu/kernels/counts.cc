@@ -7,35 +7,24 @@ namespace {
 
 constexpr int64_t kPart = 65536;  // numbers per task
 
-struct Rounded {  // the rounded values, in the order of the numbers
-  static constexpr bool kChanges = true;
-  static constexpr float tiny = __builtin_inff();
-  const float* numbers;
-  template <typename L> V operator()(V, int64_t i, L lanes) const {
-    return load(numbers + i, lanes);
-  }
-};
-
 // A tile of n numbers, padded with zeros.
-template <typename T, typename R> bool count_padded(const T* numbers, R round, int64_t n, Run* run) {
+template <bool rounds, typename T> bool count_padded(const T* numbers, int64_t n, Run* run) {
   T tile[kTile] = {};
   std::memcpy(tile, numbers, n * sizeof(T));
-  if (!count_tile(tile, round, run)) return false;
+  if (!count_tile<rounds>(tile, run)) return false;
   run->made->zero -= kTile - n;
   run->made->bins[0][0] -= static_cast<uint32_t>(kTile - n);
   return true;
 }
 
-// `round(at, n)` returns the rounded values of n numbers from `at` on, padded with zeros.
-template <typename T, typename F>
-void count_part(const T* numbers, F round, int64_t begin, int64_t end, Tables* made) {
+template <bool rounds, typename T>
+void count_part(const T* numbers, int64_t begin, int64_t end, Tables* made) {
   Run run(made);
   for (int64_t at = begin; at < end; at += kTile) {
     const int64_t n = least(kTile, end - at);
-    const auto rounded = round(at, n);
-    if (n == kTile ? count_tile(numbers + at, rounded, &run)
-                   : n > kTile / 8 && count_padded(numbers + at, rounded, n, &run)) continue;
-    count_carefully(numbers + at, rounded, n, made);
+    if (n == kTile ? count_tile<rounds>(numbers + at, &run)
+                   : n > kTile / 8 && count_padded<rounds>(numbers + at, n, &run)) continue;
+    count_carefully<rounds>(numbers + at, n, made);
   }
   run.finish();
 }
@@ -53,13 +42,13 @@ template <typename F> void in_parts(int64_t n, Counts* counts, F f) {
 
 void count(const float* exact, int64_t n, Counts* counts) {
   in_parts(n, counts, [=](int64_t begin, int64_t end, Tables* made) {
-    count_part(exact, [](int64_t, int64_t) { return ToNumber(); }, begin, end, made);
+    count_part<true>(exact, begin, end, made);
   });
 }
 
 void count_rounded(const void* from, int64_t n, Counts* counts) {
   in_parts(n, counts, [=](int64_t begin, int64_t end, Tables* made) {
-    count_part(numbers(from), [](int64_t, int64_t) { return Unchanged(); }, begin, end, made);
+    count_part<false>(numbers(from), begin, end, made);
   });
 }
 
@@ -81,7 +70,7 @@ void count_updates(const float* weights, float* before, int64_t n, Updates* upda
       changed += sums.pair(0, 0);
       lost += sums.pair(0, 1);
     }
-    count_part(added.data, [](int64_t, int64_t) { return Unchanged(); }, 0, end - begin, made);
+    count_part<false>(added.data, 0, end - begin, made);
     const auto all_changed = static_cast<int64_t>(changed), all_lost = static_cast<int64_t>(lost);
 #pragma omp atomic
     updates->changed += all_changed;

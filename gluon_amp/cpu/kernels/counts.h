@@ -25,20 +25,6 @@ inline uint32_t plain_bits(float f) {
 
 inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
 
-// ---- rounding --------------------------------------------------------------------------------
-
-// `tiny`: the largest magnitude that may become 0.
-struct Unchanged {
-  static constexpr bool kChanges = false;
-  static constexpr float tiny = 0;
-  template <typename L> V operator()(V v, int64_t, L) const { return v; }
-};
-struct ToNumber {
-  static constexpr bool kChanges = k16Bit;
-  static constexpr float tiny = kTiny;
-  template <typename L> V operator()(V v, int64_t, L) const { return rounded(v); }
-};
-
 // ---- exponents, 32 of them at a time -----------------------------------------------------------
 
 #if defined(__AVX512F__) || defined(__F16C__)
@@ -155,20 +141,20 @@ struct Run {
 
 #endif
 
-// ---- tiles ---------------------------------------------------------------------------------------
+// ---- tiles: `rounds` is whether they are counted before rounding to the type of tensors ------------
 
 // Counts any numbers, one by one.
-template <typename T, typename R>
-void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
-  float exact[kTile], rounded[kTile];
+template <bool rounds, typename T>
+void count_carefully(const T* numbers, int64_t n, Tables* made) {
+  float exact[kTile], stored[kTile];
   each(0, n, [&](int64_t i, auto lanes) {
     const V v = load(numbers + i, lanes);
     store(exact + i, v, lanes);
-    store(rounded + i, round(v, i, lanes), lanes);
+    store(stored + i, rounds ? rounded(v) : v, lanes);
   });
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t size = plain_bits(exact[i]) & 0x7fffffffu;
-    const uint32_t after = plain_bits(rounded[i]) & 0x7fffffffu;
+    const uint32_t after = plain_bits(stored[i]) & 0x7fffffffu;
     const bool finite = size < 0x7f800000u, stays = after < 0x7f800000u;
     ++made->bins[i & 3][size >> 23];
     made->zero += size == 0;
@@ -176,7 +162,7 @@ void count_carefully(const T* numbers, R round, int64_t n, Tables* made) {
     made->overflowed += finite && !stays;
     made->flushed += size != 0 && after == 0;
     const double v = finite ? exact[i] : 0;
-    const double e = finite && stays ? static_cast<double>(exact[i]) - rounded[i] : 0;
+    const double e = finite && stays ? static_cast<double>(exact[i]) - stored[i] : 0;
     made->squares += v * v;
     made->error_squares += e * e;
   }
@@ -198,7 +184,8 @@ template <typename T> int64_t zeros_of(const T* tile, float* small) {
 
 // Counts a tile whose squares float32 holds: all numbers are finite and below 2^62, before and after rounding.
 // Returns false, without counting, for other tiles.
-template <typename T, typename R> bool count_tile(const T* numbers, R round, Run* run) {
+template <bool rounds, typename T> bool count_tile(const T* numbers, Run* run) {
+  constexpr bool kChanges = rounds && k16Bit;
   Sums<2> sums = {};
   V largest = splat(0), smallest = splat(__builtin_inff());
   const auto look = [&](int64_t i, int turn) {
@@ -206,8 +193,8 @@ template <typename T, typename R> bool count_tile(const T* numbers, R round, Run
     sums.add_product(turn, 0, v, v);
     largest = larger(size, largest);
     smallest = smaller(size, smallest);
-    if (!R::kChanges) return;
-    const V e = v - round(v, i, Whole());
+    if (!kChanges) return;
+    const V e = v - rounded(v);
     sums.add_product(turn, 1, e, e);
   };
   for (int64_t i = 0; i < kTile; i += 2 * W) {
@@ -225,10 +212,9 @@ template <typename T, typename R> bool count_tile(const T* numbers, R round, Run
   if (!(squares > 1e-25 && squares < 1e37 && errors < 1e37)) return false;
   float small = -highest(-smallest);
   const int64_t zero = small == 0 ? zeros_of(numbers, &small) : 0;
-  if (R::kChanges && small <= R::tiny) {
+  if (kChanges && small <= kTiny) {
     int64_t zero_after = 0;
-    for (int64_t i = 0; i < kTile; i += W)
-      zero_after += zeros_in(round(load(numbers + i, Whole()), i, Whole()));
+    for (int64_t i = 0; i < kTile; i += W) zero_after += zeros_in(rounded(load(numbers + i, Whole())));
     made->flushed += zero_after - zero;
   }
   made->zero += zero;
@@ -258,7 +244,7 @@ class Shown {
   explicit Shown(Counts* to) : to_(to) {}
   Shown(const Shown&) = delete;
   ~Shown() {
-    count_carefully(tile_, ToNumber(), held_, &made_);
+    count_carefully<true>(tile_, held_, &made_);
     run_.finish();
 #pragma omp critical(gluon_amp_counts)
     add(made_, to_);
@@ -268,7 +254,7 @@ class Shown {
     store(tile_ + held_, v, Whole());
     held_ += count_of(lanes);
     if (held_ < kTile) return;
-    if (!count_tile(tile_, ToNumber(), &run_)) count_carefully(tile_, ToNumber(), kTile, &made_);
+    if (!count_tile<true>(tile_, &run_)) count_carefully<true>(tile_, kTile, &made_);
     held_ -= kTile;
     store(tile_, load(tile_ + kTile, Whole()), Whole());
   }

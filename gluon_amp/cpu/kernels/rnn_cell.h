@@ -8,7 +8,6 @@
 // F has the type of numbers T, floats or vectors of floats, and its functions: one, sigmoid, tanh, relu and
 // relu_gradient.
 #pragma once
-#include <cmath>
 #include <type_traits>
 
 namespace gluon_amp {
@@ -95,15 +94,5 @@ RnnGradient<F> rnn_backward(const RnnResult<F>& of, T before, T state, T cell) {
   for (int k = 0; k < gates_of(mode); ++k) to.h[k] = mode == kGru && k == 2 ? to.x[2] * gate[0] : to.x[k];
   return to;
 }
-
-// The functions of floats.
-struct RnnFloats {
-  using T = float;
-  static float one() { return 1; }
-  static float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
-  static float tanh(float x) { return std::tanh(x); }
-  static float relu(float x) { return x > 0 || x != x ? x : 0; }
-  static float relu_gradient(float g, float y) { return y > 0 ? g : 0; }
-};
 
 }  // namespace gluon_amp

@@ -189,23 +189,16 @@ bool slice_axis_gradient(const Call& call) {
 // Concatenates all inputs, or splits the input into the outputs.
 bool regroup(const Call& call, const TBlob& whole, const std::vector<TBlob>& parts, const char* axis, bool split) {
   if (!is_16bit(whole) && !is_float(whole)) return false;
-  Scratch scratch;
-  std::vector<TBlob> made(call.out);
-  if (is_float(whole))
-    for (TBlob& to : made) to.dptr_ = scratch.memory(size(to));
   const int64_t rows = size(whole) > 0 ? rows_of(call, axis, whole.shape_) : 0;
   for_all(rows, size(whole), [&](int64_t row) {
     int64_t column = row * (size(whole) / rows);
     for (size_t i = 0; i < parts.size(); ++i) {
       const int64_t width = size(parts[i]) / rows;
-      const Write write = is_float(whole) ? kStore : call.write(split ? i : 0);
-      if (split) copy_row(whole, column, made[i], row * width, width, write);
-      else copy_row(parts[i], row * width, made[0], column, width, write);
+      if (split) copy_row(whole, column, call.out[i], row * width, width, call.write(i));
+      else copy_row(parts[i], row * width, call.out[0], column, width, call.write(0));
       column += width;
     }
   });
-  if (is_float(whole))
-    for (size_t i = 0; i < made.size(); ++i) put(made[i].dptr_, call.out[i], call.write(i));
   return true;
 }
 
@@ -237,12 +230,9 @@ bool swap_axes(const Call& call) {
     }
   };
   if (is_16bit(x)) {
-    make_16bit(call, move);
+    make_numbers<Number16>(call, move);
   } else if (is_float(x)) {
-    Scratch scratch;
-    float* const made = scratch.memory(size(y));
-    move(made);
-    put(made, y, call.write(0));
+    make_numbers<float>(call, move);
   } else if (call.write(0) == kAdd) {  // float64, in an X-ray
     std::vector<double> made(size(y));
     move(made.data());

@@ -38,7 +38,7 @@ bool upsample(const Call& call) {
   if (call.write(0) == kNothing) return true;
   const Number16* const x = numbers16(call.in[0]);
   const int64_t wide = s.width * s.scale;
-  make_16bit(call, [&](Number16* y) {
+  make_numbers<Number16>(call, [&](Number16* y) {
     for_all(s.rows, s.rows * wide, [&](int64_t i) {
       Number16* const to = y + i * s.scale * wide;
       for (int64_t k = 0; k < s.width; ++k) std::fill_n(to + k * s.scale, s.scale, x[i * s.width + k]);

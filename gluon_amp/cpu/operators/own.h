@@ -41,13 +41,13 @@ inline bool all_float(const Call& call) {
 }
 inline bool has_kernels(const Call& call) { return all_16bit(call) || all_float(call); }
 
-// Writes or adds to output 0 the 16-bit numbers that make(to) computes.
-template <class F>
-void make_16bit(const Call& call, F make) {
+// Writes or adds to output 0 the 16-bit numbers or floats that make(to) computes.
+template <class T, class F>
+void make_numbers(const Call& call, F make) {
   const TBlob& to = call.out[0];
-  if (call.write(0) == kStore) return make(numbers16(to));
+  if (call.write(0) == kStore) return make(static_cast<T*>(to.dptr_));
   Scratch scratch;
-  Number16* const made = scratch.numbers16(size(to));
+  T* const made = reinterpret_cast<T*>(scratch.memory(size(to) * sizeof(T) / sizeof(float) + 1));
   make(made);
   put(made, to, call.write(0));
 }

@@ -95,12 +95,9 @@ bool forward(const Call& call) {
   if (is_16bit(x)) {
     Number16 rounded;
     kernels_of(x)->narrow(&constant, &rounded, 1, kStore);
-    make_16bit(call, [&](Number16* to) { pad(p, numbers16(x), to, rounded); });
+    make_numbers<Number16>(call, [&](Number16* to) { pad(p, numbers16(x), to, rounded); });
   } else if (is_float(x)) {
-    Scratch scratch;
-    float* const made = scratch.memory(size(y));
-    pad(p, floats(x), made, constant);
-    put(made, call.out[0], call.write(0));
+    make_numbers<float>(call, [&](float* to) { pad(p, floats(x), to, constant); });
   } else {
     pad(p, static_cast<double*>(x.dptr_), static_cast<double*>(y.dptr_), double(constant));
   }
@@ -124,10 +121,6 @@ bool backward(const Call& call) {
     if (is_16bit(g)) kernels_of(g)->widen(numbers16(g) + first, memory, wide);
     return is_16bit(g) ? memory : floats(g) + first;
   });
-  if (is_float(g)) {
-    put(sums, dx, call.write(0));
-    return true;
-  }
   narrow(sums, dx, call.write(0));
   return true;
 }

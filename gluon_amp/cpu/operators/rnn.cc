@@ -44,40 +44,36 @@ const float* widened(const Number16* numbers, int64_t n, Scratch* scratch) {
 // The float32 products of a weight, (outputs, inputs), for one call. They run in oneDNN, if it can.
 class Weight {
  public:
-  Weight(const Call& call, const Number16* numbers, int64_t outputs, int64_t inputs)
-      : call_(call), numbers_(numbers), outputs_(outputs), inputs_(inputs) {}
+  Weight(const OpContext& context, const Number16* numbers, int64_t outputs, int64_t inputs)
+      : context_(context), numbers_(numbers), outputs_(outputs), inputs_(inputs) {}
 
   void forward(int64_t rows, const Number16* x, float* y) {  // y = x * w^T
-    if (run_onednn(kForward, rows, x, numbers_, y, &inside_)) return;
+    if (onednn_rows(kForward, rows, outputs_, inputs_, x, numbers_, y, &inside_)) return;
     Scratch scratch;
-    multiply(rows, outputs_, inputs_, {widened(x, rows * inputs_, &scratch), false}, {wide(), true}, y);
+    float_product(context_, rows, outputs_, inputs_, {widened(x, rows * inputs_, &scratch), false}, {wide(), true},
+                  y);
   }
   void backward(int64_t rows, const Number16* dy, float* dx) {  // dx = dy * w
-    if (run_onednn(kBackwardData, rows, dy, numbers_, dx, &inside_)) return;
+    if (onednn_rows(kBackwardData, rows, outputs_, inputs_, dy, numbers_, dx, &inside_)) return;
     Scratch scratch;
-    multiply(rows, inputs_, outputs_, {widened(dy, rows * outputs_, &scratch), false}, {wide(), false}, dx);
+    float_product(context_, rows, inputs_, outputs_, {widened(dy, rows * outputs_, &scratch), false}, {wide(), false},
+                  dx);
   }
   void gradient(int64_t rows, const Number16* dy, const Number16* x, float* dw) {  // dw = dy^T * x
     Product::Inside read;
-    if (run_onednn(kBackwardWeights, rows, dy, x, dw, &read)) return;
+    if (onednn_rows(kBackwardWeights, rows, outputs_, inputs_, dy, x, dw, &read)) return;
     Scratch scratch;
-    multiply(outputs_, inputs_, rows, {widened(dy, rows * outputs_, &scratch), true},
-             {widened(x, rows * inputs_, &scratch), false}, dw);
+    float_product(context_, outputs_, inputs_, rows, {widened(dy, rows * outputs_, &scratch), true},
+                  {widened(x, rows * inputs_, &scratch), false}, dw);
   }
 
  private:
-  bool run_onednn(int pass, int64_t rows, const Number16* a, const Number16* b, float* to, Product::Inside* read) {
-    return onednn_rows(pass, rows, outputs_, inputs_, a, b, to, read);
-  }
-  void multiply(int64_t rows, int64_t columns, int64_t depth, RowsOrColumns a, RowsOrColumns b, float* y) {
-    float_product(call_.context, rows, columns, depth, a, b, y);
-  }
   const float* wide() {
     if (!wide_) wide_ = widened(numbers_, outputs_ * inputs_, &scratch_);
     return wide_;
   }
 
-  const Call& call_;
+  const OpContext& context_;
   const Number16* const numbers_;
   const int64_t outputs_, inputs_;
   Product::Inside inside_;
@@ -146,7 +142,6 @@ class RnnLoop : public Rnn {
   std::unique_ptr<Scratch> scratch_;  // of the data for the backward pass
   std::vector<Kept> kept_;        // for each direction of each layer
   std::vector<const Number16*> inputs_;  // of each layer
-
 };
 
 void RnnLoop::forward(const Call& call) {
@@ -187,8 +182,8 @@ void RnnLoop::forward(const Call& call) {
         const TBlob& from = call.in[mode_ == kLstm ? 3 : 2];
         kernels_of(from)->widen(gluon_amp::at(from, which * n), k.cells + first, n);
       }
-      Weight(call, params + at.wx, all_, width).forward(time * rows, x, k.gates);
-      Weight of_state(call, params + at.wh, all_, units_);
+      Weight(call.context, params + at.wx, all_, width).forward(time * rows, x, k.gates);
+      Weight of_state(call.context, params + at.wh, all_, units_);
       float* const hidden = own.memory(rows * all_);
       for (int64_t s = 0; s < time; ++s) {
         const int64_t t = d ? time - 1 - s : s, before = slot(d ? t + 1 : t), after = slot(d ? t : t + 1);
@@ -244,14 +239,14 @@ void RnnLoop::backward(const Call& call) {
       Number16* const sums = own.numbers16(steps * all_);
       Number16* const sums_h = mode_ == kGru ? own.numbers16(steps * all_) : sums;
       float *const back = own.memory(n), *const dh = dstates + which * n, *const dc = dcells + which * n;
-      Weight wx(call, params + at.wx, all_, width);
-      Weight wh(call, params + at.wh, all_, units_);
+      Weight wx(call.context, params + at.wx, all_, width);
+      Weight wh(call.context, params + at.wh, all_, units_);
       for (int64_t s = time - 1; s >= 0; --s) {
         const int64_t t = d ? time - 1 - s : s, before = (d ? t + 1 : t) * n, after = (d ? t : t + 1) * n;
         Number16 *const to_x = sums + t * rows * all_, *const to_h = sums_h + t * rows * all_;
-        bfloat16_kernels->rnn_step_back(mode_, {rows, units_, k.gates + t * rows * all_, k.cells + before, k.cells + after,
-                                  k.inside + t * n, dy + t * rows * wide + d * units_, wide,
-                                  s == time - 1 ? nullptr : back, dh, dc, to_x, to_h});
+        bfloat16_kernels->rnn_step_back(mode_, {rows, units_, k.gates + t * rows * all_, k.cells + before,
+                                        k.cells + after, k.inside + t * n, dy + t * rows * wide + d * units_,
+                                        wide, s == time - 1 ? nullptr : back, dh, dc, to_x, to_h});
         if (s > 0 || call.write(2) != kNothing) wh.backward(rows, to_h, back);
       }
       for (int64_t i = 0; i < n && time > 0; ++i) dh[i] += back[i];

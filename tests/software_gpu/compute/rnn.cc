@@ -1,5 +1,6 @@
 // cuDNN's recurrent layers. The forward pass keeps its results for the backward pass, by its reserve space.
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <random>
 
@@ -10,6 +11,16 @@ namespace {
 
 using namespace gluon_amp;
 using Floats = std::vector<float>;
+
+// The functions of floats.
+struct RnnFloats {
+  using T = float;
+  static float one() { return 1; }
+  static float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+  static float tanh(float x) { return std::tanh(x); }
+  static float relu(float x) { return x > 0 || x != x ? x : 0; }
+  static float relu_gradient(float g, float y) { return y > 0 ? g : 0; }
+};
 
 // One direction of one layer.
 struct Way {
