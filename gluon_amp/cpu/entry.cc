@@ -414,12 +414,11 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
   static const Function functions[] = {
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
       FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
-      FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions),
-      FUNCTION(marks), FUNCTION(graph_operators), FUNCTION(free_graphs), FUNCTION(other_gradients),
-      FUNCTION(updated_inputs), FUNCTION(copy_all), FUNCTION(watched),
-      FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
-      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
-      FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
-      FUNCTION(free_attributes), {}};
+      FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
+      FUNCTION(graph_operators), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(updated_inputs),
+      FUNCTION(copy_all), FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields),
+      FUNCTION(count), FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code),
+      function("keeps_blocks", blocks), FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls),
+      FUNCTION(free_calls), FUNCTION(new_attributes), FUNCTION(free_attributes), {}};
   return functions;
 }

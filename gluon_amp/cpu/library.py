@@ -46,7 +46,6 @@ __cpu_features__ = importlib.import_module(f"{CORE}._multiarray_umath").__cpu_fe
 
 SETTINGS = "__gluon_amp__"  # the attribute of nodes with settings
 _MOST_OPERATORS = 256  # of most graphs
-_NAMES = ("watch",)  # settings that are names, in lines of the attribute
 PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
 # Attributes with constants, which float16 kernels round to float16 as on a GPU; and operators whose
@@ -404,12 +403,12 @@ def settings_attribute(settings: Mapping[str, str]) -> str:
     """Returns the attribute SETTINGS of a node with these settings (dispatch/settings.h)."""
     load()
     text = "".join(f"{key} {value}\n" for key, value in sorted(settings.items())
-                   if value and key not in _NAMES)
+                   if value and key != "watch")
     number = table().settings(text.encode())
     if number < 0:
         raise ValueError(table().reason().decode())
-    lines = [str(number), *(settings.get(key, "") for key in _NAMES)]
-    return "\n".join(lines).rstrip("\n")
+    watched = settings.get("watch")
+    return f"{number}\n{watched}" if watched else str(number)
 
 
 def keeps_blocks() -> bool:

@@ -220,8 +220,8 @@ def test_first_save_that_is_killed_can_be_repeated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", [
-    lambda text: text[:40],
-    lambda text: text.replace('"keep": []', '"keep": [3]'),
+    lambda text: text[:40], lambda text: text.replace('"keep": []', '"keep": [3]'),
+    lambda text: text.replace('"float16"', "16"),
     lambda text: text.replace('"policies": {"": "float16"}', '"policies": {"": {"a": {}}}')])
 def test_damaged_record_is_refused(damage, tmp_path):
     path = saved(amp.convert(make()), tmp_path)

@@ -88,15 +88,10 @@ const Settings& settings_of(const NodeAttrs& attrs) {
   return *found;
 }
 
-std::string settings_line(const NodeAttrs& attrs, int line) {
+std::string watched_name(const NodeAttrs& attrs) {
   const std::string* value = value_in(attrs);
-  size_t begin = 0;
-  for (int i = 0; value && i < line; ++i) {
-    const size_t end = value->find('\n', begin);
-    if (end == std::string::npos) return "";
-    begin = end + 1;
-  }
-  return value ? value->substr(begin, value->find('\n', begin) - begin) : "";
+  const size_t end = value ? value->find('\n') : std::string::npos;
+  return end == std::string::npos ? "" : value->substr(end + 1);
 }
 
 int64_t settings_number(const std::string& text) {
@@ -106,7 +101,8 @@ int64_t settings_number(const std::string& text) {
 void set_settings(const nnvm::ObjectPtr& node, const NodeAttrs& forward, const std::string& key,
                   const Settings& settings) {
   const std::string its = *value_in(forward), number = its.substr(0, its.find('\n'));
-  const std::string value = std::to_string(number_of(number + " " + key, [&] { return settings; })) + its.substr(number.size());
+  const int64_t made = number_of(number + " " + key, [&] { return settings; });
+  const std::string value = std::to_string(made) + its.substr(number.size());
   annotate(node, {kSettings}, {value.c_str()});
 }
 

@@ -10,8 +10,8 @@ namespace gluon_amp {
 
 using nnvm::NodeAttrs;
 
-// Between double underscores, so MXNet's parsers skip it. The value's lines: the number of the entry; the name
-// under which watch.cc counts the node's values.
+// Between double underscores, so MXNet's parsers skip it. The value: the number of the entry; in a second line, the
+// name under which watch.cc counts the node's values, if it does.
 constexpr char kSettings[] = "__gluon_amp__";
 
 struct Settings {
@@ -38,9 +38,8 @@ const Settings& settings_of(const NodeAttrs& attrs);
 extern const Settings no_settings;
 inline bool has_settings(const Settings& settings) { return &settings != &no_settings; }
 
-// A line of a node's attribute; the first is line 0.
-std::string settings_line(const NodeAttrs& attrs, int line);
-constexpr int kWatchLine = 1;
+// The name under which a node's values are counted; empty if they are not.
+std::string watched_name(const NodeAttrs& attrs);
 
 // The number of the entry with this text: a line for each setting, its name and its value.
 int64_t settings_number(const std::string& text);

@@ -56,7 +56,7 @@ Watch::~Watch() {
   if (call_.settings.counts == Settings::kNothing) return;
   current = nullptr;
   floats_too = false;
-  const std::string name = settings_line(call_.attrs, kWatchLine);
+  const std::string name = watched_name(call_.attrs);
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];
     if (call_.write(i) == kNothing || !(is_16bit(out) || is_float(out)) || size(out) == 0) continue;

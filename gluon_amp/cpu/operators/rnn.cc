@@ -1,10 +1,11 @@
 // RNN, LSTM and GRU of bfloat16 arrays as a loop over time, forward and backward.
 //
-// Products read bfloat16: data, weights, the state before each step, and the gradients of the gates' sums. Their results,
-// the gates, an LSTM's cells and a GRU's carried state are float32, and so are gradients until they are written.
+// Products read bfloat16: data, weights, the state before each step, and the gradients of the gates' sums. Their
+// results, the gates, an LSTM's cells and a GRU's carried state are float32, and so are gradients until they are
+// written.
 //
-// Products sum over a layer's inputs or units; for gradients of data over the gates; for gradients of weights over time,
-// then batch. Those over all steps run before or after the loop over time.
+// Products sum over a layer's inputs or units; for gradients of data over the gates; for gradients of weights over
+// time, then batch. Those over all steps run before or after the loop over time.
 //
 // States and cells of a direction are slots in the order of time, one more than steps: forward in time, step t
 // reads slot t and writes slot t + 1; backward in time, it reads slot t + 1 and writes slot t.
@@ -106,7 +107,8 @@ class RnnLoop : public Rnn {
         drops_(layers_ > 1 && number(attrs, "p", 0) > 0) {}
 
   bool serves(const Call& call) const override {
-    return all_16bit(call) && size(call.in[0]) > 0 && !generic_only && !watching() && !(drops_ && call.context.is_train);
+    return all_16bit(call) && size(call.in[0]) > 0 && !generic_only && !watching() &&
+           !(drops_ && call.context.is_train);
   }
   void forward(const Call& call) override;
   void backward(const Call& call) override;
