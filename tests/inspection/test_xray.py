@@ -317,7 +317,7 @@ def test_command_analyzes_saved_run_in_another_format(tmp_path, capsys):
         assert format_ in page.read_text()
         assert "gradient of net_batchnorm0_gamma" in page.read_text()
     assert main(["xray", folder, "--format", "float9"]) == 1
-    assert "float32, float16, bfloat16" in capsys.readouterr().err
+    assert "float32, float16, bfloat16. Received: 'float9'" in capsys.readouterr().err
     assert main(["xray", str(tmp_path)]) == 1
     assert f"holds xray.jsonl, as {folder} does" in capsys.readouterr().err
     (tmp_path / "run" / "xray.jsonl").write_text("no")

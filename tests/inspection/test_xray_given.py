@@ -169,7 +169,7 @@ def test_updates_of_mxnet_master_weights_are_counted(optimizer):
     assert alone == [None] * 4  # float16 alone has lost them already
 
 
-def test_files_hold_weights_and_updates_and_are_read_in_another_format(tmp_path):
+def test_files_hold_weights_and_updates(tmp_path):
     net = two_layers()
     net(rows(1)[0][0])
     net[0].weight.set_data(net[0].weight.data() * 2.0 ** -16)  # too small for float16
@@ -193,6 +193,15 @@ def test_files_hold_weights_and_updates_and_are_read_in_another_format(tmp_path)
         row, line = table[weight.name, "update"], held[weight.name, "update"]
         assert line["zero"] + sum(n for _, n in line["bins"]) == now.size == int(row["numbers"])
         assert float(row["without_master"]) == pytest.approx(line["without_master"], rel=1e-4)
+
+
+def test_weights_are_judged_in_another_format(tmp_path):
+    net = amp.convert(two_layers(), "bfloat16")
+    net(rows(1)[0][0])
+    net[0].weight.set_data(net[0].weight.data() * 2.0 ** -30)  # too small for float16
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
+    view = amp.xray(net, rows(1), LOSS, trainer)
+    view.save(str(tmp_path / "xray"))
     for name, found in (("bfloat16", False), ("float16", True)):
         again = read(str(tmp_path / "xray"), FORMATS[name])
         assert [w.updates.numbers for w in again.weights] == [
