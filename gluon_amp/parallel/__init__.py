@@ -1,5 +1,4 @@
-"""Distributed training: stores, all-reduce, consistency checks, supervision."""
+"""Distributed training: stores, all-reduce, consistency checks, the launcher."""
 from .consistency import RanksDifferError, average_statistics
-from .supervise import RankEndedError
 
-__all__ = ["RankEndedError", "RanksDifferError", "average_statistics"]
+__all__ = ["RanksDifferError", "average_statistics"]

@@ -124,7 +124,7 @@ def check_batch_size(workers: Workers, rescale_grad: float, given: float) -> Non
         given: the optimizer's initial `rescale_grad`.
     """
     multipliers = [struct.unpack("d", one)[0] for one in workers.gather(
-        struct.pack("d", rescale_grad), "all ranks' batch sizes, since step() got a new one")]
+        struct.pack("d", rescale_grad))]
     if len(set(multipliers)) > 1:
         sizes = ", ".join(f"{given / one:g}" for one in multipliers)
         raise RanksDifferError(

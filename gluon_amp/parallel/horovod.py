@@ -11,7 +11,6 @@ from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple
 from .._mxnet import mx
 from ..cpu.arrays import dtype_name
 from ..cpu.bfloat16 import is_bfloat16
-from . import rendezvous
 
 
 @mx.kv.KVStoreBase.register
@@ -37,8 +36,6 @@ class Horovod(mx.kv.KVStoreBase):
         except ImportError as error:
             raise ImportError("kvstore='horovod' needs Horovod built for MXNet: make horovod, or "
                               f"see docs/distributed.md. The import's error: {error}") from error
-        if not hvd.is_initialized():
-            rendezvous.join_horovod()
         hvd.init()
         self._hvd, self.wire = hvd, wire
 

@@ -3,36 +3,29 @@
     scheduler, servers   Python processes that import this package and run MXNet's code
     workers              the program, locally or by ssh on the hosts of a file
 
-It terminates all processes when one of them fails, when the scheduler or a server sends no
-heartbeat, on Ctrl-C, and when it is killed itself. Workers detect other workers that hang.
+It terminates all processes when one of them fails, when a worker still runs a minute after another
+has exited, on Ctrl-C, and when it is killed itself. It does not detect processes that hang.
 """
 import contextlib
 import ctypes
 import os
-import select
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
-from .rendezvous import ADDRESS, Rendezvous
-from .supervise import BEAT, patience
+from ..checks import listed
+from .store import LAUNCHED
 
-# Seconds for other processes to report their errors, and to exit after SIGTERM.
-_TO_SPEAK, _TO_END = 8.0, 2.0
+EXIT_TIMEOUT = 60.0  # seconds that workers may run after one has exited with code 0
+_TO_END = 2.0  # seconds from SIGTERM to SIGKILL
 # The scheduler and the servers. MXNet would run them during its import; here they run after it,
-# so that servers can load this package's optimizers. A thread prints an empty line each second as
-# a heartbeat.
-_HELPER = f"""
-import os, threading, time
-def beat():
-    while True:
-        os.write(1, bytes([10]))
-        time.sleep({BEAT})
-threading.Thread(target=beat, daemon=True).start()
+# so that servers can load this package's optimizers.
+_HELPER = """
+import os
 role = os.environ.pop("DMLC_ROLE")
 import gluon_amp
 from mxnet.kvstore import kvstore_server
@@ -47,7 +40,7 @@ class _Process(NamedTuple):
 
 
 def launch(command: Sequence[str], workers: int, servers: int = 1,
-           hosts: Optional[Sequence[str]] = None) -> int:
+           hosts: Optional[Sequence[str]] = None, exit_timeout: float = EXIT_TIMEOUT) -> int:
     """Launches all processes and waits for them.
 
     Args:
@@ -55,37 +48,34 @@ def launch(command: Sequence[str], workers: int, servers: int = 1,
         workers: the number of workers.
         servers: the number of servers.
         hosts: the hosts on which ssh starts the workers, in turn; None for this machine.
+        exit_timeout: seconds that workers may run after one has exited with code 0.
 
     Returns:
-        The exit code: 0 if all workers returned 0, else that of the first that failed; 1 if the
-        scheduler or a server hung, 130 after Ctrl-C.
+        The exit code: 0 if all workers returned 0, else that of the first process that failed; 1
+        after the timeout, 130 after Ctrl-C.
     """
     with contextlib.ExitStack() as stack:
         root = _address_for_all(hosts or [])
         where = [hosts[i % len(hosts)] for i in range(workers)] if hosts else [""] * workers
         names = [f"worker {i} on {host}" if host else f"worker {i}" for i, host in enumerate(where)]
-        rendezvous = stack.enter_context(contextlib.closing(Rendezvous(root, names)))
         settings = {"DMLC_PS_ROOT_URI": root, "DMLC_PS_ROOT_PORT": str(_free_port(root)),
                     "DMLC_NUM_WORKER": str(workers), "DMLC_NUM_SERVER": str(servers)}
         here = {**settings, "DMLC_NODE_HOST": root}
         run_helper = [sys.executable, "-W", "ignore", "-c", _HELPER]
-        seconds = patience()
+        worker = {"DMLC_ROLE": "worker", LAUNCHED: "1"}
         helpers: List[_Process] = []
         started: List[_Process] = []
         signals = stack.enter_context(_received_signals())
         try:
-            helpers.append(_start("the scheduler", run_helper, {**here, "DMLC_ROLE": "scheduler"},
-                                  subprocess.PIPE))
+            helpers.append(_start("the scheduler", run_helper, {**here, "DMLC_ROLE": "scheduler"}))
             for i in range(servers):
-                helpers.append(_start(f"server {i}", run_helper, {**here, "DMLC_ROLE": "server"},
-                                      subprocess.PIPE))
-            for i, (name, host) in enumerate(zip(names, where)):
-                its = {"DMLC_ROLE": "worker", ADDRESS: rendezvous.address_for(i)}
+                helpers.append(_start(f"server {i}", run_helper, {**here, "DMLC_ROLE": "server"}))
+            for name, host in zip(names, where):
                 if host:
-                    started.append(_start(name, _by_ssh(host, command, {**settings, **its}), {}))
+                    started.append(_start(name, _by_ssh(host, command, {**settings, **worker}), {}))
                 else:
-                    started.append(_start(name, command, {**here, **its}))
-            return _wait(started, helpers, seconds, rendezvous, signals)
+                    started.append(_start(name, command, {**here, **worker}))
+            return _wait(started, helpers, exit_timeout, signals)
         finally:
             _end(started + helpers)
 
@@ -141,90 +131,52 @@ def _received_signals() -> Iterator[List[int]]:
             signal.signal(number, handler)
 
 
-def _wait(workers: List[_Process], helpers: List[_Process], seconds: float,
-          rendezvous: Rendezvous, signals: Sequence[int]) -> int:
-    """Waits until all workers exit, a signal arrives, or a process fails or sends no heartbeat
-    for `seconds`."""
-    silence = _Silence(helpers)
+def _wait(workers: List[_Process], helpers: List[_Process], exit_timeout: float,
+          signals: Sequence[int]) -> int:
+    """Waits until all workers exit, a process fails, a signal arrives, or some workers still run
+    `exit_timeout` seconds after the first has exited."""
+    first_exit: Optional[float] = None
     while not signals:
-        ended = [w for w in workers if w.popen.poll() is not None]
-        all_ended = len(ended) == len(workers)
-        rendezvous.poll(f"{ended[0].name} {_how(ended[0].popen.returncode)}" if ended else "")
         failed = next((p for p in workers + helpers if p.popen.poll()), None)
         if failed is not None:
-            _log(f"{failed.name} {_how(failed.popen.returncode)}: terminating the others")
-            if failed in workers:
-                _wait_for(workers, _TO_SPEAK, signals)
             code = failed.popen.returncode
+            _log(f"{failed.name} {_how(code)}: terminating the others")
             return 128 - code if code < 0 else code
-        if all_ended:
-            _wait_for(helpers, _TO_SPEAK, signals)
+        exited = [worker.name for worker in workers if worker.popen.poll() is not None]
+        if len(exited) == len(workers):
             return 0
-        silent = silence.longer_than(seconds)
-        if silent is not None:
-            _log(f"{silent.name} has sent no heartbeat for {seconds:g} seconds: terminating all "
-                 "processes")
-            return 1
+        if exited:
+            first_exit = first_exit or time.monotonic()
+            if time.monotonic() - first_exit > exit_timeout:
+                _log(f"{listed(exited)} exited with code 0, and others still run after "
+                     f"{exit_timeout:g} seconds (--exit-timeout): terminating them")
+                return 1
         time.sleep(0.05)
     _log("interrupted: terminating all processes")
     return 130
 
 
-class _Silence:
-    """Tracks the heartbeats of the scheduler and the servers."""
-
-    def __init__(self, helpers: List[_Process]) -> None:
-        self._seconds = dict.fromkeys(helpers, 0.0)
-        self._last = time.monotonic()
-
-    def longer_than(self, seconds: float) -> Optional[_Process]:
-        """Reads heartbeats; returns a process that has sent none for longer, if any."""
-        # If this process was suspended, the others may have been too.
-        passed = min(time.monotonic() - self._last, BEAT)
-        self._last = time.monotonic()
-        for helper in self._seconds:
-            if helper.popen.poll() is None:
-                self._seconds[helper] += passed
-                if _has_written(helper):
-                    self._seconds[helper] = 0.0
-                elif self._seconds[helper] > seconds:
-                    return helper
-        return None
-
-
-def _has_written(helper: _Process) -> bool:
-    """Whether it has written since the last call."""
-    output: Any = helper.popen.stdout
-    return bool(select.select([output], [], [], 0)[0]) and bool(os.read(output.fileno(), 4096))
-
-
-def _wait_for(processes: List[_Process], seconds: float, signals: Sequence[int] = ()) -> None:
-    """Waits until all processes exit, a signal arrives, or the seconds have passed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not signals and any(
-            p.popen.poll() is None for p in processes):
-        time.sleep(0.05)
-
-
 def _end(processes: List[_Process]) -> None:
     """Terminates each process and its children: by SIGTERM first, then by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.popen.pid, number)
-        if number == signal.SIGTERM:
-            _wait_for(processes, _TO_END)
+    _kill(processes, signal.SIGTERM)
+    end = time.monotonic() + _TO_END
+    while time.monotonic() < end and any(p.popen.poll() is None for p in processes):
+        time.sleep(0.05)
+    _kill(processes, signal.SIGKILL)
     for process in processes:
         process.popen.wait()
-        if process.popen.stdout:
-            process.popen.stdout.close()
 
 
-def _start(name: str, command: Sequence[str], settings: Dict[str, str],
-           output: Optional[int] = None) -> _Process:
+def _kill(processes: List[_Process], number: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.popen.pid, number)
+
+
+def _start(name: str, command: Sequence[str], settings: Dict[str, str]) -> _Process:
     """Starts a process."""
     return _Process(name, subprocess.Popen(list(command), env={**os.environ, **settings},
-                                           stdout=output, start_new_session=True,
+                                           start_new_session=True,
                                            preexec_fn=ending_with_parent()))
 
 

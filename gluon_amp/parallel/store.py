@@ -3,20 +3,25 @@
 Servers identify arrays by key only, so all Trainers and Modules of a process share the keys.
 """
 import atexit
+import contextlib
+import ctypes
 import logging
 import os
+import sys
 from typing import Any, Mapping, Optional, Sequence, Set
+
+from mxnet.base import _LIB, check_call
 
 from .._mxnet import mx
 from ..annotations import KVStore, Parameter
 from ..checks import in_names
-from . import rendezvous
 from .horovod import Horovod
 
 log = logging.getLogger("gluon_amp")
 
 # Why a step with a loss scale or clip_norm refuses updates on the kvstore.
 CHECKS_FIRST = "loss scaling and clip_norm check the gradients before the update"
+LAUNCHED = "GLUON_AMP_LAUNCHED"  # set in the environment of the launcher's workers
 _WORKERS_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER",
                       "DMLC_NUM_SERVER")
 
@@ -42,7 +47,9 @@ class Servers:
     def store(self, kvstore: KVStore) -> Any:
         """Returns the process's one store of MXNet's servers; a second one would deadlock.
 
-        The first call with a name creates it, after the startup barrier.
+        The first call with a name creates it. Under `gluon-amp launch`, MXNet does not wait for
+        the other workers when it frees the store: the launcher sees this worker exit, and ends the
+        servers.
 
         Args:
             kvstore: a store, or the name of one.
@@ -53,16 +60,24 @@ class Servers:
         kind = kind_of(kvstore)
         if self._store is None:
             if isinstance(kvstore, str):
-                rendezvous.join()
                 kvstore = mx.kv.create(kvstore)
             self._store = kvstore
+            if LAUNCHED in os.environ:
+                check_call(_LIB.MXKVStoreSetBarrierBeforeExit(kvstore.handle, ctypes.c_int(0)))
         elif kind != self._store.type or kvstore not in (kind, self._store):
             raise ValueError(f"a process has one store of MXNet's servers, here {self._store.type}:"
                              f" pass that store or its name. Received: another one, {kind}")
         return self._store
 
     def free(self) -> None:
-        """Frees the store, which MXNet requires before the interpreter exits."""
+        """Frees the store, which MXNet requires before the interpreter exits. After an error, exits
+        at once: MXNet would wait for workers that wait for this one."""
+        if self._store is not None and self._store.num_workers > 1 and hasattr(sys, "last_value"):
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
         self._store = None
 
     def add_trainer(self, kvstore: KVStore, update: bool) -> int:

@@ -4,21 +4,16 @@ With several devices or workers a kvstore sums: MXNet's, or any other with the m
 `mx.kv.KVStoreBase`, such as Horovod's (horovod.py).
 """
 import ctypes
-import os
-from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Hashable, Iterable, List, Optional, Sequence, Tuple
 
 from mxnet.base import _LIB, check_call
 from mxnet.kvstore import KVStoreBase
 
-from .._mxnet import message, mx, np
-from ..checks import counted
+from .._mxnet import mx, np
 from ..cpu.arrays import narrow, on_device, to_float32
 from ..cpu.bfloat16 import is_bfloat16
-from .rendezvous import HOROVOD_MEETS_AT
 from .store import servers
-from .supervise import RankEndedError, Supervisor
 
-_supervisor: Optional[Supervisor] = None  # one for each process
 # Keys of MXNet's servers are 32-bit integers, and an initialized key keeps its shape.
 # Trainer n of a process, from 0 on, has _KEYS_OF_A_TRAINER keys from n * _KEYS_OF_A_TRAINER on.
 _KEYS_OF_A_TRAINER = 2 ** 16
@@ -26,7 +21,6 @@ _KEYS_OF_A_TRAINER = 2 ** 16
 # treats each later value of a key as a gradient.
 BROADCAST_KEYS = 2 ** 29
 _EXCHANGE_KEYS = 2 ** 30  # + n: arrays of n numbers that ranks exchange
-_SCHEDULER_IS_AT = ("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT")  # of MXNet's servers
 
 
 class Workers:
@@ -56,8 +50,6 @@ class Workers:
         self.sums = kvstore is not None
         self._native = isinstance(kvstore, mx.kv.KVStore)
         self.exchange = self.count > 1 and not updates
-        if self.exchange:
-            self._supervise()
 
     @property
     def sums_at_once(self) -> bool:
@@ -99,13 +91,9 @@ class Workers:
             return {}
         if self._native:
             gradients = self._without_bfloat16(gradients)
-        what = f"the sum of {counted(len(gradients), 'gradient')} of {self.owner}"
         self.lay_out(g for _, on_devices in gradients for g in on_devices)
         if self.sums_at_once:
-            summed = self._kvstore.sum_all(gradients, self.owner)
-            self.wait(lambda: [g.wait_to_read() for key, on_devices in gradients
-                               for g in summed.get(key, on_devices)], what)
-            return summed
+            return self._kvstore.sum_all(gradients, self.owner)
         for i, (number, on_devices) in enumerate(gradients):
             key = self._key(number)
             if on_devices[0].stype == "default":
@@ -113,9 +101,6 @@ class Workers:
             else:
                 self._kvstore.push(key, on_devices, priority=-i)
                 self._kvstore.pull(key, out=on_devices, priority=-i, ignore_sparse=False)
-        if self.exchange:
-            self.wait(lambda: [g.wait_to_read() for _, on_devices in gradients
-                               for g in on_devices], what)
         return {}
 
     def _without_bfloat16(self, gradients: List[Tuple[Any, List[Any]]]
@@ -137,7 +122,7 @@ class Workers:
         """Whether the flag is true on any worker. All workers must call it."""
         if not self.exchange:
             return flag
-        return bool(self.sum_numbers(np.array([flag]), "a flag of each rank").any())
+        return bool(self.sum_numbers(np.array([flag])).any())
 
     def any_after_sum(self, flag: bool) -> bool:
         """The same as `any` for a flag that depends on summed gradients only.
@@ -146,18 +131,13 @@ class Workers:
         """
         return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
 
-    def gather(self, mine: bytes, what: str = "") -> List[bytes]:
-        """Returns the bytes of all workers, of one length, by rank. All workers must call it.
-
-        `what` names the operation in errors.
-        """
+    def gather(self, mine: bytes) -> List[bytes]:
+        """Returns the bytes of all workers, of one length, by rank. All workers must call it."""
         if not self.exchange:
             return [mine]
         numbers = np.zeros((self.count, len(mine)))
         numbers[self.rank] = np.frombuffer(mine, np.uint8)
-        what = what or f"{len(mine)} bytes of each rank, to compare them"
-        sums = self.sum_numbers(numbers, what)
-        return [bytes(row) for row in sums.astype(np.uint8)]
+        return [bytes(row) for row in self.sum_numbers(numbers).astype(np.uint8)]
 
     def average(self, arrays: Sequence[List[Any]]) -> None:
         """Averages each array over all devices of all workers, in place. All workers must call it.
@@ -169,7 +149,7 @@ class Workers:
             return
         mean = np.concatenate(means)
         if self.exchange:
-            mean = self.sum_numbers(mean, "the mean of moving averages") / self.count
+            mean = self.sum_numbers(mean) / self.count
         for on_devices, one in zip(arrays, np.split(mean, np.cumsum([m.size for m in means])[:-1])):
             for array in on_devices:
                 array[:] = one.reshape(array.shape)
@@ -183,38 +163,20 @@ class Workers:
         """
         arrays = list(arrays)
         self.lay_out((array for _, on_devices in arrays for array in on_devices), predicted=True)
-
-        def exchange() -> None:
-            for number, on_devices in arrays:
-                key = self._key(number)
-                if initialized and self._native:
-                    self._kvstore.pull(key, out=on_devices)
-                else:
-                    self._kvstore.broadcast(key, on_devices[0], on_devices)
-            # Otherwise a faster rank would sum gradients into keys that another has not read.
-            mx.nd.waitall()
-        self.wait(exchange, f"{counted(len(arrays), 'array')} of rank 0")
-
-    def wait(self, function: Callable[[], Any], what: str) -> Any:
-        """Runs a function that waits for other workers.
-
-        Raises:
-            RankEndedError: a worker has exited, hangs, or waits for another operation.
-        """
-        try:
-            return _supervisor.call(function, what) if _supervisor else function()
-        except mx.MXNetError as error:
-            if self._native:
-                raise
-            # Horovod detects that a rank has exited
-            raise RankEndedError(f"rank {self.rank} cannot continue: {message(error)}") from error
+        for number, on_devices in arrays:
+            key = self._key(number)
+            if initialized and self._native:
+                self._kvstore.pull(key, out=on_devices)
+            else:
+                self._kvstore.broadcast(key, on_devices[0], on_devices)
+        # Otherwise a faster rank would sum gradients into keys that another has not read.
+        mx.nd.waitall()
 
     def lay_out(self, arrays: Iterable[Any], predicted: bool = False) -> None:
         """Reorders float32 arrays from oneDNN's blocked layouts to the plain layout.
 
         MXNet's servers and Horovod require it. Weights after a prediction and gradients may be
-        blocked. Errors of the operators that compute the arrays are raised here, so that `wait`
-        does not report them as those of another rank.
+        blocked. Errors of the operators that compute the arrays are raised here.
 
         Args:
             arrays: the arrays.
@@ -235,29 +197,16 @@ class Workers:
                 address = ctypes.c_void_p()  # unused: the call reorders the array
                 check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(address)))
 
-    def sum_numbers(self, numbers: "np.ndarray[Any, Any]", what: str) -> "np.ndarray[Any, Any]":
-        """Returns the float32 sum of an array over workers. All workers must call it.
-
-        `what` names the operation in errors.
-        """
+    def sum_numbers(self, numbers: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Returns the float32 sum of an array over workers. All workers must call it."""
         # one key for each size, because a key of a store has one size
         key: Any = f"gluon_amp {numbers.size}" if self._names else _EXCHANGE_KEYS + numbers.size
         array = mx.nd.array(numbers.reshape(-1), ctx=mx.cpu(), dtype="float32")
-
-        def exchange() -> "np.ndarray[Any, Any]":
-            if self._native and key not in servers.numbers:
-                self._kvstore.init(key, mx.nd.zeros(array.shape))
-                servers.numbers.add(key)
-            self._kvstore.pushpull(key, array)
-            return array.asnumpy().reshape(numbers.shape)
-        return self.wait(exchange, what)
+        if self._native and key not in servers.numbers:
+            self._kvstore.init(key, mx.nd.zeros(array.shape))
+            servers.numbers.add(key)
+        self._kvstore.pushpull(key, array)
+        return array.asnumpy().reshape(numbers.shape)
 
     def _key(self, key: Any) -> Hashable:
         return key if self._names else self._first_key + key
-
-    def _supervise(self) -> None:
-        global _supervisor
-        place = _SCHEDULER_IS_AT if self._native else HOROVOD_MEETS_AT
-        host, port = map(os.environ.get, place)  # all ranks can reach it
-        if _supervisor is None and host and port:
-            _supervisor = Supervisor(self.rank, self.count, self.gather, (host, int(port)))

@@ -23,7 +23,7 @@ from mxnet.model import _update_params
 
 from .._mxnet import environment, mx
 from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
-from ..checks import counted, in_names
+from ..checks import in_names
 from ..cpu.arrays import dtype_name, is_16bit, mean_on_cpu, to_float32
 from ..cpu.bfloat16 import is_bfloat16
 from ..files import must_exist, replace_file
@@ -357,18 +357,10 @@ class _Module:
         return self._step.updated
 
     def _update_by_mxnet(self) -> None:
-        """Updates as MXNet does. Waits for servers that update, unless a rank has ended."""
-        if self._workers.count == 1:
-            super().update()
-            return
-        group = self._module()._exec_group
-        trained = [(weights, grads) for weights, grads in zip(group.param_arrays,
-                                                              group.grad_arrays)
-                   if grads[0] is not None]
-        self._workers.lay_out(g for _, grads in trained for g in grads)
+        """Updates as MXNet does."""
+        gradients = self._module()._exec_group.grad_arrays
+        self._workers.lay_out(g for on_devices in gradients for g in on_devices if g is not None)
         super().update()
-        self._workers.wait(lambda: [w.wait_to_read() for weights, _ in trained for w in weights],
-                           f"the servers' update of {counted(len(trained), 'weight')}")
 
     def _read_gradients(self) -> List[Gradient]:
         """Returns the gradients of trained parameters."""

@@ -209,6 +209,8 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
                         help="number of server processes, which sum gradients (1)")
     parser.add_argument("-H", "--hosts", metavar="FILE", help="a file with one host per line: "
                         "start workers there with ssh, round-robin, in this folder (default: here)")
+    parser.add_argument("--exit-timeout", type=positive, metavar="SECONDS", help="end the job if "
+                        "workers still run this long after another has exited with code 0 (60)")
     parser.add_argument("--horovod", action="store_true",
                         help="start the program with horovodrun, for kvstore='horovod'")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...",
@@ -216,15 +218,19 @@ def _launch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(options: argparse.Namespace) -> int:
-    from ..parallel.launch import launch, launch_horovod, read_hosts
+    from ..parallel.launch import EXIT_TIMEOUT, launch, launch_horovod, read_hosts
     if options.program[:1] == ["--"]:
         del options.program[0]
     if not options.program:
         raise ValueError("launch needs a program, such as: gluon-amp launch -n 2 python train.py")
     hosts = read_hosts(options.hosts) if options.hosts else None
     if options.horovod:
+        if options.exit_timeout:
+            raise ValueError("--exit-timeout is for MXNet's servers: Horovod itself ends the job. "
+                             f"Received: --horovod and --exit-timeout {options.exit_timeout}")
         return launch_horovod(options.program, options.workers, hosts)
-    return launch(options.program, options.workers, options.servers, hosts)
+    return launch(options.program, options.workers, options.servers, hosts,
+                  options.exit_timeout or EXIT_TIMEOUT)
 
 
 def _xray_arguments(parser: argparse.ArgumentParser) -> None:

@@ -481,7 +481,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _connect_servers(self) -> None:
         """Creates the store of servers that update. With an optimizer they can do nothing else, so
-        before that, ranks compare their networks, get rank 0's parameters and start supervision."""
+        before that, ranks compare their networks and get rank 0's parameters."""
         if self._servers_connected or not self._servers_update():
             return
         self._servers_connected = True
@@ -502,9 +502,6 @@ class Trainer(mx.gluon.Trainer):
         trained = [p for p in self._params if p.grad_req != "null"]
         self._workers.lay_out(g for p in trained for g in p.list_grad())
         super()._allreduce_grads()
-        if self._workers.count > 1:
-            self._workers.wait(lambda: [w.wait_to_read() for p in trained for w in p._data],
-                               f"the servers' update of {counted(len(trained), 'weight')}")
 
     def _check_summed(self) -> None:
         """Refuses to update with this rank's own gradients, or with another rank's batch size."""
@@ -515,7 +512,7 @@ class Trainer(mx.gluon.Trainer):
                                "allreduce_grads(), then update(batch_size), or step(batch_size)")
         rescale_grad = self._optimizer.rescale_grad
         if rescale_grad != self._compared:
-            # A rank with an unchanged value exchanges nothing: supervision detects a difference.
+            # A rank with an unchanged value exchanges nothing: the others wait for it.
             self._compared = rescale_grad
             consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 

@@ -6,7 +6,6 @@ import pytest
 from arrays import same
 from cases import ALL
 from gluon_amp.parallel import average_statistics
-from gluon_amp.parallel.supervise import patience
 from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
@@ -131,43 +130,19 @@ def test_moving_averages_can_be_averaged_over_ranks(ranks, store, story, argumen
     assert same(mean, [(a + b) / 2 for a, b in zip(mine, other)])
 
 
-@pytest.mark.parametrize("how", ["killed", "raises"])
-def test_ended_rank_raises_on_others(ranks, how):
-    (error, seconds), ended = ranks.run("dies", 2, "dist_sync", how=how)
-    reason = {"killed": "rank 1 has died", "raises": "rank 1 has ended with RuntimeError"}[how]
-    assert error == f"RankEndedError: rank 0 cannot continue: {reason}"
-    assert seconds < 10
-    assert ended == (None if how == "killed" else "RuntimeError: the data is gone")
-
-
-def test_stopped_rank_raises_on_others_after_timeout(ranks):
-    told, nothing = ranks.run("dies", 2, "dist_sync", {"GLUON_AMP_RANK_TIMEOUT": "4"}, stopped=1,
-                              how="stopped")
-    assert told[0] == "RankEndedError: rank 0 cannot continue: rank 1 has sent no heartbeat for " \
-        "4 seconds"
-    assert told[1] < 4 + 10
-    assert nothing is None
-
-
-def test_paused_rank_is_waited_for(ranks):
-    results = ranks.run("pauses", 2, "dist_sync", {"GLUON_AMP_RANK_TIMEOUT": "4"})
-    assert agree(results)
-
-
 @needs_horovod
 @pytest.mark.parametrize("how", ["killed", "raises"])
 def test_ended_rank_raises_on_others_with_horovod(ranks, how):
-    (error, seconds), _ = ranks.run("dies", 2, "horovod", how=how)
-    assert error.startswith("RankEndedError: rank 0 cannot continue: Horovod has been shut down")
-    assert seconds < 10
+    error, ended = ranks.run("ends_on_rank_1", 2, "horovod", how=how)
+    assert "Horovod has been shut down" in error
+    assert ended == (None if how == "killed" else "RuntimeError: the data is gone")
 
 
 @needs_horovod
 def test_stopped_rank_raises_on_others_after_gloo_timeout(ranks):
-    told, nothing = ranks.run("dies", 2, "horovod", {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"},
-                              stopped=1, how="stopped")
-    assert told[0].startswith("RankEndedError: rank 0 cannot continue: Horovod has been shut down")
-    assert told[1] < 3 + 10
+    error, nothing = ranks.run("ends_on_rank_1", 2, "horovod",
+                               {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3"}, stopped=1, how="stopped")
+    assert "Horovod has been shut down" in error
     assert nothing is None
 
 
@@ -257,14 +232,6 @@ def test_average_statistics_refuses_gluon_trainer():
         average_statistics(trainer)
 
 
-def test_invalid_rank_timeout_is_refused(monkeypatch):
-    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "30s")
-    with pytest.raises(ValueError, match=r"GLUON_AMP_RANK_TIMEOUT must be a positive.* '30s'"):
-        patience()
-    monkeypatch.setenv("GLUON_AMP_RANK_TIMEOUT", "45")
-    assert patience() == 45
-
-
 class OfTwo(mx.kv.KVStoreBase):
     """A store like Horovod's with two workers, of which this process is the first."""
     type, rank, num_workers = "dist_sync_test", 0, 2
@@ -275,7 +242,7 @@ class OfTwo(mx.kv.KVStoreBase):
 
 
 @pytest.mark.parametrize("stype", ["default", "row_sparse"])
-def test_operator_error_is_not_reported_as_ended_rank(stype):
+def test_operator_error_is_raised_by_the_sum(stype):
     workers = Workers(OfTwo())
     failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of a matrix that is not positive
     with pytest.raises(mx.MXNetError, match="potrf"):

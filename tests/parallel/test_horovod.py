@@ -6,12 +6,10 @@ import gluon_amp as amp
 import mxnet as mx
 import pytest
 from gluon_amp.parallel.launch import launch_horovod
-from gluon_amp.parallel.rendezvous import join_horovod
-from gluon_amp.parallel.supervise import RankEndedError
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
 from processes import printed
-from ranks import horovod_roles, needs_horovod
+from ranks import needs_horovod
 
 pytestmark = [pytest.mark.long,
               needs_horovod]
@@ -70,17 +68,6 @@ def test_failed_rank_is_reported_in_one_line(monkeypatch, capfd):
     assert launch_horovod(["python"], 2) == 1
     assert capfd.readouterr().err == "gluon-amp launch: one or more processes exited with " \
         "non-zero status. Exit code: 3\n"
-
-
-@pytest.mark.parametrize(("rank", "other"), ["01", "10"])
-def test_rank_that_does_not_start_is_named(monkeypatch, rank, other):
-    roles, stop = horovod_roles(2)
-    for name, value in {**roles[int(rank)], "GLUON_AMP_START_TIMEOUT": "0.2"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(RankEndedError, match=f"rank {rank} cannot create its store: rank "
-                       rf"{other} did not start within 0.2 seconds \(GLUON_AMP_START_TIMEOUT\): "):
-        join_horovod()
-    stop()
 
 
 def test_unsupported_horovod_arguments_are_refused():
