@@ -39,9 +39,19 @@ __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
            "data", "explain", "export_onnx", "freeze", "lr_find",
            "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "types", "xray"]
 
-_MODULES = {"BatchProcessor": "training.estimator", "RankEndedError": "parallel",
-            "RanksDifferError": "parallel", "Speedometer": "symbolic.module",
-            "average_statistics": "parallel"}
+_MODULES = {"BatchProcessor": "training.estimator", "RanksDifferError": "parallel",
+            "Speedometer": "symbolic.module", "average_statistics": "parallel"}
+
+# Names of other toolkits and names that are removed, and what to use instead.
+_INSTEAD = {
+    "autocast": "gluon_amp.convert(net) converts a network once, and no context is needed",
+    "GradScaler": "gluon_amp.Trainer(params, optimizer) scales the loss",
+    "Format": "Formats are the names 'float32', 'float16' and 'bfloat16'",
+    "tensor_core_dot": "The sums of Tensor Cores are a study, results/tensor_cores",
+    "gpu_trace": "The software GPU is a part of the checkout, tests/software_gpu",
+    "search": "gluon_amp.xray(net, batches, loss_fn).keep names what stays in float32",
+    "gradient_penalty": "Copy example/gradient_penalty.py of the checkout",
+    "recipes": "The scripts' module is example/recipes.py of the checkout"}
 
 # Names of mx.contrib.amp, and their equivalents.
 _CONTRIB = {
@@ -62,8 +72,8 @@ def __getattr__(name: str) -> NoReturn:
     hint = ""
     if name in _MODULES:
         hint = f". It has moved: from gluon_amp.{_MODULES[name]} import {name}"
-    elif name == "recipes":
-        hint = ". It has moved: the scripts' module is example/recipes.py of the checkout"
+    elif name in _INSTEAD:
+        hint = f". {_INSTEAD[name]}"
     elif name in _CONTRIB:
         hint = f", which mx.contrib.amp has. {_CONTRIB[name]}"
     raise AttributeError(f"module 'gluon_amp' has no attribute {name!r}{hint}")

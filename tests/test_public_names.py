@@ -15,7 +15,7 @@ PUBLIC = """
     xray explain types Monitor
     Horovod KernelError
 """.split()
-MOVED = {"average_statistics": "gluon_amp.parallel", "RankEndedError": "gluon_amp.parallel",
+MOVED = {"average_statistics": "gluon_amp.parallel",
          "RanksDifferError": "gluon_amp.parallel", "Speedometer": "gluon_amp.symbolic.module",
          "BatchProcessor": "gluon_amp.training.estimator"}
 
@@ -31,6 +31,16 @@ def test_moved_name_reports_its_new_location(name):
     with pytest.raises(AttributeError, match=f"from {MOVED[name]} import {name}$"):
         getattr(gluon_amp, name)
     assert hasattr(importlib.import_module(MOVED[name]), name)
+
+
+@pytest.mark.parametrize(("name", "instead"), [
+    ("autocast", r"gluon_amp\.convert"), ("GradScaler", r"gluon_amp\.Trainer"),
+    ("Format", "bfloat16"), ("tensor_core_dot", "results/tensor_cores"),
+    ("gpu_trace", "tests/software_gpu"), ("search", r"gluon_amp\.xray.*keep"),
+    ("gradient_penalty", "example/gradient_penalty.py"), ("recipes", "example/recipes.py")])
+def test_other_name_reports_what_to_use(name, instead):
+    with pytest.raises(AttributeError, match=f"'{name}'.*{instead}"):
+        getattr(gluon_amp, name)
 
 
 @pytest.mark.parametrize("name", [n for n in contrib_amp.__all__ if n not in PUBLIC])
