@@ -15,7 +15,7 @@ from typing import Any, Iterable, List, Optional, Union
 from .._mxnet import mx
 from ..annotations import Block, Network, Trainer
 from ..checks import did_you_mean, whole_number
-from ..formats import BFLOAT16, FLOAT32
+from ..formats import BFLOAT16
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..reports.events import EventFile
@@ -55,8 +55,8 @@ class Monitor:
       of values with it.
     - ``loss_scale``: the scale of a gradient, which is counted scaled.
 
-    A converted network on CPUs is counted before values are rounded. Otherwise, and under
-    "mixed_bfloat16", tensors are counted as they are stored, and ``underflow`` is null. On a GPU,
+    A converted network on CPUs is counted before values are rounded. Otherwise, and under bfloat16
+    policies, tensors are counted as they are stored, and ``underflow`` is null. On a GPU,
     ``least`` and ``bins`` are null, too, and ``largest`` is null if the tensor is not finite.
     ``gluon-amp xray statistics.jsonl`` writes a page of the file.
 
@@ -102,9 +102,8 @@ class Monitor:
 
     def _create_observer(self) -> Union[EngineObserver, HookObserver]:
         on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
-        # The counting engine would round the float32 gradients of such a policy's parameters.
-        exact = not any(block._amp.policy.parameter == FLOAT32
-                        and block._amp.policy.compute == BFLOAT16 for block in self._blocks)
+        # To count products of bfloat16, the engine computes them in float32, with other bits.
+        exact = not any(block._amp.policy.compute == BFLOAT16 for block in self._blocks)
         if on_cpus and exact and not plain_graphs(self._net):
             return EngineObserver(self._net, self._trainer, self._is_chosen)
         return HookObserver(self._net, self._trainer, self._is_chosen)

@@ -7,10 +7,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
+from mxnet.gluon import nn, rnn
 from xray_networks import LOSS, batches, images_net
 
-pytestmark = pytest.mark.numpy
+pytestmark = [pytest.mark.numpy, pytest.mark.isa]
 
 
 def train(net, trainer, data, steps, monitor=None):
@@ -69,6 +69,45 @@ def test_training_is_bitwise_unchanged(policy, interval, tmp_path):
             monitor.close()
     assert all(np.array_equal(a, b) for a, b in zip(*results))
     assert {line["step"] for line in lines(tmp_path / "a.jsonl")} == {*range(interval, 6, interval)}
+
+
+NETWORKS = {
+    "convolutions": (lambda: [nn.Conv2D(32, 3, in_channels=16), nn.BatchNorm(in_channels=32),
+                              nn.Activation("relu"), nn.Conv2D(32, 3, strides=2, in_channels=32),
+                              nn.GlobalAvgPool2D(), nn.Dense(4, in_units=32)], (8, 16, 20, 20)),
+    "lstm": (lambda: [rnn.LSTM(32, input_size=16), nn.Dense(4, flatten=False, in_units=32)],
+             (7, 4, 16)),
+    "gru": (lambda: [rnn.GRU(32, input_size=16, bidirectional=True)], (7, 4, 16))}
+
+
+@pytest.mark.parametrize("policy", [None, "float16", "bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_products_of_a_training_are_bitwise_unchanged(policy, name, tmp_path):
+    """On processors with instructions of bfloat16, and in RNNs, products of bfloat16 have other
+    bits in float32. Without a policy, the network is hybridized only."""
+    make, shape = NETWORKS[name]
+    data, results = nd.array(np.random.default_rng(0).standard_normal(shape)), []
+    for monitored in (False, True):
+        mx.random.seed(1)
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(*make())
+        net.initialize(mx.init.Xavier())
+        if policy:
+            amp.convert(net, policy)
+        net.hybridize(static_alloc=True)
+        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        monitor = amp.Monitor(net, trainer, tmp_path / "a.jsonl", 2) if monitored else None
+        for _ in range(4):
+            with autograd.record():
+                loss = (net(data) ** 2).mean()
+            trainer.backward(loss)
+            trainer.step(1)
+            if monitor:
+                monitor.step()
+        results.append([p.data().asnumpy() for p in net.collect_params().values()])
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+    assert {line["step"] for line in lines(tmp_path / "a.jsonl")} == {2, 4}
 
 
 def test_statistics_match_values_of_tensors(tmp_path, rng):
