@@ -18,7 +18,7 @@ from mxnet.gluon import nn
 
 PACKAGE = Path(amp.__file__).parent
 COMPREHENSIONS = {"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"}
-SETTLED = 110  # steps after which the search of the first loss scale is over
+SETTLED = 12  # steps after which the first loss scale has been found
 
 
 def calls(function):

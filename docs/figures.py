@@ -231,10 +231,9 @@ def scale_over_steps(steps):
     """Draws the loss scale and the skipped steps of a float16 training."""
     net = amp.convert(new_network())
     loss_fn, source = gluon.loss.SoftmaxCrossEntropyLoss(), batches(64)
-    scale = amp.DynamicLossScale(initial=2.0 ** 24, maximum=2.0 ** 24, growth_interval=15)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.9},
-                          loss_scale=scale)
-    scales, updated = [], []
+                          loss_scale=amp.DynamicLossScale(growth_interval=50))
+    scales, limits, updated = [], [], []
     for _ in range(steps):
         data, label = next(source)
         with autograd.record():
@@ -242,11 +241,12 @@ def scale_over_steps(steps):
         scales.append(trainer.loss_scale)
         trainer.backward(loss)
         updated.append(trainer.step(len(label)))
-    return scales, updated
+        limits.append(65504 / (trainer.gradient_norm * len(label)))  # it is divided by the batch
+    return scales, limits, updated
 
 
 def life_of_a_loss_scale():
-    scales, updated = scale_over_steps(STEPS_OF_SCALE)
+    scales, limits, updated = scale_over_steps(STEPS_OF_SCALE)
     exponents = [math.log2(s) for s in scales]
     figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
     axes = figure.add_subplot()
@@ -255,11 +255,13 @@ def life_of_a_loss_scale():
     skipped = [i for i, good in enumerate(updated) if not good]
     axes.plot(skipped, [exponents[i] for i in skipped], "x", color=RED, markersize=8,
               markeredgewidth=2, label="step skipped")
-    low, high = math.floor(min(exponents)), math.ceil(max(exponents))
+    limits = [math.log2(limit) for limit in limits]
+    axes.plot(range(len(limits)), limits, color=SKY, linewidth=1, label="65504 / norm")
+    low, high = math.floor(min(exponents)), math.ceil(max(limits))
     ticks = range(high, low - 1, -3)
     axes.set_yticks(list(ticks), [f"$2^{{{t}}}$" for t in ticks])
     axes.set(xlabel="step", ylabel="loss scale", ylim=(low - 0.5, high + 0.5), xlim=(-6, 304))
-    axes.legend(loc="upper right")
+    axes.legend(loc="lower right")
     axes.grid(alpha=0.3)
     return figure
 

@@ -18,10 +18,8 @@ def dynamic(initial=1024, maximum=2.0 ** 24, **kwargs):
 
 
 def settled(initial):
-    """A dynamic scale that skips steps instead of searching."""
-    scale = dynamic(initial, maximum=2.0 ** 40)
-    scale.settled = True
-    return scale
+    """A dynamic scale after its first steps."""
+    return dynamic(initial, maximum=2.0 ** 40, settled=True)
 
 
 def body():

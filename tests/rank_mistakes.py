@@ -81,8 +81,7 @@ def starts_at_scale(store, rank, initial, settled, by_hand):
     """Training from a dynamic scale, with sizes of layers deferred until the Trainer exists."""
     mx.random.seed(3)
     net = network(in_units=0)
-    loss_scale = amp.DynamicLossScale(initial[rank])
-    loss_scale.settled = settled
+    loss_scale = amp.DynamicLossScale(initial[rank], settled=settled)
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     rng = np.random.default_rng(rank)
     if by_hand:
@@ -110,23 +109,6 @@ def synchronizes_before_backward(store, rank, loss_scale):
     told = [trainer.step(8)]
     backward(net, trainer, np.random.default_rng(rank))
     return [*told, trainer.step(8)], weights(trainer)
-
-
-def cannot_repeat_backward(store, rank):
-    """Gradients overflow at the first scale, and rank 1's graph does not support a second backward
-    pass. Returns whether steps updated."""
-    net = network()
-    trainer = trainer_for(net, store, loss_scale="dynamic")
-    told = []
-    for _ in range(12):
-        with autograd.record():
-            loss = net(nd.ones((4, 4))).square().sum() * 10
-            if rank == 1:
-                loss = nd.Dropout(loss, p=1e-7)
-        trainer.backward(loss)
-        told.append(trainer.step(8))
-    trainer.check_ranks()
-    return told, trainer.skipped, weights(trainer)
 
 
 def sweeps_learning_rates(store, rank):

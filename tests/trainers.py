@@ -93,8 +93,6 @@ def dynamic(**kwargs):
     return amp.DynamicLossScale(**kwargs)
 
 
-def settled(**kwargs):
-    """A dynamic scale that skips steps instead of searching."""
-    scale = amp.DynamicLossScale(**kwargs)
-    scale.settled = True
-    return scale
+def settled(initial=2.0 ** 16, **kwargs):
+    """A dynamic scale after its first steps."""
+    return amp.DynamicLossScale(initial, settled=True, **kwargs)

@@ -8,6 +8,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <functional>
 #include <set>
 
 #include "dispatch/attributes.h"
@@ -194,17 +195,26 @@ void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   }
 }
 
-// The nodes of the graphs that autograd has recorded for these arrays.
-std::vector<nnvm::ObjectPtr> recorded(void** arrays, int64_t count) {
+using Outputs = std::vector<nnvm::NodeEntry>;
+
+// The nodes that outputs depend on.
+std::vector<nnvm::ObjectPtr> nodes_of(const Outputs& outputs) {
   std::vector<nnvm::ObjectPtr> nodes;
   std::set<const nnvm::Node*> seen{nullptr};
   auto add = [&](const nnvm::NodeEntry& entry) {
     if (seen.insert(entry.node.get()).second) nodes.push_back(entry.node);
   };
-  for (int64_t i = 0; i < count; ++i) add(static_cast<NDArray*>(arrays[i])->entry_);
+  for (const auto& entry : outputs) add(entry);
   for (size_t i = 0; i < nodes.size(); ++i)
     for (const auto& entry : inputs_of(nodes[i].get())) add(entry);
   return nodes;
+}
+
+// The nodes of the graphs that autograd has recorded for these arrays.
+std::vector<nnvm::ObjectPtr> recorded(void** arrays, int64_t count) {
+  Outputs outputs;
+  for (int64_t i = 0; i < count; ++i) outputs.push_back(static_cast<NDArray*>(arrays[i])->entry_);
+  return nodes_of(outputs);
 }
 
 // Autograd's information on a node of which a backward pass writes the gradient, else null.
@@ -215,65 +225,61 @@ mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
   return found.grad_req == mxnet::kNullOp ? nullptr : &found;
 }
 
+// The number of an operator in graph_operators: a CachedOp, and each type of the user's operators, is an operator.
+int64_t number_of(const nnvm::NodeAttrs& attrs) {
+  static const nnvm::Op *const cached = nnvm::Op::Get("_CachedOp"), *const safe = nnvm::Op::Get("_CachedOpThreadSafe"),
+                        *const custom = nnvm::Op::Get("Custom");
+  if (attrs.op == custom) return std::hash<std::string>()(custom_parameters(attrs).type);
+  return reinterpret_cast<int64_t>(attrs.op == cached || attrs.op == safe ? parameters_of(attrs) : attrs.op);
+}
+
 // Writes a number for each operator in the graphs of these losses, up to `most`, to `into`. Returns how many
-// there are. Each CachedOp is an operator.
+// there are.
 int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t most) {
-  static const nnvm::Op* const cached[] = {nnvm::Op::Get("_CachedOp"), nnvm::Op::Get("_CachedOpThreadSafe")};
-  std::set<const void*> operators;
-  for (const auto& node : recorded(losses, count)) {
-    const nnvm::Op* op = node->attrs.op;
-    const bool is_cached = op == cached[0] || op == cached[1];
-    operators.insert(is_cached ? parameters_of(node->attrs) : op);
-  }
+  std::set<int64_t> operators;
+  for (const auto& node : recorded(losses, count)) operators.insert(number_of(node->attrs));
   int64_t written = 0;
-  for (const void* one : operators)
-    if (written < most) into[written++] = reinterpret_cast<int64_t>(one);
+  for (int64_t one : operators)
+    if (written < most) into[written++] = one;
   return operators.size();
 }
 
-// Frees the graphs that autograd has recorded for these arrays, as MXNet's backward pass without retain_graph.
-void free_graphs(void** arrays, int64_t count) {
-  for (const auto& node : recorded(arrays, count)) {
-    if (!trained(node)) info_of(node.get()).clear();
-    inputs_of(node.get()).clear();
-  }
+// Whether the gradient of an operator of the user's Python is declared to read no incoming one.
+bool ignores_incoming(const nnvm::ObjectPtr& node) {
+  static const std::set<std::string> user_code{"Custom", "_npi_Custom", "_NDArray", "_Native"};
+  const nnvm::Op* const op = node->attrs.op;
+  if (!op || !user_code.count(op->name)) return false;
+  const auto* gradient = get<nnvm::FGradient>(op, "FGradient");
+  if (!gradient) return false;
+  const uint32_t outputs = op->get_num_outputs ? op->get_num_outputs(node->attrs) : op->num_outputs;
+  const nnvm::ObjectPtr incoming = make_node(nnvm::Op::Get("_zeros"), {{"shape", "(1,)"}});
+  for (const auto& made : nodes_of((*gradient)(node, Outputs(outputs, nnvm::NodeEntry{incoming, 0, 0}))))
+    if (made == incoming) return false;
+  return true;
 }
 
-// Writes handles of the gradients that a backward pass from these losses writes, besides `own`, to `into`; Python
-// frees them. Returns their number, also for a null `into`.
-int64_t other_gradients(void** losses, int64_t count, void** own, int64_t owned, void** into) {
-  std::set<mxnet::Engine::VarHandle> known;
-  for (int64_t i = 0; i < owned; ++i) known.insert(static_cast<NDArray*>(own[i])->var());
-  int64_t found = 0;
-  for (const auto& node : recorded(losses, count)) {
+// What training/backward.py reads of nodes, those of loops' bodies included, in lines of a word and the node's name:
+//   trained   a variable of which a backward pass writes the gradient into one of these arrays
+//   ignores   an operator that ignores the incoming gradient
+//   NUMBER    a CachedOp, by its number in graph_operators
+void add_facts(const Outputs& outputs, const std::set<mxnet::Engine::VarHandle>& gradients, std::string* facts) {
+  for (const auto& node : nodes_of(outputs)) {
+    const auto add = [&](const std::string& word) { *facts += word + " " + node->attrs.name + "\n"; };
     const auto* its = trained(node);
-    if (!its || !known.insert(its->out_grads.at(0).var()).second) continue;
-    if (into) into[found] = new NDArray(its->out_grads[0]);
-    ++found;
+    if (its && gradients.count(its->out_grads.at(0).var())) add("trained");
+    if (ignores_incoming(node)) add("ignores");
+    if (node->attrs.op && node->attrs.op->name == "_CachedOp") add(std::to_string(number_of(node->attrs)));
+    for (const auto& body : bodies_of(node->attrs)) add_facts(body->outputs, gradients, facts);
   }
-  return found;
 }
 
-// Writes handles of the arrays that operators of these losses' graphs update, which are moving averages, to `into`;
-// Python frees them. Returns their number, also for a null `into`.
-int64_t updated_inputs(void** losses, int64_t count, void** into) {
-  std::set<mxnet::Engine::VarHandle> known;
-  int64_t found = 0;
-  for (const auto& node : recorded(losses, count)) {
-    const auto* updated = node->is_variable() ? nullptr : get<nnvm::FMutateInputs>(node->op(), "FMutateInputs");
-    if (!updated || !*updated) continue;
-    for (uint32_t which : (*updated)(node->attrs)) {
-      const nnvm::NodeEntry& entry = inputs_of(node.get()).at(which);
-      dmlc::any& info = info_of(entry.node.get());
-      if (info.empty()) continue;
-      const auto& arrays = dmlc::get<mxnet::Imperative::AGInfo>(info).outputs;
-      if (entry.index >= arrays.size() || arrays[entry.index].is_none()) continue;
-      if (!known.insert(arrays[entry.index].var()).second) continue;
-      if (into) into[found] = new NDArray(arrays[entry.index]);
-      ++found;
-    }
-  }
-  return found;
+const char* facts_on_gradients(void* symbol, void** gradients, int64_t count) {
+  static thread_local std::string facts;
+  facts.clear();
+  std::set<mxnet::Engine::VarHandle> theirs;
+  for (int64_t i = 0; i < count; ++i) theirs.insert(static_cast<NDArray*>(gradients[i])->var());
+  add_facts(static_cast<nnvm::Symbol*>(symbol)->outputs, theirs, &facts);
+  return facts.c_str();
 }
 
 // Copies CPU arrays into others of the same type, or 16-bit numbers into floats, after all earlier operations. Returns
@@ -415,10 +421,10 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
       FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
-      FUNCTION(graph_operators), FUNCTION(free_graphs), FUNCTION(other_gradients), FUNCTION(updated_inputs),
-      FUNCTION(copy_all), FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields),
-      FUNCTION(count), FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code),
-      function("keeps_blocks", blocks), FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls),
-      FUNCTION(free_calls), FUNCTION(new_attributes), FUNCTION(free_attributes), {}};
+      FUNCTION(graph_operators), FUNCTION(facts_on_gradients), FUNCTION(copy_all), FUNCTION(watched),
+      FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count), FUNCTION(count_updates),
+      FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
+      FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
+      FUNCTION(free_attributes), {}};
   return functions;
 }

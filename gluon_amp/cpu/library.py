@@ -24,12 +24,15 @@ from pathlib import Path
 from typing import (
     Any,
     Callable,
+    Dict,
     FrozenSet,
     Iterator,
     List,
     Mapping,
+    NamedTuple,
     Optional,
     Sequence,
+    Set,
     Tuple,
 )
 
@@ -231,6 +234,7 @@ def start() -> None:
         try:
             _table = _start()
             bfloat16.install()
+            _keep_symbols()
         except KernelError as error:
             _error = error
 
@@ -295,15 +299,6 @@ def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[i
     return into.raw
 
 
-def free_graphs(arrays: Sequence["mx.nd.NDArray"]) -> bool:
-    """Frees the graphs that autograd has recorded for these arrays, as a backward pass without
-    retain_graph does. Returns False if the engine does not run."""
-    if _table is None:
-        return False
-    _table.free_graphs(_handles(arrays), len(arrays))
-    return True
-
-
 def graph_operators(losses: Sequence["mx.nd.NDArray"]) -> FrozenSet[int]:
     """Returns numbers of the operators in the graphs that autograd has recorded for these losses.
     Each hybridized block is an operator. Without the engine, all operators have one number."""
@@ -318,28 +313,53 @@ def graph_operators(losses: Sequence["mx.nd.NDArray"]) -> FrozenSet[int]:
         most = count
 
 
-def other_gradients(losses: Sequence["mx.nd.NDArray"],
-                    own: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
-    """Returns the gradients that a backward pass from these losses writes, besides `own`. Without
-    the engine there are none."""
+class Facts(NamedTuple):
+    """What the engine knows of the nodes of a symbol, by their names.
+
+    Attributes:
+        trained: variables whose gradients a backward pass writes; None without the engine.
+        ignoring: operators of the user's Python whose gradients do not read the incoming one.
+        blocks: the symbols of hybridized blocks.
+    """
+    trained: Optional[Set[str]]
+    ignoring: Set[str]
+    blocks: Dict[str, "mx.sym.Symbol"]
+
+
+def facts_on_gradients(symbol: "mx.sym.Symbol",
+                       gradients: Sequence["mx.nd.NDArray"] = ()) -> Facts:
+    """Returns what the engine knows of a symbol's nodes. Variables are trained if their gradients
+    are in these arrays."""
     if _table is None:
-        return []
-    return _listed(_table.other_gradients, _handles(losses), len(losses), _handles(own), len(own))
+        return Facts(None, set(), {})
+    trained: Set[str] = set()
+    ignoring: Set[str] = set()
+    blocks = {}
+    text = _table.facts_on_gradients(symbol.handle, _handles(gradients), len(gradients))
+    for word, _, name in (line.partition(" ") for line in text.decode().splitlines()):
+        if word == "trained":
+            trained.add(name)
+        elif word == "ignores":
+            ignoring.add(name)
+        elif int(word) in _cached_ops:
+            blocks[name] = _cached_ops[int(word)].symbol
+    return Facts(trained, ignoring, blocks)
 
 
-def updated_inputs(losses: Sequence["mx.nd.NDArray"]) -> List["mx.nd.NDArray"]:
-    """Returns the arrays that operators of these losses' graphs update, which are moving averages.
-    Without the engine there are none."""
-    if _table is None:
-        return []
-    return _listed(_table.updated_inputs, _handles(losses), len(losses))
+# the CachedOps of hybridized blocks, by their numbers in `graph_operators`
+_cached_ops: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
-def _listed(function: Any, *given: Any) -> List["mx.nd.NDArray"]:
-    """Returns the arrays of an engine's function that returns their number for a null array."""
-    into = (c_void_p * function(*given, None))()
-    function(*given, into)
-    return [_ndarray_cls(c_void_p(handle)) for handle in into]
+def _keep_symbols() -> None:
+    """Keeps the symbol of each CachedOp, which MXNet's does not return."""
+    class CachedOp(mx.nd.CachedOp):
+        __slots__ = ("__weakref__", "symbol")
+
+        def __init__(self, symbol: "mx.sym.Symbol", *args: Any, **kwargs: Any) -> None:
+            super().__init__(symbol, *args, **kwargs)
+            self.symbol = symbol
+            _cached_ops[c_int64.from_address(self.handle.value).value] = self
+    mx.nd.CachedOp = CachedOp
 
 
 def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"]) -> bool:

@@ -131,6 +131,12 @@ inline std::vector<nnvm::NodeEntry>& inputs_of(nnvm::Node* node) {
   return *reinterpret_cast<std::vector<nnvm::NodeEntry>*>(reinterpret_cast<char*>(node) + kInputs);
 }
 
+// The graphs of a loop or a condition.
+inline const std::vector<std::shared_ptr<nnvm::Symbol>>& bodies_of(const nnvm::NodeAttrs& attrs) {
+  return *reinterpret_cast<const std::vector<std::shared_ptr<nnvm::Symbol>>*>(
+      reinterpret_cast<const char*>(&attrs.subgraphs) - 8);
+}
+
 // Autograd's information on a node, after its inputs and control_deps.
 inline dmlc::any& info_of(nnvm::Node* node) {
   return *reinterpret_cast<dmlc::any*>(reinterpret_cast<char*>(&inputs_of(node)) +

@@ -46,7 +46,7 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
         chosen: returns whether `watch` counts the node of this name; None: all nodes.
     """
     if not library.started():
-        return _with_repeatable_dropout(graph)
+        return graph
     counts = ("samples" if samples else "all") if watch else ""
     builder = _GraphBuilder(graph, types, counts, chosen)
     if blocks and not watch and policy.compute == BFLOAT16:
@@ -153,31 +153,16 @@ def _runs_engine(node: Node) -> bool:
 def _is_better_in_the_engine(node: Node) -> bool:
     """Whether the engine runs a node in float32 too, because MXNet's CPU code is wrong or slow.
 
-    MXNet's Dropout mask is valid for one backward pass only. PReLU's backward pass overwrites the
-    head gradient before it computes the slope's gradient. hard_sigmoid's backward pass overwrites
-    a gradient that other nodes read. LayerNorm of cast data, or of a sum of such data, is several
-    times slower; any other float32 LayerNorm keeps MXNet's bits.
+    MXNet's Dropout mask is valid for one backward pass only, although a user retains the graph.
+    PReLU's backward pass overwrites the head gradient before it computes the slope's gradient.
+    hard_sigmoid's backward pass overwrites a gradient that other nodes read. LayerNorm of cast
+    data, or of a sum of such data, is several times slower; any other float32 LayerNorm keeps
+    MXNet's bits.
     """
     if node.op == "LayerNorm":
         data = node.inputs[0].node
         return any(each.op in CASTS for each in (data, *(e.node for e in data.inputs)))
     return node.op in ("Dropout", "hard_sigmoid") or node.attrs.get("act_type") == "prelu"
-
-
-def _with_repeatable_dropout(graph: Graph) -> Graph:
-    """Replaces each Dropout(x) by x * Dropout(1), which is equal.
-
-    Without the engine, the mask of MXNet's Dropout is valid for one backward pass only. The
-    gradient of the ones is not computed.
-    """
-    def make(node: Node, inputs: List[Entry]) -> Node:
-        made = node.like(inputs)
-        made.subgraphs = [_with_repeatable_dropout(body) for body in node.subgraphs]
-        if node.op != "Dropout":
-            return made
-        made.inputs = [Entry(Node("ones_like", f"{node.name}_ones", {}, inputs))]
-        return Node("elemwise_mul", f"{node.name}_masked", {}, [*inputs, Entry(made)])
-    return graph.rewrite(make)
 
 
 # ---- graphs that a device refuses, before MXNet executes them asynchronously

@@ -302,11 +302,11 @@ def names(runs: str) -> FrozenSet[str]:
 
 NORMS, BATCH_NORMS, LOSSES, CONSTANTS = map(names, (NORM, BATCH_NORM, LOSS, CONSTANT))
 NOT_CREATED = {"bfloat16": frozenset(["_eye", "_npi_eye"])}  # MXNet refuses the type
-# Operators that may ignore the incoming gradient, as losses do, or propagate it.
-POSSIBLE_LOSSES = frozenset(["Custom", "IdentityAttachKLSparseReg"])
-USER_CODE = frozenset(["Custom", "_CustomFunction", "_NDArray", "_Native"])
-# Operators whose own operators a graph of autograd does not show.
-NESTED = frozenset(["_CachedOp", "_CachedOpThreadSafe", "_foreach", "_while_loop", "_cond"])
+# Operators that ignore the incoming gradient, or add to it; those of the user's Python, which may;
+# and those through which no gradient passes: see training/backward.py.
+HEADS = LOSSES | {"IdentityAttachKLSparseReg"}
+USER_CODE = frozenset(["Custom", "_npi_Custom", "_NDArray", "_Native"])
+STOPS = frozenset(["BlockGrad"])
 PRODUCTS = names(PRODUCT) | names(BATCHED)
 # Batch norms and batched products without float16 kernels.
 FLOAT32_ONLY = frozenset(["BatchNorm_v1", "_contrib_SyncBatchNorm", "_linalg_gemm",

@@ -15,7 +15,7 @@ from .layout import Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
 _DYNAMIC = DynamicLossScale()
-FIRST_SCALE = _DYNAMIC.scale  # the first loss scale of a step
+FIRST_SCALE = 2.0 ** 16  # the first loss scale of a step
 SMALLEST_SCALE = 2.0 ** -24  # the last one
 _MOST_LOST = 0.1  # threshold: the share of a gradient's norm that rounding removes
 _STANDS_OUT = 4  # threshold: a tensor's effect on the loss over the products' upper quartile

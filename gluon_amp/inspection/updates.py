@@ -5,7 +5,7 @@ import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 from .._mxnet import mx, np
 from ..annotations import Array, Network
@@ -13,7 +13,7 @@ from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
 from ..cpu.arrays import dtype_name, is_16bit, squares, sync_master, to_float32
 from ..formats import FLOAT32, FORMATS, Format
-from ..training.loss_scale import LossScaleError, lower_scales
+from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
 from ..training.step import clear_added
 from ..training.trainer import Trainer
@@ -42,9 +42,12 @@ class Weight:
     format: Format = FLOAT32
 
 
-def scales_down(scale: float) -> Iterable[float]:
-    """Returns the loss scales that a step tries until its gradients are finite."""
-    return scale, *lower_scales(scale, SMALLEST_SCALE)
+def scales_down(scale: float) -> Iterator[float]:
+    """Yields the loss scales that a step tries until its gradients are finite."""
+    while scale > SMALLEST_SCALE:
+        yield scale
+        scale /= 2 ** 4
+    yield SMALLEST_SCALE
 
 
 class Updates:

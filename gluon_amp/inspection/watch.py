@@ -167,17 +167,11 @@ class Observer:
         deliver_counts(scale)
 
     def found(self) -> Dict[Key, Tuple[float, Any]]:
-        """Returns what was measured of each tensor, and the loss scale. A repeated backward pass,
-        at another loss scale, replaces the previous one; several forward passes add up."""
+        """Returns what was measured of each tensor in all passes, and the last loss scale."""
         found: Dict[Key, Tuple[float, Any]] = {}
-        before: Dict[Key, Tuple[float, Any]] = {}  # before the last forward pass
         for scale, measured in self.passes:
-            if any(not key.backward for key in measured):
-                before = dict(found)
             for key, one in measured.items():
-                if key.backward and scale == 0:  # the check of loss heads
-                    continue
-                found[key] = scale, before[key][1] + one if key in before else one
+                found[key] = scale, found[key][1] + one if key in found else one
         return found
 
 

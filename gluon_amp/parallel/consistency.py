@@ -84,18 +84,18 @@ def broadcast(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
     return workers.any(before != after)
 
 
-def agree_on_scale(workers: Workers, loss_scale: Any) -> None:
-    """Broadcasts rank 0's dynamic loss scale; refuses ranks with different kinds of loss scale."""
+def agree_on_scale(workers: Workers, loss_scale: Any) -> Any:
+    """Returns rank 0's dynamic loss scale; refuses ranks with different kinds of loss scale."""
     state = loss_scale.state_dict()
     kinds = [k.decode().strip() for k in workers.gather(loss_scale.kind.encode()[:40].ljust(40))]
     if not _alike(kinds):
         raise RanksDifferError("ranks have different loss scales. Rank 0, 1, ...: "
                                + ", ".join(kinds))
-    if state:
-        names = "scale", "finite_steps", "overflows", "settled"
-        packed = struct.pack("!dqq?", *(state[name] for name in names))
-        of_rank_0 = struct.unpack("!dqq?", workers.gather(packed)[0])
-        loss_scale.load_state_dict(dict(zip(names, of_rank_0)))
+    if not state:
+        return loss_scale
+    packed = struct.pack("!dqq?", *state.values())
+    of_rank_0 = struct.unpack("!dqq?", workers.gather(packed)[0])
+    return loss_scale.load_state_dict(dict(zip(state, of_rank_0)))
 
 
 def compare(workers: Workers, held: Sequence[Named]) -> None:

@@ -4,6 +4,8 @@ With several devices or workers a kvstore sums: MXNet's, or any other with the m
 `mx.kv.KVStoreBase`, such as Horovod's (horovod.py).
 """
 import ctypes
+import math
+import struct
 from typing import Any, Dict, Hashable, Iterable, List, Optional, Sequence, Tuple
 
 from mxnet.base import _LIB, check_call
@@ -124,12 +126,15 @@ class Workers:
             return flag
         return bool(self.sum_numbers(np.array([flag])).any())
 
-    def any_after_sum(self, flag: bool) -> bool:
-        """The same as `any` for a flag that depends on summed gradients only.
+    def largest_after_sum(self, norm: float) -> float:
+        """Returns the largest of the workers' norms of summed gradients, NaN and infinity first.
 
         Workers exchange it only if the store may return different bits to them (`may_differ`).
         """
-        return self.any(flag) if getattr(self._kvstore, "may_differ", False) else flag
+        if not getattr(self._kvstore, "may_differ", False):
+            return norm
+        norms = [struct.unpack("d", packed)[0] for packed in self.gather(struct.pack("d", norm))]
+        return max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)
 
     def gather(self, mine: bytes) -> List[bytes]:
         """Returns the bytes of all workers, of one length, by rank. All workers must call it."""

@@ -12,6 +12,7 @@ engine does not load, s multiplies a zero that has the gradient of x:
 import ctypes
 from contextlib import contextmanager, nullcontext
 from typing import (
+    AbstractSet,
     Any,
     Callable,
     Collection,
@@ -22,6 +23,7 @@ from typing import (
     Mapping,
     Optional,
     Sequence,
+    Set,
     Union,
 )
 
@@ -33,8 +35,9 @@ from ..graph.build import build, check_device, check_trains_on_cpus, devices_tha
 from ..graph.channels_last import channels_last
 from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
-from ..graph.operators import BATCH_NORMS, LOSSES, POSSIBLE_LOSSES
+from ..graph.operators import BATCH_NORMS, LOSSES
 from ..policy import POLICIES
+from ..training.backward import heads_within
 
 SCALE = "gluon_amp_loss_scale"
 
@@ -103,7 +106,6 @@ class Bindable(mx.sym.Symbol):
 
     is_scaled: bool = False  # whether backward passes have a loss scale
     has_loss: bool = False  # whether any node is a loss head
-    may_have_unscaled_heads: bool = False  # whether nodes may ignore the incoming gradient
     devices: int = 1  # devices that synchronize in training
     averages: FrozenSet[str] = frozenset()  # names of moving averages of MXNet's operators
 
@@ -115,7 +117,6 @@ class Bindable(mx.sym.Symbol):
         made.is_scaled = is_scaled
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
-        made.may_have_unscaled_heads = any(node.op in POSSIBLE_LOSSES for node in graph.nodes())
         made.devices = devices_that_wait(graph)
         users = {entry.node.name for node in graph.nodes() if node.op == "Custom"
                  for entry in node.inputs}
@@ -136,7 +137,11 @@ class Bindable(mx.sym.Symbol):
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
+        heads: Set[str] = set()
         if self.is_scaled:
+            heads = heads_within(
+                graph, {name for name, request in requests.items() if request != "null"},
+                library.facts_on_gradients(self), {n for n in graph.nodes() if n.op in LOSSES})
             graph = with_loss_scale(graph, entries, options.get("group2ctx") or ())
             for name in filter(_is_scale, graph.variables()):
                 shapes[name], types[name], requests[name] = (1,), "float32", "null"
@@ -151,7 +156,9 @@ class Bindable(mx.sym.Symbol):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,
                 **shapes)
-        return _Executor.from_bound(executor, self, options)
+        bound = _Executor.from_bound(executor, self, options)
+        bound.unscaled_heads = heads
+        return bound
 
     def _types(self, given: Mapping[str, Any]) -> Dict[str, str]:
         """Returns the type of each variable, by default float32."""
@@ -163,6 +170,8 @@ class Bindable(mx.sym.Symbol):
 
 class _Executor(mx.executor.Executor):
     """The executor of a bound graph, with the arguments of the clean symbol in their order."""
+
+    unscaled_heads: AbstractSet[str] = frozenset()  # operators that ignore the loss scale
 
     @classmethod
     def from_bound(cls, executor: mx.executor.Executor, clean: Bindable,

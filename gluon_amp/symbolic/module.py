@@ -31,7 +31,7 @@ from ..graph.operators import LOSSES
 from ..parallel import consistency, store
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import BackwardPass, Copies, restore
+from ..training.backward import unscaled_head_error
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
@@ -43,59 +43,16 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import Gradient, Step, gradients_of, in_turn
+from ..training.step import (
+    Gradient,
+    Step,
+    backward_pass,
+    gradients_of,
+    in_turn,
+    scale_of_pass,
+)
 from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
-
-
-class _ExecutorPass(BackwardPass):
-    """A backward pass of a Module's executors. To run again, it repeats the forward pass, whose
-    memory it reuses.
-
-    Args:
-        module: the Module.
-        scale: the loss scale.
-        checking: whether to check for loss heads that ignore the incoming gradient.
-        backward: MXNet's backward pass at a scale.
-    """
-
-    def __init__(self, module: _Module, scale: float, checking: bool,
-                 backward: Callable[[float], None]) -> None:
-        super().__init__([module._step], scale, checking)
-        self._module, self._backward = module, backward
-        self._executors = module._module()._exec_group.execs
-
-    def run_once(self, scale: float) -> None:
-        if self.steps[0].scaling:
-            for executor in self._executors:
-                executor.set_scale(scale)
-        self._backward(scale)
-        self.steps[0].note_written()
-
-    def run_again(self, scale: float) -> None:
-        restore(self._module._averages_before or ())
-        for executor in self._executors:
-            executor.forward(is_train=True)
-        self.run_once(scale)
-
-    def losses(self) -> List[Array]:
-        return [output for executor in self._executors for output in executor.outputs]
-
-    def end_check(self) -> None:
-        self._module._module()._symbol.may_have_unscaled_heads = False
-
-    def unscaled_head_error(self, names: Sequence[str]) -> str:
-        return "an operator in the symbol ignores the incoming gradient, and so the loss scale, " \
-               "as a Custom operator may. The update would divide the gradients" \
-               f"{in_names(names)} by a scale that they lack. Valid: Module(loss_scale=None)"
-
-    def copies(self) -> Copies:
-        """Copies gradients of inputs, too."""
-        mine = super().copies()
-        own = {id(gradient) for gradient, _ in mine}
-        return mine + [(grad, grad.copy()) for executor in self._executors
-                       for grad in executor.grad_arrays if grad is not None and id(grad) not in own]
-
 
 # Settings that stay those of a Module when it loads states.
 _OF_MODULE = ("lr", "lr_scheduler", "wd", "rescale_grad", "lr_mult", "wd_mult")
@@ -118,8 +75,6 @@ class _Module:
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     _norm_is_hidden = False  # whether the last update has used sums of gradients of a store
-    # Moving averages before the last forward pass, if it may be repeated.
-    _averages_before: Optional[Copies] = None
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
@@ -252,46 +207,31 @@ class _Module:
         if self._step.checks_gradients and module._context[0].device_type == "gpu":
             self._step.averages = self._step.averages or MovingAverages(self._averages_to_check)
             self._step.averages.begin()
-        self._averages_before = None
-        if self._step.searching or self._checks_loss_heads():
-            _wait_for_averages()
-            self._averages_before = [(a, a.copy()) for e in module._exec_group.execs
-                                     for a in e.aux_arrays]
-            _wait_for_averages()
         super().forward(data_batch, is_train)
 
     @in_turn
     def backward(self, out_grads: object = None) -> None:
-        """The same as MXNet's; scales `out_grads`.
-
-        While it searches for the first dynamic scale, this checks the gradients. If they overflow,
-        it repeats forward and backward at lower scales, so that no step is skipped.
-        """
+        """The same as MXNet's; scales `out_grads`."""
         module = self._module()
         if self._step.scaling and out_grads is None and not module._symbol.has_loss:
             raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
                              f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
-        mxnets_backward = super().backward
-
-        def backward(scale: float) -> None:
-            head_gradients = out_grads
-            if self._step.scaling and out_grads is not None:
-                given = out_grads if isinstance(out_grads, (list, tuple)) else [out_grads]
-                head_gradients = [gradient * scale for gradient in given]
-            with weights_unwritten(module._optimizer):
-                mxnets_backward(head_gradients)
-
-        scale = self._step.next_scale
-        self._step.begin(scale)
-        checking = self._averages_before is not None and self._checks_loss_heads()
-        _ExecutorPass(self, scale, checking, backward).run_and_check()
-        self._used_scale = self._step.scale
-
-    def _checks_loss_heads(self) -> bool:
-        """Whether the next backward pass checks loss heads; never at scale 1."""
-        symbol = self._module()._symbol
-        return symbol.may_have_unscaled_heads and self._step.scaling and self._step.next_scale != 1
+        executors = module._exec_group.execs
+        if self._step.scaling and scale_of_pass([self._step]) != 1:
+            heads = {head for executor in executors for head in executor.unscaled_heads}
+            if heads:
+                raise ValueError(unscaled_head_error("the symbol", heads))
+        outputs = [output for executor in executors for output in executor.outputs]
+        with backward_pass([self._step], outputs) as scale, weights_unwritten(module._optimizer):
+            if self._step.scaling:
+                for executor in executors:
+                    executor.set_scale(scale)
+                if out_grads is not None:
+                    listed = out_grads if isinstance(out_grads, (list, tuple)) else [out_grads]
+                    out_grads = [gradient * scale for gradient in listed]
+            super().backward(out_grads)
+        self._used_scale = scale
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """The same as MXNet's, unscaled."""
@@ -402,7 +342,7 @@ class _Module:
         consistency.check_same_network(self._workers, [
             (name, arrays[0], grads[0] is not None) for name, arrays, grads in
             zip(group.param_names, group.param_arrays, group.grad_arrays)])
-        consistency.agree_on_scale(self._workers, self._step.loss_scale)
+        self._step.loss_scale = consistency.agree_on_scale(self._workers, self._step.loss_scale)
         return kvstore
 
     def _sparse(self) -> List[str]:

@@ -96,7 +96,7 @@ def savings(seed: int) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _memory("VmRSS")
         runs[dtype] = _Run(mx.gluon.model_zoo.vision.mobilenet_v2_1_0, dtype, seed)
-        for _ in range(2):  # compile, and search for the loss scale
+        for _ in range(2):  # compile
             runs[dtype].step(images, labels)
         peaks[dtype] = _memory("VmHWM") - before
     for _ in range(PAIRS):

@@ -1,21 +1,17 @@
-"""Loss scales: none, dynamic, and static.
+"""Loss scales: none, dynamic, and static. They are values: a step replaces its own by the next.
 
 Gradients below 3e-8 are 0 in float16. So the loss is multiplied by the scale before the backward
-pass, and the update divides gradients by it. The dynamic scale is found by trial:
-
-    while gradients are finite: grows every `growth_interval` steps, up to `maximum`
-    after an overflow:          backs off, down to `minimum`; there, an error
-    until it is settled:        searches instead, with further backward passes in the same step
+pass, and the update divides gradients by it. The dynamic scale follows the norm of all gradients,
+which each step computes anyway: see `DynamicLossScale.update`.
 """
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterable, Iterator, Union
+from typing import Any, Dict, Iterable, Optional, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
@@ -32,27 +28,9 @@ class LossScaleError(RuntimeError):
 
 
 def as_power(scale: float) -> str:
-    """Formats a loss scale: powers of two as 2^-14."""
+    """Formats a loss scale: powers of two, besides 1, as 2^-14."""
     fraction, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if fraction == 0.5 else f"{scale:g}"
-
-
-# A search divides the scale by this until nothing overflows, then tries 4 times and 2 times the
-# result. From 2^16 it reaches 1 in four divisions.
-_LARGE_STEP = 2.0 ** 4
-# The most backward passes of a search: the first, four divisions, and one more. If the divisions
-# use all, the result may be too small by up to 2^3, and grows later.
-_PASSES = 6
-# The scale is settled after this many finite steps in a row: overflows are rare then, and a skipped
-# step costs less than a check after each backward pass.
-_SETTLED_AFTER = 100
-
-
-def lower_scales(scale: float, minimum: float) -> Iterator[float]:
-    """Yields the lower loss scales that a search tries, down to the smallest."""
-    while scale > minimum:
-        scale = max(scale / _LARGE_STEP, minimum)
-        yield scale
+    return f"2^{exponent - 1}" if fraction == 0.5 and scale != 1 else f"{scale:g}"
 
 
 class LossScale:
@@ -61,199 +39,176 @@ class LossScale:
     Attributes:
         scale: multiplies the gradients of the next step.
         scales: whether gradients are scaled.
-        settled: whether the search of the first scale is over.
+        changes: whether steps change the scale.
         kind: the name in messages.
     """
-    scale: float
+    scale: float = 1.0
     scales = False
-    settled = True
-
-    def __init__(self) -> None:
-        self.scale = 1.0
+    changes = False
 
     @property
     def kind(self) -> str:
         return "no loss scale"
 
-    def update(self, finite: bool, parameters: Iterable[str] = ()) -> bool:
-        """Updates the scale after a step. Returns False if it never changes."""
-        return False
-
-    def _search(self, overflows: Callable[[float], bool]) -> int:
-        """See `DynamicLossScale._search`."""
-        return 0
-
-    def _nothing_fits(self, parameters: Iterable[str]) -> str:
-        """See `DynamicLossScale._nothing_fits`."""
-        return ""
-
-    def _lower_to(self, scale: float) -> None:
-        """See `DynamicLossScale._lower_to`."""
+    def update(self, norm: float, used: Optional[float] = None,
+               parameters: Iterable[str] = ()) -> LossScale:
+        """Returns the loss scale of the next step. See `DynamicLossScale.update`."""
+        return self
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""
         return {}
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Loads nothing; warns that a dynamic scale's state is ignored."""
+    def load_state_dict(self, state: Dict[str, Any]) -> LossScale:
+        """Returns this loss scale; warns that a dynamic scale's state is ignored."""
         if state:
             log.warning("the file's dynamic loss scale, %s, is ignored: here loss_scale is %s. "
                         "loss_scale='dynamic' loads it", format(state["scale"], "g"), self)
+        return self
 
     def __repr__(self) -> str:
         return "None"  # the value of `loss_scale=`
 
 
-class DynamicLossScale(LossScale):
-    """A loss scale that grows while gradients are finite and backs off after an overflow.
+_LARGEST = 65504.0  # in float16
+_FIRST = 2.0 ** 2
+_WITHOUT_GRADIENTS = 2.0 ** 16  # the largest scale if gradients are 0, which may be an underflow
+# Gradients of activations may be larger than those of parameters, and gradients vary between steps.
+_HEADROOM = 2.0 ** 4
+_LEAST_HEADROOM = 2.0 ** 2  # below it, the scale is lowered without an overflow
+_MUCH_HEADROOM = 2.0 ** 6  # above it, the scale grows sooner, as often as this:
+_SOONER = 20
+_FIRST_STEPS = 10
+_LARGE_CHANGE = 2.0 ** 4  # in the first steps
 
-    Each step of a Trainer or Module updates it, so that each needs an object of its own.
+
+@dataclass(frozen=True)
+class DynamicLossScale(LossScale):
+    """A loss scale that follows the gradients, and leaves headroom for larger ones.
+
+    It is a value, which may be given to several Trainers; `trainer.loss_scale` is the scale now.
 
     Args:
-        initial: the first scale.
-        growth_factor: multiplies the scale after `growth_interval` finite steps in a row.
-        backoff_factor: multiplies the scale after an overflow.
-        growth_interval: the number of finite steps before the scale grows.
+        initial: the first scale; by default 4, or the nearest between minimum and maximum.
+        growth_interval: the number of finite steps before the scale doubles.
         minimum: the smallest scale. An overflow there raises LossScaleError.
         maximum: the largest scale.
-        hysteresis: the number of overflows since the last growth at which the scale backs off.
-            Earlier overflows only skip their step. The search of the first scale ignores it.
 
     Attributes:
-        settled: whether the search of the first scale is over: after 100 (or `growth_interval`)
-            finite steps in a row. Set it to True to skip the search.
+        scale: this value's scale.
+        finite_steps: the number of finite steps in a row since the scale last changed.
+        settled: whether the first scale has been found.
+        overflows: the number of overflows since the scale could last double after
+            `growth_interval` finite steps. Until then it does not grow sooner.
     """
+    initial: Optional[float] = None
+    growth_interval: int = 2000
+    minimum: float = 2.0 ** -14
+    maximum: float = 2.0 ** 24
+    scale: float = 0.0  # 0: the initial one
+    finite_steps: int = 0
+    settled: bool = False
+    overflows: int = 0
 
     scales = True
+    changes = True
     kind = "a dynamic loss scale"
 
-    def __init__(self, initial: float = 2.0 ** 16, growth_factor: float = 2.0,
-                 backoff_factor: float = 0.5, growth_interval: int = 2000,
-                 minimum: float = 1.0, maximum: float = 2.0 ** 24,
-                 hysteresis: int = 1) -> None:
-        """See the class for the arguments."""
-        self.minimum = positive_number(minimum, "minimum")
-        self.maximum = positive_number(maximum, "maximum")
-        if self.minimum > self.maximum:
-            raise ValueError("minimum must not be above maximum. "
-                             f"Received: minimum={minimum!r}, maximum={maximum!r}")
-        self.scale = self._within(initial, "initial")
-        self.growth_factor = positive_number(growth_factor, "growth_factor")
-        if self.growth_factor <= 1:
-            raise ValueError(f"growth_factor must be above 1. Received: {growth_factor!r}")
-        self.backoff_factor = positive_number(backoff_factor, "backoff_factor")
-        if self.backoff_factor >= 1:
-            raise ValueError(f"backoff_factor must be below 1. Received: {backoff_factor!r}")
-        self.growth_interval = whole_number(growth_interval, "growth_interval", least=1)
-        self.hysteresis = whole_number(hysteresis, "hysteresis", least=1)
-        self.finite_steps = 0  # in a row, since the scale last changed
-        self.overflows = 0  # since the scale last grew; at most hysteresis - 1
-        self.settled = False
+    def __post_init__(self) -> None:
+        if positive_number(self.minimum, "minimum") > positive_number(self.maximum, "maximum"):
+            raise ValueError("minimum must not be above maximum. Received: "
+                             f"minimum={self.minimum!r}, maximum={self.maximum!r}")
+        whole_number(self.growth_interval, "growth_interval", least=1)
+        initial = self._clipped(_FIRST) if self.initial is None else self.initial
+        object.__setattr__(self, "initial", self._within(initial, "initial"))
+        object.__setattr__(self, "scale", self._within(self.scale or initial, "scale"))
 
-    def update(self, finite: bool, parameters: Iterable[str] = ()) -> bool:
-        """Updates the scale after a step.
+    def update(self, norm: float, used: Optional[float] = None,
+               parameters: Iterable[str] = ()) -> DynamicLossScale:
+        """Returns the loss scale of the next step.
+
+        A scale fits if norm * scale <= 65504 / 16.
+
+            first 10 finite steps   by at most 16 per step, to the largest power of two that fits
+            later                   doubles after `growth_interval` finite steps, if that fits; 20
+                                    times as often while norm * scale < 65504 / 64
+            norm * scale > 65504/4  is lowered to one that fits, before anything overflows
+            overflow                is halved; in the first steps, divided by 16
 
         Args:
-            finite: whether all gradients were finite.
-            parameters: the names of those whose gradients were not, for the error.
-
-        Returns:
-            Whether the scale ever changes, which only a static one does not.
+            norm: the norm of all gradients together, unscaled; infinity or NaN after an overflow.
+            used: the scale of the backward pass, if that was a smaller one of another Trainer.
+            parameters: the names of those whose gradients overflowed, for the error.
 
         Raises:
             LossScaleError: an overflow at the smallest scale.
         """
-        if finite:
-            self.finite_steps += 1
-            self.settled |= self.finite_steps >= min(_SETTLED_AFTER, self.growth_interval)
-            if self.finite_steps >= self.growth_interval:
-                self.scale = min(self.scale * self.growth_factor, self.maximum)
-                self.finite_steps = self.overflows = 0
-        elif self.overflows + 1 < self.hysteresis:
-            self.overflows += 1
-            self.finite_steps = 0
-        elif self.scale <= self.minimum:
-            raise LossScaleError(self._nothing_fits(parameters))
-        else:
-            self.scale = max(self.scale * self.backoff_factor, self.minimum)
-            self.finite_steps = 0
-        return True
+        used = min(self.scale, used or self.scale)
+        if not math.isfinite(norm):
+            if used <= self.minimum:
+                raise LossScaleError(self._nothing_fits(parameters))
+            lower = used / (2 if self.settled else _LARGE_CHANGE)
+            # an overflow after a finite step ends the first steps: the norm is no guide here
+            return self._with(scale=max(lower, self.minimum), finite_steps=0,
+                              overflows=self.overflows + 1,
+                              settled=self.settled or self.finite_steps > 0)
+        steps, fits = self.finite_steps + 1, self._largest(norm)
+        if not self.settled:
+            return self._with(scale=max(min(fits, used * _LARGE_CHANGE), self.minimum),
+                              finite_steps=steps,
+                              settled=steps >= min(_FIRST_STEPS, self.growth_interval))
+        if norm * self.scale > _LARGEST / _LEAST_HEADROOM:
+            return self._with(scale=fits, finite_steps=0)
+        grown = max(self.scale, min(self.scale * 2, fits))
+        if steps >= self.growth_interval:
+            return self._with(scale=grown, finite_steps=0, overflows=0)
+        if not self.overflows and steps % max(self.growth_interval // _SOONER, 1) == 0 \
+                and self.scale < fits * _HEADROOM / _MUCH_HEADROOM:
+            return self._with(scale=grown, finite_steps=0)
+        return self._with(finite_steps=steps)
+
+    def _with(self, **changes: Any) -> DynamicLossScale:
+        """Returns this loss scale with other values, without checks."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), **changes)
+        return other
+
+    def _largest(self, norm: float) -> float:
+        """Returns the largest power of two that fits, between minimum and maximum."""
+        if norm == 0:
+            return self._clipped(max(_WITHOUT_GRADIENTS, self.scale))
+        return self._clipped(2.0 ** math.floor(math.log2(_LARGEST / _HEADROOM / max(norm, 1e-30))))
+
+    def _clipped(self, scale: float) -> float:
+        return min(max(scale, self.minimum), self.maximum)
 
     def _nothing_fits(self, parameters: Iterable[str]) -> str:
-        """Returns the error message for gradients that overflow at the smallest scale."""
         return f"gradients are not finite{in_names(parameters)} at the smallest loss scale, " \
-               f"{self.minimum!r}: normalize the labels, take a mean instead of a sum in the " \
-               "loss, keep these layers in float32 (convert(keep=...)), or give " \
+               f"{as_power(self.minimum)}: normalize the labels, take a mean instead of a sum in " \
+               "the loss, keep these layers in float32 (convert(keep=...)), or give " \
                "DynamicLossScale a lower minimum. " \
                f"gluon_amp.explain(net, batch, loss_fn, {self.minimum!r}) names the first node " \
                "that is not finite, and states if float32 is not finite either; " \
                "gluon_amp.xray(net, [batch], loss_fn) names what to keep"
-
-    def _search(self, overflows: Callable[[float], bool]) -> int:
-        """Searches the scale of a step whose backward pass overflowed at the current one.
-
-        It divides the scale until nothing overflows, then tries larger scales in between.
-
-        Args:
-            overflows: runs a backward pass at a scale, and returns whether gradients overflow. Its
-                last call has the resulting scale.
-
-        Returns:
-            The number of backward passes, the first included; 0 if no scale was found. In that
-            case the scale does not change, or is lower if the passes did not reach the minimum.
-        """
-        too_high, passes, last = self.scale, 1, self.scale
-        low = None
-        for last in itertools.islice(lower_scales(self.scale, self.minimum), _PASSES - 1):
-            passes += 1
-            if not overflows(last):
-                low = last
-                break
-        if low is None:
-            # if even the minimum overflows, a bad batch may be the cause: the step only backs off
-            self.scale = self.scale if last <= self.minimum else last
-            return 0
-        growth = _LARGE_STEP ** 0.5
-        while growth >= 2 and passes + 2 <= _PASSES:  # one at a larger scale, and one to return
-            if low * growth < too_high:
-                last = low * growth
-                passes += 1
-                if overflows(last):
-                    too_high = last
-                else:
-                    low = last
-            growth **= 0.5
-        self.scale = low
-        if self.scale != last:
-            passes += 1
-            overflows(self.scale)
-        self.finite_steps = 0
-        return passes
-
-    def _lower_to(self, scale: float) -> None:
-        """Lowers the scale to the result of another search."""
-        if scale < self.scale:
-            self.scale, self.finite_steps = max(scale, self.minimum), 0
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""
         return {"scale": self.scale, "finite_steps": self.finite_steps,
                 "overflows": self.overflows, "settled": self.settled}
 
-    def load_state_dict(self, state: Dict[str, Any]) -> None:
-        """Loads a `state_dict`. A bad one raises ValueError and changes nothing."""
+    def load_state_dict(self, state: Dict[str, Any]) -> DynamicLossScale:
+        """Returns this loss scale with a `state_dict`. A bad one raises ValueError."""
         added = {"settled", "overflows"}  # since earlier versions
         if not isinstance(state, dict) or set(state) | added != {"scale", "finite_steps"} | added:
             raise ValueError("a DynamicLossScale's state has scale, finite_steps, overflows and "
                              f"settled. Received: {state!r}")
-        settled = state.get("settled", True)  # earlier versions had no search
+        settled = state.get("settled", True)
         if not isinstance(settled, bool):
             raise ValueError(f"settled must be True or False. Received: {settled!r}")
-        scale = self._within(state["scale"], "scale")
-        overflows = whole_number(state.get("overflows", 0), "overflows", least=0)
-        self.finite_steps = whole_number(state["finite_steps"], "finite_steps", least=0)
-        self.scale, self.settled = scale, settled
-        self.overflows = min(overflows, self.hysteresis - 1)
+        overflows, finite_steps = (whole_number(state.get(name, 0), name, least=0)
+                                   for name in ("overflows", "finite_steps"))
+        return self._with(scale=self._within(state["scale"], "scale"), settled=settled,
+                          overflows=overflows, finite_steps=finite_steps)
 
     def _within(self, scale: float, what: str) -> float:
         if not self.minimum <= positive_number(scale, what) <= self.maximum:

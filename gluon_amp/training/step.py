@@ -2,7 +2,7 @@
 
     stage     gradients                              leads to it
     EMPTY     no backward pass since the update      update_or_skip, reset
-    SCALED    of backward passes, times `scale`      begin and end, around each pass (backward.py)
+    SCALED    of backward passes, times `scale`      backward_pass, around each pass
     SUMMED    summed over devices and workers        sum
 
 In SCALED and SUMMED, `unscale` and `sum` may replace the arrays that the update uses.
@@ -41,26 +41,21 @@ from ..checks import in_names, positive_number, same_objects, whole_number
 from ..cpu.arrays import (
     Squares,
     all_finite,
-    dtype_name,
     is_16bit,
     multiply,
     not_finite,
     squares,
     to_float32,
 )
-from ..cpu.library import marks, read, started, versions
-from ..formats import FORMATS
+from ..cpu.library import marks, read, versions
 from ..parallel.sync import Workers
 from .loss_scale import GivenLossScale, LossScaleError, as_loss_scale
 from .moving_averages import MovingAverages
 
 log = logging.getLogger("gluon_amp")
 
-# Skipped steps in a row before an error if no scale can back off: as many as a dynamic scale takes
-# from its first value to its minimum.
-PATIENCE = 16
+PATIENCE = 16  # skipped steps in a row before an error if no scale can back off
 _LONGEST = 600  # seconds that a call waits for those of other threads
-_KEPT = 3  # averages have two copies, and several Trainers check all gradients
 _SEVERAL = 3  # skipped steps in a row before a warning if the scale backs off
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -109,8 +104,8 @@ class Step:
             changed.
         adding: returns gradients to which backward passes add; by default those of parameters.
         marked: whether autograd writes gradients. It marks the weights whose gradients it writes.
-            The marks are cleared after each pass of `backward.py`, so a mark at the step comes
-            from another backward pass. Executors write all gradients.
+            The marks are cleared after each `backward_pass`, so a mark at the step comes from
+            another backward pass. Executors write all gradients.
 
     Attributes:
         loss_scale: the loss scale; a `LossScale` of 1 without scaling.
@@ -121,8 +116,7 @@ class Step:
         skipped_in_a_row: the number of skipped steps since the last update.
         updated: whether the last step updated.
         has_updated: whether any step has updated, also before its state was saved.
-        checked: the operators of graphs without operators that ignore the incoming gradient.
-        named: the operators of graphs without loss heads that names identify.
+        checked: the operators of graphs without loss heads that ignore the loss scale.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         averages: the moving averages that the step keeps finite; None on a CPU.
@@ -143,11 +137,10 @@ class Step:
         self.updated, self.has_updated = True, False
         self.weights_replaced = False
         self.checked: Set[int] = set()
-        self.named: Set[int] = set()
         self.averages: Optional[MovingAverages] = None
         self._read_gradients, self._marked = gradients, marked
         self._adding = adding or self._parameters_adding
-        self._last_read: List[Gradient] = []  # in the last `_find`
+        self._last_read: List[Gradient] = []  # in the last `all`
         self._arrays: List[Any] = []  # their weights and gradients
         self._gradients: List[Gradient] = []  # the same; those that it has found before
         self._squares: List[Squares] = []  # the last sums of squares of them
@@ -156,7 +149,6 @@ class Step:
         # or their counts of writes then
         self._last: Tuple[Sequence[Gradient], float, Any, Any] = [], 1.0, None, None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
-        self._warned: Set[str] = set()  # logged warnings of searches
         self.reset()
 
     def __getstate__(self) -> Dict[str, Any]:
@@ -173,8 +165,6 @@ class Step:
         # gradients that only this package may write, and their counts of writes
         self._guarded: Tuple[Sequence[Gradient], Optional[mx.nd.NDArray]] = [], None
         self._writes: List[Tuple[Sequence[Gradient], mx.nd.NDArray]] = []  # since
-        # arrays that the search has checked, and their sums of squares
-        self._checked: Tuple[List[mx.nd.NDArray], Any] = [], None
         for gradient in self._gradients:
             gradient.is_new, gradient.array = False, gradient.own
 
@@ -184,24 +174,19 @@ class Step:
         return self.loss_scale.scales
 
     @property
+    def _mxnet_marks(self) -> bool:
+        """Whether MXNet's marks tell which gradients are new: any backward pass may write them."""
+        return self._marked and not self.scaling
+
+    @property
     def checks_gradients(self) -> bool:
         """Whether gradients are read before each update."""
         return self.scaling or self.max_norm is not None
 
     @property
-    def searching(self) -> bool:
-        """Whether each backward pass searches for the first loss scale."""
-        return not self.loss_scale.settled
-
-    @property
     def begun(self) -> bool:
         """Whether there has been a backward pass since the last step."""
         return self.stage is not Stage.EMPTY
-
-    @property
-    def next_scale(self) -> float:
-        """The scale of the next backward pass, which is that of earlier ones in this step."""
-        return self.scale if self.begun else self.loss_scale.scale
 
     @property
     def sums_several(self) -> bool:
@@ -229,7 +214,7 @@ class Step:
 
     # ---- gradients
 
-    def _find(self) -> List[Gradient]:
+    def all(self) -> List[Gradient]:
         """Returns all gradients. Those of parameters that were cast or moved since the last call
         are not new."""
         found = self._read_gradients()
@@ -254,6 +239,8 @@ class Step:
 
     def note_written(self) -> None:
         """Records the gradients that a backward pass has written."""
+        if self._mxnet_marks:
+            return
         for gradient, is_marked in zip(self._gradients, self._is_marked(clear=True)):
             gradient.is_new |= bool(is_marked)
 
@@ -264,7 +251,7 @@ class Step:
     def find_new(self) -> List[Gradient]:
         """Returns the same, without a loss scale also those of backward passes by others."""
         if not (self.scaling and self._marked):
-            for gradient, is_marked in zip(self._find(), self._is_marked()):
+            for gradient, is_marked in zip(self.all(), self._is_marked()):
                 gradient.is_new = bool(is_marked)
         return self.new()
 
@@ -283,7 +270,7 @@ class Step:
         """Refuses a call without gradients of `trainer.backward`, or of a Module's."""
         if not self.scaling:
             return
-        self._find()
+        self.all()
         if not self.begun:
             remedy = "call trainer.backward(loss), not loss.backward(), before each step. With " \
                      "MXNet's Estimator, pass batch_processor=BatchProcessor() of " \
@@ -313,7 +300,10 @@ class Step:
     def begin(self, scale: float) -> None:
         """Prepares a backward pass. The first of a step overwrites gradients of other passes,
         unless it adds to them. It rescales accumulated gradients at another scale."""
-        self._find()
+        if self._mxnet_marks:
+            self.reset()  # results of `unscale` and `clip_norm`
+            return
+        self.all()
         self.count_writes()
         if self._are_discarded():
             self.reset()
@@ -329,7 +319,6 @@ class Step:
         if is_first or summed:  # after a pass that failed; or they would be summed again
             for gradient in self._gradients:
                 gradient.is_new = False
-        self._checked = [], None
         if self._adding_at is not None and self._adding_at != scale:
             multiply(adding, scale / self._adding_at)
         self._adding_at = scale
@@ -346,48 +335,7 @@ class Step:
             for gradient in self._gradients:
                 gradient.array = gradient.own
         self.stage, self.scale, self.unscaled, self.next_max_norm = Stage.SCALED, scale, False, None
-        self._losses += losses
-
-    def kept(self) -> List["mx.nd.NDArray"]:
-        """Returns the gradients that a backward pass may not overwrite: accumulated ones, and
-        those of earlier passes in this step."""
-        earlier = [g.own for g in self._gradients if g.is_new and not g.adds]
-        return [*self._adding(), *earlier]
-
-    def set_scale(self, scale: float) -> None:
-        """Changes the scale of the gradients, of a backward pass that is repeated."""
-        self.scale = self._adding_at = scale
-
-    def warn_once(self, what: str, text: str) -> None:
-        """Logs a warning once, and later as info."""
-        log.log(logging.INFO if what in self._warned else logging.WARNING, text)
-        self._warned.add(what)
-
-    def nothing_fits(self, gradients: Sequence[Gradient]) -> None:
-        """Warns that the gradients of a search overflow at all scales."""
-        text = self.loss_scale._nothing_fits(_not_finite(gradients, self._sums(gradients)()))
-        self.warn_once("nothing fits", text + self._circumstances(gradients))
-
-    def overflow_anywhere(self, gradients: Sequence[Gradient]) -> bool:
-        """Whether gradients overflow on any worker, or may overflow in the sum over devices and
-        workers."""
-        sums = self._check(gradients)()
-        overflow = bool(_not_finite(gradients, sums))
-        devices = {g.device for g in gradients} if self.workers.sums else {0}
-        summed = len(devices) * self.workers.count
-        if summed > 1:
-            # too strict for float32 sums over Horovod, which allow a larger scale
-            largest = [_largest(dtype_name(g.array.dtype)) / summed for g in gradients]
-            overflow = overflow or any(
-                math.sqrt(s) > most  # no number is above the norm, which is there already
-                and np.abs(g.array.asnumpy()).max() > most
-                for g, s, most in zip(gradients, sums, largest))
-        # `update_or_skip` reuses these sums if the gradients do not change in between: without a
-        # sum over devices and workers, and without other writes, which the engine detects.
-        unchanged = started() and self.workers.count == len({g.device for g in gradients}) == 1
-        self._checked = ([g.array for g in gradients], sums) if unchanged and not overflow \
-            else ([], None)
-        return self.workers.any(overflow)
+        self._losses += [loss.detach() for loss in losses]
 
     def loss_is_to_blame(self) -> bool:
         """Whether a loss is infinite or NaN on any worker. All workers must call it, and do so,
@@ -455,7 +403,7 @@ class Step:
                                "allreduce_grads(), then unscale(), then update(batch_size)")
         self.stage = Stage.SUMMED
         on_devices: Dict[Any, List[Any]] = {}
-        for gradient in self._find():
+        for gradient in self.all():
             key = gradient.index if keys is None else keys[gradient.index]
             on_devices.setdefault(key, []).append(gradient.own)
         sums = self.workers.sum(on_devices.items())
@@ -505,23 +453,23 @@ class Step:
             prepare: prepares the update, while a GPU computes the check. Returns a function that
                 updates with gradients multiplied by a number.
         """
-        read = self._sums(gradients)
+        read = self._check(gradients)
         update = prepare()
         sums = read()
         self._last = gradients, self.multiplier(rescale_grad), sums, None
         self.check_writes()
         self._last_overflowed = _not_finite(gradients, sums)
-        overflow = bool(self._last_overflowed)
+        norm = math.inf if self._last_overflowed else self._norm(gradients, sums)
         if self.workers.exchange:
-            overflow = self.workers.any_after_sum(overflow)
-        self.updated = not (overflow or self.weights_replaced)
+            norm = self.workers.largest_after_sum(norm)
+        self.updated = math.isfinite(norm) and not self.weights_replaced
         try:
             if self.updated:
-                update(self._clipped(self.multiplier(rescale_grad), gradients, sums))
+                update(self._clipped(self.multiplier(rescale_grad), norm))
                 if self.averages is not None:
                     self.averages.copy()
                 self.skipped_in_a_row, self.has_updated = 0, True
-                self.loss_scale.update(True)
+                self.loss_scale = self.loss_scale.update(self.multiplier(1) * norm, self.scale)
                 return True
             set_to_zero(self._adding())
             self.skipped += 1
@@ -534,7 +482,7 @@ class Step:
             self._back_off(gradients)
             return False
         finally:
-            if self._marked and not self.scaling:
+            if self._mxnet_marks:
                 marks([gradient.weight for gradient in gradients], clear=True)
             self.reset()
             self.weights_replaced = False
@@ -562,13 +510,6 @@ class Step:
             self._last = gradients, multiplier, sums, None
         return multiplier * self._norm(gradients, sums)
 
-    def _sums(self, gradients: Sequence[Gradient]) -> "Callable[[], np.ndarray[Any, Any]]":
-        """Returns a function that returns the sum of squares of each gradient; those of the search
-        if the arrays are the same."""
-        arrays, sums = self._checked
-        same = sums is not None and same_objects(arrays, [g.array for g in gradients])
-        return (lambda: sums) if same else self._check(gradients)
-
     def _check(self, gradients: Sequence[Gradient]) -> "Callable[[], np.ndarray[Any, Any]]":
         """Computes the sum of squares of each gradient and of copies of moving averages, without
         waiting. Returns a function that waits, checks these copies, and returns the sums."""
@@ -579,7 +520,7 @@ class Step:
         if squares is None:
             squares = Squares(arrays)
             if all(gradient.array is gradient.own for gradient in gradients):
-                self._squares = [squares, *self._squares[:_KEPT]]
+                self._squares = [squares, *self._squares[:1]]  # averages have two copies
         squares.start()
 
         def read() -> "np.ndarray[Any, Any]":
@@ -591,7 +532,7 @@ class Step:
 
     def norm(self, gradients: Sequence[Gradient]) -> float:
         """Returns the norm of all gradients together, without scaling."""
-        return self._norm(gradients, self._sums(gradients)())
+        return self._norm(gradients, self._check(gradients)())
 
     def _norm(self, gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> float:
         counted = sums.tolist()
@@ -599,31 +540,30 @@ class Step:
             counted = {g.index: s for g, s in zip(gradients, counted)}.values()
         return math.sqrt(sum(counted))
 
-    def _clipped(self, multiplier: float, gradients: Sequence[Gradient],
-                 sums: "np.ndarray[Any, Any]") -> float:
-        """Returns the factor of gradients in the update, clipped."""
+    def _clipped(self, multiplier: float, norm: float) -> float:
+        """Returns the factor of gradients with this norm in the update, clipped."""
         max_norm = self.max_norm if self.next_max_norm is None else self.next_max_norm
-        if max_norm is None:
+        norm *= multiplier
+        if max_norm is None or norm <= max_norm:
             return multiplier
-        norm = multiplier * self._norm(gradients, sums)
-        return multiplier * (max_norm / norm if norm > max_norm else 1.0)
+        return multiplier * (max_norm / norm)
 
     def _back_off(self, gradients: Sequence[Gradient]) -> None:
         """Lowers the loss scale after a skipped step. Raises LossScaleError if no scale helps."""
-        before, names = self.loss_scale.scale, self._last_overflowed
+        before, names = self.scale, self._last_overflowed
         self.skipped_in_a_row += 1
         if self.loss_is_to_blame():
             reason = "the loss itself is not finite at any loss scale: check the data. " \
                      "gluon_amp.explain(net, batch, loss_fn) names what overflows, and states " \
                      "if float32 is not finite either"
-        elif self._scale_changes(names, gradients):
+        elif self.loss_scale.changes:
+            self._lower_scale(names, gradients)
             # a dynamic scale skips single steps; several in a row are worth a warning
-            several = self.skipped_in_a_row == _SEVERAL and "nothing fits" not in self._warned
+            several = self.skipped_in_a_row == _SEVERAL
             log.log(logging.WARNING if several else logging.INFO,
-                    "%s skipped%s: gradients not finite%s; loss scale %g%s",
+                    "%s skipped%s: gradients not finite%s; loss scale %g -> %g",
                     f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
-                    in_names(names, most=1), before, f" -> {self.loss_scale.scale:g}"
-                    if self.loss_scale.scale != before else ", kept by its hysteresis")
+                    in_names(names, most=1), before, self.loss_scale.scale)
             return
         elif self.scaling:
             reason = f"gradients are not finite{in_names(names)} at the loss scale " \
@@ -639,10 +579,9 @@ class Step:
             raise LossScaleError(f"{self.skipped_in_a_row} steps skipped in a row: {reason}")
         log.warning("step skipped: %s", reason)
 
-    def _scale_changes(self, names: Sequence[str], gradients: Sequence[Gradient]) -> bool:
-        """Lowers the loss scale. Returns False if it never changes."""
+    def _lower_scale(self, names: Sequence[str], gradients: Sequence[Gradient]) -> None:
         try:
-            return self.loss_scale.update(False, names)
+            self.loss_scale = self.loss_scale.update(math.inf, self.scale, names)
         except LossScaleError as error:
             raise LossScaleError(f"{error}{self._circumstances(gradients)}") from None
 
@@ -684,11 +623,40 @@ class Step:
         skipped, in_a_row = (whole_number(state.get(key, 0), key, least=0)
                              for key in ("skipped", "skipped_in_a_row"))
         if state.get("loss_scale"):
-            self.loss_scale.load_state_dict(state["loss_scale"])
+            self.loss_scale = self.loss_scale.load_state_dict(state["loss_scale"])
         self.skipped, self.skipped_in_a_row, self.has_updated = skipped, in_a_row, True
         self._last_overflowed, self.weights_replaced = (), False
         self._last = [], 1.0, None, None
         self.reset()
+
+
+def scale_of_pass(steps: Sequence[Step]) -> float:
+    """Returns the scale of the next backward pass for these steps: that of earlier passes since the
+    last update, or the smallest of the steps."""
+    begun = {step.scale for step in steps if step.begun}
+    if len(begun) > 1:
+        raise RuntimeError("these Trainers have had backward passes at different loss scales since "
+                           "their last steps: call gluon_amp.backward for all of them, or "
+                           f"step before. Received: {', '.join(map(str, sorted(begun)))}")
+    return min(begun or {step.loss_scale.scale for step in steps})
+
+
+@contextmanager
+def backward_pass(steps: Sequence[Step], losses: Sequence["mx.nd.NDArray"]) -> Iterator[float]:
+    """Yields the scale of the backward pass in the `with` block, which belongs to these steps and
+    starts at these losses."""
+    scale = scale_of_pass(steps)
+    with mx.autograd.pause():  # operations on gradients are not recorded
+        for step in steps:
+            step.begin(scale)
+    try:
+        yield scale
+    finally:
+        for step in steps:
+            step.note_written()
+    for step in steps:
+        step.end(scale, losses)
+        step.guard(step.new())
 
 
 def in_turn(method: Method) -> Method:
@@ -711,11 +679,6 @@ def clear_added(parameters: Sequence["mx.gluon.Parameter"]) -> None:
     """Sets accumulated gradients to 0."""
     set_to_zero(gradient for parameter in parameters if parameter.grad_req == "add"
                 for gradient in parameter._grad or ())
-
-
-def _largest(dtype: str) -> float:
-    """Returns the largest number of a type."""
-    return float(np.finfo(dtype).max) if dtype == "float64" else FORMATS[dtype].largest
 
 
 def _not_finite(gradients: Sequence[Gradient], sums: "np.ndarray[Any, Any]") -> Tuple[str, ...]:

@@ -10,19 +10,17 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
 from ..checks import counted, in_names, listed, positive_number, same_objects
 from ..cpu.arrays import is_16bit
-from ..cpu.library import graph_operators
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS
 from . import checkpoint, masters
-from .backward import AutogradPass, check_losses, refuse_loss_heads, run_backward
-from .loss_scale import DynamicLossScale, GivenLossScale
+from .backward import check_loss_heads, check_losses, run_backward
+from .loss_scale import GivenLossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_rescales,
@@ -32,7 +30,16 @@ from .optimizer import (
     weights_unwritten,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import Gradient, Stage, Step, gradients_of, in_turn, set_to_zero
+from .step import (
+    Gradient,
+    Stage,
+    Step,
+    backward_pass,
+    gradients_of,
+    in_turn,
+    scale_of_pass,
+    set_to_zero,
+)
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
@@ -162,12 +169,7 @@ class Trainer(mx.gluon.Trainer):
     # ---- a backward pass
 
     def backward(self, loss: Arrays, retain_graph: bool = False) -> None:
-        """Computes scaled gradients.
-
-        While it searches for the first dynamic scale, this checks the gradients. If they overflow,
-        it repeats the backward pass at lower scales, so that no step is skipped; if they overflow
-        at every scale, it logs a warning, and `step` skips the update. Your own arrays with
-        grad_req="add" get the sum of these passes. Calls before one step share one scale.
+        """Computes scaled gradients. Calls before one step share one scale.
 
         Args:
             loss: a loss, or a list with the loss of each device. They stay unscaled.
@@ -244,7 +246,7 @@ class Trainer(mx.gluon.Trainer):
         For each parameter's name they are a list over devices. `update` uses these arrays, with
         your changes. The 16-bit gradients stay scaled.
         """
-        low = [g.name for g in self._step._find() if is_16bit(g.own.dtype)]
+        low = [g.name for g in self._step.all() if is_16bit(g.own.dtype)]
         if low and not self._optimizer.multi_precision:
             raise RuntimeError("unscale() returns float32 gradients, which need an optimizer with "
                                "master weights: multi_precision=True. Received: multi_precision="
@@ -453,7 +455,7 @@ class Trainer(mx.gluon.Trainer):
             self._init_params_of_one_worker()
             return
         consistency.check_same_network(self._workers, _described(self._params))
-        consistency.agree_on_scale(self._workers, self._step.loss_scale)
+        self._step.loss_scale = consistency.agree_on_scale(self._workers, self._step.loss_scale)
         self._step.weights_replaced = consistency.broadcast(self._workers, [
             (self._param2idx[p.name], p.name, p.list_data()) for p in self._params], False)
         self._params_to_init = []
@@ -527,8 +529,7 @@ class Trainer(mx.gluon.Trainer):
         """Marks all gradients of these parameters as new."""
         for gradient in self._unreached(parameters):
             gradient.weight._fresh_grad = True
-        if self._step.scaling:
-            self._step.note_written()
+        self._step.note_written()
 
     def _unreached(self, parameters: Set[int]) -> List[Gradient]:
         """Returns the gradients of these parameters that are not new, if they will be summed."""
@@ -641,7 +642,7 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     """Computes scaled gradients of one loss for several Trainers. Then call `step` of each.
 
     The Trainers share the smallest of their loss scales. A Trainer whose gradients overflow skips
-    its own step. While one searches for the first scale, all do.
+    its own step.
 
     Args:
         loss: a loss, or a list with the loss of each device.
@@ -650,8 +651,7 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
 
     Raises:
         TypeError: `trainers` is not a list of Trainers.
-        ValueError: Trainers share parameters or a dynamic loss scale, or some have a loss scale
-            and some have none.
+        ValueError: Trainers share parameters, or some have a loss scale and some have none.
     """
     found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
     wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
@@ -667,10 +667,6 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     if len({trainer._step.scaling for trainer in found}) > 1:
         raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
                          "scale, or all with loss_scale=None")
-    scales = [t._step.loss_scale for t in found if isinstance(t._step.loss_scale, DynamicLossScale)]
-    if len({id(scale) for scale in scales}) < len(scales):
-        raise ValueError("each Trainer needs a dynamic loss scale of its own, which its step "
-                         "updates. Received: one DynamicLossScale in several Trainers")
     _backward("gluon_amp.backward()", loss, found, retain_graph)
 
 
@@ -685,17 +681,21 @@ def _backward(call: str, loss: Arrays,
         for trainer in trainers:
             trainer._check_own_weights(call)
             stack.enter_context(weights_unwritten(trainer._optimizer))
-        if not steps[0].scaling:
-            run_backward(losses, retain_graph=retain_graph)
-            _after_pass(trainers, 1.0)
-            for step in steps:
-                step.reset()  # results of `unscale` and `clip_norm`
-                step.end(1.0, [loss.detach() for loss in losses])
-            return
-        scale = _begin(trainers, losses)
-        parameters = [p for trainer in trainers for p in trainer._params]
-        AutogradPass(steps, scale, losses, parameters, partial(_after_pass, trainers),
-                     retain_graph).run_and_check()
+        if steps[0].scaling:
+            _prepare(trainers, losses)
+        with backward_pass(steps, losses) as scale:
+            run_backward(losses, scale if steps[0].scaling else None, retain_graph)
+            _after_pass(trainers, scale)
+
+
+def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
+    """Checks losses, and agrees with other ranks on weights and loss scale."""
+    check_losses(losses)
+    for trainer in trainers:
+        trainer._broadcast_parameters()
+    steps = [trainer._step for trainer in trainers]
+    if scale_of_pass(steps) != 1:
+        check_loss_heads(steps, losses)
 
 
 def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
@@ -704,30 +704,9 @@ def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
             trainer.after_pass(scale)
 
 
-def _begin(trainers: Sequence[Trainer], losses: List[Array]) -> float:
-    """Prepares a backward pass and returns its scale, which is that of earlier ones in the step."""
-    check_losses(losses)
-    for trainer in trainers:
-        trainer._broadcast_parameters()  # before the scales are read, which it sets to rank 0's
-    steps = [trainer._step for trainer in trainers]
-    begun = {step.scale for step in steps if step.begun}
-    if len(begun) > 1:
-        raise RuntimeError("these Trainers have had backward passes at different loss scales since "
-                           "their last steps: call gluon_amp.backward for all of them, or "
-                           f"step before. Received: {', '.join(map(str, sorted(begun)))}")
-    scale = min(begun or {step.next_scale for step in steps})
-    for step in steps:
-        step.begin(scale)
-    return scale
-
-
 @contextmanager
 def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     """Scales a loss for a backward pass in the `with` block, as `mx.contrib.amp.scale_loss` does.
-
-    Prefer `trainer.backward(loss)`: it finds the first dynamic scale without a skipped step, and
-    refuses all loss heads that no scale reaches. `scale_loss` makes one pass: it does not see those
-    in hybridized and converted blocks.
 
         with gluon_amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
@@ -742,18 +721,11 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._step.turn("scale_loss()"):
+    with trainer._step.turn("scale_loss()"), weights_unwritten(trainer._optimizer):
         with mx.autograd.pause():
-            scale = _begin([trainer], losses)
-            new = frozenset() if scale == 1 else graph_operators(losses) - trainer._step.named
-            if new:
-                refuse_loss_heads(losses)
-                trainer._step.named |= new
-        with mx.autograd.record(mx.autograd.is_training()):
-            scaled = [one * scale for one in losses]
-        with weights_unwritten(trainer._optimizer):
+            _prepare([trainer], losses)
+        with backward_pass([trainer._step], losses) as scale:
+            with mx.autograd.record(mx.autograd.is_training()):
+                scaled = [one * scale for one in losses]
             yield scaled if several else scaled[0]
-        trainer._step.note_written()
         _after_pass([trainer], scale)
-        trainer._step.end(scale, [one.detach() for one in losses])
-        trainer._step.guard(trainer._step.new())

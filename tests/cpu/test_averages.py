@@ -77,7 +77,7 @@ def test_infinite_batch_leaves_finite_averages(policy, norm):
 @pytest.mark.parametrize("scale", ["dynamic", 8, None])
 @pytest.mark.parametrize("keep", [False, True])
 def test_first_batch_may_be_infinite(scale, keep):
-    """While the first scale is searched, too, and in layers that stay float32."""
+    """In layers that stay float32, too."""
     net = network(keep=keep)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=scale,
                           clip_norm=1)

@@ -227,7 +227,7 @@ BATCH = mx.io.DataBatch([nd.array(np.random.default_rng(0).standard_normal((4, 5
 def test_module_refuses_custom_operator_that_starts_a_gradient(scale):
     mod = module("pulls_to_zero", scale)
     mod.forward(BATCH)
-    with pytest.raises(ValueError, match=r"Custom.*shared_weight.*Module\(loss_scale=None\)"):
+    with pytest.raises(ValueError, match=r"Custom.*loss_scale=None"):
         mod.backward()
     mod = module("pulls_to_zero", None)
     mod.forward_backward(BATCH)
@@ -485,28 +485,15 @@ def test_functions_that_free_what_they_saved_train(kind, policy, loss_scale, cap
     if loss_scale == "dynamic":
         loss_scale = amp.DynamicLossScale(1024)
     weights, gradients, _ = trained(freeing, policy, loss_scale)
-    said, = warnings(caplog)
-    assert "as one that frees what it saved does: TypeError: " in said
-    assert "loss_scale=None, or gluon_amp.scale_loss(loss, trainer)" in said
     assert "Error in" not in "".join(capfd.readouterr())
     expected, expected_gradients, _ = trained(keeping, policy, 1024)
-    assert len(warnings(caplog)) == 1
+    assert warnings(caplog) == []
     for found, wanted in zip(weights + gradients, expected + expected_gradients):
         assert np.array_equal(found, wanted)
         assert found.any()
 
 
-def test_steps_are_skipped_until_scale_fits_function_that_frees(caplog):
-    freeing, keeping = FREEING["function"]
-    weights, _, trainer = trained(freeing, "float16", amp.DynamicLossScale(2.0 ** 16), 4, steps=8)
-    assert trainer.skipped > 0
-    assert len(warnings(caplog)) == 1
-    *_, searched = trained(keeping, "float16", amp.DynamicLossScale(2.0 ** 16), 4, steps=8)
-    assert searched.skipped == 0
-    assert all(np.isfinite(w).all() for w in weights)
-
-
-def test_one_backward_pass_for_several_trainers_warns_once(caplog):
+def test_one_backward_pass_for_several_trainers_warns_of_nothing(caplog):
     net = Graph(FREEING["function"][0])
     net.initialize()
     trainers = [amp.Trainer(layer.collect_params(), "sgd", loss_scale=scale)
@@ -516,7 +503,7 @@ def test_one_backward_pass_for_several_trainers_warns_once(caplog):
             loss = net(nd.ones((2, 3))).sum()
         amp.backward(loss, trainers)
         assert all(trainer.step(2) for trainer in trainers)
-    assert len(warnings(caplog)) == 1
+    assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("loss_scale", [1024, "dynamic"])
@@ -532,72 +519,26 @@ def test_module_trains_custom_operator_that_frees(loss_scale, caplog):
     assert not warnings(caplog)
 
 
-class Regularized(autograd.Function):
-    """The identity, which adds its input to the gradient."""
-
-    def forward(self, x):
-        self.save_for_backward(x)
-        return x.copy()
-
-    def backward(self, gradient):
-        return gradient + self.saved_tensors[0]
-
-
-def test_function_that_ignores_the_incoming_gradient_is_refused():
-    with pytest.raises(ValueError, match=r"ignores the incoming gradient.*: _CustomFunct"):
-        trained(lambda x: Regularized()(x), "float32", 64)
-    weights, _, _ = trained(lambda x: Regularized()(x), "float32", None)
-    assert all(np.isfinite(w).all() for w in weights)
-
-
-class Random(Square):
-    """Its second backward pass returns another gradient."""
-    passes = 0
-
-    def backward(self, gradient):
-        self.passes += 1
-        return gradient * self.passes
-
-
-def test_function_with_another_gradient_in_second_pass_is_not_repeated(caplog):
-    # only the gradient of the layer above overflows
-    *_, trainer = trained(lambda x: Random()(x) * 2.0 ** -12 + 256, "float16",
-                          amp.DynamicLossScale(2.0 ** 16), 2.0 ** -10, steps=1)
-    assert trainer.skipped == 1
-    assert "allows no second backward pass: steps are skipped" in warnings(caplog)[0]
-
-
 class Failing(Square):
     def backward(self, gradient):
         raise ValueError("on purpose")
 
 
-def test_error_of_first_pass_is_not_that_of_a_second(caplog):
+def test_error_of_backward_pass_is_raised_before_the_update():
     net = nn.Dense(2, in_units=3)
     net.initialize()
+    before = net.weight.data().asnumpy()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
     with autograd.record():
         loss = Failing()(net(nd.ones((4, 3)))).sum()
-    with pytest.raises(mx.MXNetError):
+
+    def step():
         trainer.backward(loss)
-    assert warnings(caplog) == []
-    with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
         trainer.step(1)
 
-
-def test_failure_of_second_pass_in_mxnet_names_what_needs_one_pass(monkeypatch):
-    backward, passes = autograd.backward, []
-
-    def fails_then(*args):
-        passes.append(args)
-        if len(passes) == 2:
-            raise mx.MXNetError("out of memory")
-        backward(*args)
-
-    monkeypatch.setattr(autograd, "backward", fails_then)
-    with pytest.raises(mx.MXNetError, match=r"loss_scale=None, or gluon_amp.scale_loss\(loss, "
-                                            r"trainer\).* MXNet's error: out of memory"):
-        trained(custom("squares_without_keywords"), "float32", 64)
+    with pytest.raises(mx.MXNetError, match="CustomFunction"):
+        step()
+    assert np.array_equal(net.weight.data().asnumpy(), before)
 
 
 END = """

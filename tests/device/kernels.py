@@ -57,9 +57,8 @@ def main(name, path, batch=None):
     data = data.as_in_context(mx.gpu(0))
     amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
-    scale = amp.DynamicLossScale()
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.001, "momentum": 0.9},
-                          loss_scale=scale)
+                          loss_scale="dynamic")
 
     def loss_of(data):
         return (net(data).astype("float32") ** 2).mean()
@@ -77,7 +76,6 @@ def main(name, path, batch=None):
 
     for _ in range(6):
         step()
-    scale.settled = True  # as after 100 steps
     for what, run in ("step", step), ("passes", passes):
         add(path, network=name, part=what, ms=milliseconds(run, 10))
     with profile(activities=[ProfilerActivity.CUDA]) as found:

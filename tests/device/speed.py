@@ -115,8 +115,7 @@ def measure(name, way, args):
         amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
     arguments = net.collect_params(), "sgd", {"learning_rate": 0.001, "momentum": 0.9}
-    scale = amp.DynamicLossScale()
-    trainer = amp.Trainer(*arguments, loss_scale=scale) if ours else gluon.Trainer(*arguments)
+    trainer = amp.Trainer(*arguments) if ours else gluon.Trainer(*arguments)
     if way == "mx.contrib.amp":
         contrib.init_trainer(trainer)
 
@@ -138,7 +137,6 @@ def measure(name, way, args):
     steps = 1 if args.once else 2 if args.small else 10
     for _ in range(1 if args.once else 2 if args.small else 8):
         step()
-    scale.settled = True  # as after 100 steps: each backward pass of the first ones is checked
     nd.waitall()
     cpu, found, host = time.process_time(), [], []
     for _ in range(BLOCKS):

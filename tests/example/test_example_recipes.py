@@ -122,14 +122,14 @@ def test_help_of_recipe_groups_flags(script, capsys):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rng):
+def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng):
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), "float16")
     data, label = 4 * rng.standard_normal((16, 6)), np.arange(16) % 3
     weights = {"fc_weight": mx.nd.array(0.1 * rng.standard_normal((3, 6))),
                "fc_bias": mx.nd.zeros(3)}
     norms = []
-    for loss_scale in (1, amp.DynamicLossScale(2.0 ** 24)):
+    for loss_scale in (1, "dynamic"):
         module = train_imagenet.AddingModule(net, loss_scale=loss_scale, batches=batches)
         record = amp.Log(None, interval=batches)
         log = train_imagenet.ModuleLog(record, module, 4)
@@ -137,12 +137,12 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_is_searched(batches, rn
                    batch_end_callback=log.batch_end,
                    optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / 4 / batches})
         norms.append([line["gradient_norm"] for line in record.lines])
-    assert record.lines[0]["loss_scale"] < 2.0 ** 24
+    assert record.lines[-1]["loss_scale"] != 1
     assert len(norms[0]) == 4 // batches
     np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
 
 
-def test_first_gradient_norm_is_that_of_the_scale_which_the_search_found(tmp_path):
+def test_first_gradient_norm_is_unscaled(tmp_path):
     first = []
     for scale in ("1", "dynamic"):
         folder = tmp_path / scale
@@ -150,5 +150,5 @@ def test_first_gradient_norm_is_that_of_the_scale_which_the_search_found(tmp_pat
                                    "--log-interval", "1", "--save-dir", str(folder)])
         lines = (folder / "log.jsonl").read_text().splitlines()
         first.append(next(line for line in map(json.loads, lines) if "batch" in line))
-    assert first[1]["loss_scale"] < 2.0 ** 16
+    assert first[1]["loss_scale"] != 1
     assert first[1]["gradient_norm"] == pytest.approx(first[0]["gradient_norm"], rel=0.01)

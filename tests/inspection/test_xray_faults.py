@@ -137,7 +137,7 @@ def test_all_layers_with_growing_gradients_are_kept():
         return out(x)
 
     def large(output, label):
-        return LOSS(output, label) * 2.0 ** 30
+        return LOSS(output, label) * 2.0 ** 36
     net = calling(forward, *layers(8, 4))
     view = amp.xray(net, batches(8), large)
     assert "range above, by a constant" in {finding.reason for finding in view.findings}
@@ -174,15 +174,18 @@ def test_gradients_that_fit_no_loss_scale_are_reported():
     def forward(F, x, dense, out):
         h = F.relu(dense(x))
         return out(F.broadcast_div(h, F.sqrt(F.sum(h * h, axis=1, keepdims=True) + 1e-10)))
+
+    def large(output, label):
+        return LOSS(output, label) * 2.0 ** 14
     given = [(nd.concat(data[:7], nd.zeros((1, 6)), dim=0), label) for data, label in batches(6)]
-    view = amp.xray(calling(forward, *layers(8, 4)), given, LOSS)
+    view = amp.xray(calling(forward, *layers(8, 4)), given, large)
     assert view.findings[0].node == "net_broadcast_div0"
-    assert "that of the training ends at 1" in view.findings[0].detail
-    assert view.window.high > 100  # of the network with what is kept
+    assert "that of the training ends at 2^-14" in view.findings[0].detail
+    assert view.window.high > 100 / 2 ** 14  # of the network with what is kept
     assert "alternatively, without keep=: gradients need a loss scale of " in str(view)
     again = calling(forward, *layers(8, 4))
     again(given[0][0])
-    assert not amp.xray(amp.convert(again, keep=view.keep), given, LOSS).findings
+    assert not amp.xray(amp.convert(again, keep=view.keep), given, large).findings
 
 
 def test_straight_through_quantizer_is_no_false_positive():

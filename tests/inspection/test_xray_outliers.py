@@ -87,22 +87,22 @@ def test_mask_in_one_batch_read_by_sum_is_no_false_positive():
     assert amp.xray(calling(forward, *layers(6, 4)), given, LOSS).findings == []
 
 
-def test_gradients_that_need_scale_below_1_show_how_to_set_it(tmp_path):
+def test_gradients_that_need_scale_below_the_smallest_show_how_to_set_it(tmp_path):
     def large(output, label):
-        return LOSS(output, label) * 2e6
+        return LOSS(output, label) * 2e10
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     view = amp.xray(net, rows(), large)
     assert ([f.severity for f in view.findings], view.keep) == (["error"], [])
     assert view.verdict.startswith("Training raises LossScaleError, because gradients overflow at "
-                                   "its smallest loss scale, 1: use amp.DynamicLossScale(2**-")
+                                   "its smallest loss scale, 2^-14: use amp.DynamicLossScale(2**-")
     high = view.loss_scale[1]
-    assert high < 1
+    assert high < 2.0 ** -14
     assert f"amp.DynamicLossScale(2**{np.log2(high):.0f}, minimum=2**-24)" in str(view)
     assert re.search(rf"from 2\^-\d+ .* to 2\^{np.log2(high):.0f} ", str(view)), str(view)
     page = Path(view.save(str(tmp_path / "xray"))).read_text()
     assert "Loss_scale" not in page
     assert "gradients need a loss scale of 2^-" in page
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-8},
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-12},
                           loss_scale=amp.DynamicLossScale(high, minimum=2.0 ** -24))
     for data, label in rows():
         with autograd.record():
@@ -317,7 +317,8 @@ def test_keep_is_empty_if_no_node_helps():
 def test_gradients_that_fit_small_scale_show_how_to_set_it():
     net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
     high = amp.xray(net, rows(), LOSS).loss_scale[1]
-    view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high / 4))
-    assert view.loss_scale[1] == 4
-    assert "gradients fit up to the loss scale 2^2, and that of the training ends at 1" in str(view)
+    view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high * 2.0 ** 12))
+    assert view.loss_scale[1] == 2.0 ** -12
+    assert "gradients fit up to the loss scale 2^-12, and that of the training ends at 2^-14" \
+        in str(view)
     assert (view.findings, view.severity) == ([], "good")

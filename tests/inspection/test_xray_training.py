@@ -47,6 +47,10 @@ def summed(output, label):
     return ((output - label) ** 2).sum(axis=(1, 2, 3))
 
 
+def times(factor, loss_fn):
+    return lambda output, label: factor * loss_fn(output, label)
+
+
 def raises(net, batches, loss_fn, trainer=None):
     """Whether 30 steps on these batches raise LossScaleError."""
     trainer = trainer or amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9})
@@ -76,10 +80,10 @@ def test_training_near_scale_1_is_no_error(make, batches, loss_fn):
 
 
 @pytest.mark.parametrize(("make", "batches", "loss_fn"), [
-    (dense, lambda: regression(5e4), gluon.loss.L2Loss()),
-    (dense, lambda: regression(-3e5, 1e3), gluon.loss.L2Loss()),
-    (convolutions, lambda: pixels(200), lambda output, label: 4 * summed(output, label))])
-def test_training_that_overflows_at_scale_1_is_an_error(make, batches, loss_fn):
+    (dense, lambda: regression(5e4), times(2.0 ** 14, gluon.loss.L2Loss())),
+    (dense, lambda: regression(-3e5, 1e3), times(2.0 ** 14, gluon.loss.L2Loss())),
+    (convolutions, lambda: pixels(200), times(2.0 ** 16, summed))])
+def test_training_that_overflows_at_smallest_scale_is_an_error(make, batches, loss_fn):
     net, batches = network(make), batches()
     view = amp.xray(net, batches, loss_fn)
     assert (view.severity, view.keep) == ("error", [])
@@ -89,7 +93,7 @@ def test_training_that_overflows_at_scale_1_is_an_error(make, batches, loss_fn):
     assert any(note.startswith(fact) for note in view.notes)
     assert raises(net, batches, loss_fn)
     net = network(make)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
+    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-18},
                           loss_scale=amp.DynamicLossScale(view.window.high, minimum=2 ** -24))
     assert not raises(net, batches, loss_fn, trainer)
 

@@ -289,7 +289,7 @@ def test_fit_logs_loss_scale_in_mxnet_format_and_scores(caplog):
     assert len(found) == 36
     assert all(found)
     assert int(found[-1][1]) == mod.loss_scale < 2 ** 40
-    assert int(found[-1][2]) == mod.skipped == 40 - np.log2(mod.loss_scale)
+    assert int(found[-1][2]) == mod.skipped > 20
     assert mod.score(data, "acc")[0][1] > 0.9
     assert (mod.predict(data).asnumpy().argmax(1) == y).mean() == mod.score(data, "acc")[0][1]
 
@@ -554,7 +554,7 @@ def test_buckets_share_parameters_scale_and_loaded_states(policy, tmp_path):
         learn(mod, words(length))
         learn(other, words(length))
         assert same(values(mod), values(other)), length
-    assert mod.loss_scale == other.loss_scale == 2 ** 13
+    assert mod.loss_scale == other.loss_scale
 
 
 def test_all_buckets_are_clipped():
@@ -630,11 +630,11 @@ def test_states_continue_on_another_number_of_devices(mxnets, first, then, tmp_p
 # ---- overflow
 
 def test_overflow_skips_step_and_backs_off_scale():
-    mod = made(net(), loss_scale=dynamic())
+    mod = made(net(), loss_scale=settled(16))
     train(mod, 2)
     before = everything(mod)
     assert learn(mod, batch(label=OVERFLOW)) is False
-    assert (mod.loss_scale, mod.skipped) == (512, 1)
+    assert (mod.loss_scale, mod.skipped) == (8, 1)
     assert "fc_bias" in mod.overflowed
     after = everything(mod)
     for name in before.keys() - {"scale", "bn_moving_mean", "bn_moving_var"}:
@@ -672,9 +672,9 @@ def test_skipped_step_zeroes_accumulated_gradients():
 
 
 def test_overflow_at_minimum_scale_raises_with_parameter_names():
-    mod = made(net(), loss_scale=dynamic(2))
+    mod = made(net(), loss_scale=dynamic(2, minimum=1))
     learn(mod, batch(label=OVERFLOW))
-    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1\.0"):
+    with pytest.raises(amp.LossScaleError, match=r"fc_weight.* smallest loss scale, 1:"):
         learn(mod, batch(label=OVERFLOW))
 
 
@@ -765,65 +765,34 @@ def test_writes_into_scaled_gradients_are_refused():
     assert learn(mod, batch())
 
 
-# ---- search of the first scale within the first step
-
-HIGH = 2.0 ** 24
-
+# ---- the scale follows the gradients
 
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
-@pytest.mark.parametrize("head", [S.LinearRegressionOutput, S.MAERegressionOutput])
-def test_step_after_search_equals_step_started_at_that_scale(context, head, caplog):
-    caplog.set_level(logging.INFO, logger="gluon_amp")
-
-    def module(scale):
-        return made(net(head=head), optimizer=("sgd", {"learning_rate": 1e-5, "momentum": 0.9}),
-                    context=context, loss_scale=dynamic(scale))
-
-    mod = module(HIGH)
-    assert learn(mod, batch(label=100))
-    assert mod.skipped == 0
-    assert mod.loss_scale < HIGH
-    assert [r.getMessage()[:12] for r in caplog.records if r.name == "gluon_amp"] \
-        == ["loss scale 2"]
-    other = module(mod.loss_scale)
-    assert learn(other, batch(label=100))
-    assert same(everything(mod), everything(other))  # including moving averages
-    for seed in range(3):
+def test_first_steps_find_scale_without_skipping_a_step(context):
+    mod = made(net(head=S.LinearRegressionOutput), optimizer=("sgd", {"learning_rate": 1e-5}),
+               context=context, loss_scale="dynamic")
+    scales = []
+    for seed in range(12):
+        scales.append(mod.loss_scale)
         assert learn(mod, batch(seed, label=100))
-        assert learn(other, batch(seed, label=100))
-    assert same(everything(mod), everything(other))
-
-
-def test_search_redraws_dropout_with_matching_gradient():
-    x = S.Dropout(S.FullyConnected(S.var("data"), num_hidden=64, name="fc"), p=0.5)
-    sym = amp.convert_symbol(S.LinearRegressionOutput(x, name="head"))
-    mod = amp.Module(sym, label_names=["head_label"], loss_scale=dynamic(HIGH))
-    mod.bind([("data", (4, 8))], [("head_label", (4, 64))])
-    mod.init_params(mx.init.One())
-    mod.init_optimizer()
-    mod.forward_backward(mx.io.DataBatch([nd.ones((4, 8))], [nd.full((4, 64), 1e3)]))
-    out = mod.get_outputs()[0].asnumpy()
-    assert mod.loss_scale < HIGH
-    assert 0.3 < (out == 0).mean() < 0.7
-    exact = np.where(out == 0, 0, 2 * (out - 1e3)).sum(axis=0) / 64 * mod.loss_scale
-    np.testing.assert_allclose(grads(mod)["fc_bias"], exact, rtol=2e-3)
-    assert mod.update()
+    assert mod.skipped == 0
+    assert scales[0] == 4
+    assert len(set(scales)) > 1
+    norm = mod.gradient_norm / mod._optimizer.rescale_grad
+    assert 65504 / 256 < norm * mod.loss_scale < 65504 / 4
 
 
 def test_accumulated_gradients_share_one_scale():
-    mod = made(net(), loss_scale=dynamic(2.0 ** 15), bind={"grad_req": "add"})
+    scales = dynamic(2.0 ** 2), 2.0 ** 3
+    mods = [made(net(), loss_scale=scale, bind={"grad_req": "add"}) for scale in scales]
     for label in (1, 1000, 2000):
-        mod.forward_backward(batch(label=label))
-    scale = mod.loss_scale
-    assert scale < 2.0 ** 15
-    found = {k: g / scale for k, g in grads(mod).items()}
-    assert mod.update()
-    assert mod.skipped == 0
-    other = made(net(), loss_scale=dynamic(scale), bind={"grad_req": "add"})
-    for label in (1, 1000, 2000):
-        other.forward_backward(batch(label=label))
-    for name, g in grads(other).items():
-        np.testing.assert_allclose(g / scale, found[name], rtol=4e-3, atol=1e-3)
+        for mod in mods:
+            mod.forward_backward(batch(label=label))
+    for name, g in grads(mods[0]).items():
+        np.testing.assert_allclose(g / 2.0 ** 2, grads(mods[1])[name] / 2.0 ** 3, rtol=4e-3,
+                                   atol=1e-3)
+    assert mods[0].update()
+    assert mods[0].skipped == 0
 
 
 def test_accumulated_gradients_are_rescaled_if_scale_changes():
@@ -839,30 +808,30 @@ def test_accumulated_gradients_are_rescaled_if_scale_changes():
     assert same(grown, fixed)
 
 
-def test_head_and_input_gradients_follow_search():
-    mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=dynamic(HIGH))
+def test_head_and_input_gradients_follow_the_scale():
+    mod = amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale="dynamic")
     mod.bind([("data", (6, 3, 6, 6))], inputs_need_grad=True)
     mod.init_params(mx.init.Xavier())
     mod.init_optimizer(optimizer_params={"learning_rate": 0})
-    inputs = []
-    for _ in range(2):  # with a search, then without
+    scales, inputs = [], []
+    for _ in range(3):
+        scales.append(mod.loss_scale)
         assert learn(mod, batch(), [nd.ones((6, 3))])
         inputs.append(mod.get_input_grads()[0].asnumpy())
-    assert mod.loss_scale < HIGH
-    assert np.array_equal(*inputs)
+    assert scales[0] < scales[1]
+    np.testing.assert_allclose(inputs[1], inputs[2], rtol=1e-2)
     assert np.abs(inputs[0]).max() < 10
 
 
-def test_buckets_share_one_searched_scale():
-    mod, other = bucketing(loss_scale=dynamic(HIGH)), bucketing(loss_scale=dynamic(2.0 ** 14))
+def test_buckets_share_one_scale():
+    mod = bucketing(loss_scale="dynamic")
+    scales = []
     for length in (5, 9, 7):
+        scales.append(mod.loss_scale)
         assert learn(mod, words(length))
     assert mod.skipped == 0
-    other = bucketing(loss_scale=dynamic(mod.loss_scale))
-    for length in (5, 9, 7):
-        assert learn(other, words(length))
-    assert mod.loss_scale == other.loss_scale
-    assert same(values(mod), values(other))
+    assert scales == sorted(scales)
+    assert scales[0] < scales[1]
 
 
 @pytest.mark.parametrize("scale", [1024, 1000.0, dynamic()])

@@ -214,70 +214,139 @@ def test_module_with_static_pair_is_bitwise_identical(name, settings, devices):
     assert all(np.array_equal(plain[n], pair[n]) for n in plain)
 
 
+LARGEST = 65504.0
+
+
+def after(scale, *norms):
+    for norm in norms:
+        scale = scale.update(norm)
+    return scale
+
+
 @st.composite
-def settings_and_steps(draw):
+def settings_and_norms(draw):
     minimum = draw(st.floats(2.0 ** -20, 2.0 ** 20))
-    maximum = minimum * draw(st.floats(1, 100))
+    maximum = minimum * draw(st.floats(1, 2.0 ** 20))
+    norms = st.one_of(st.floats(0, 1e9), st.sampled_from([np.inf, np.nan]))
     return {"initial": draw(st.floats(minimum, maximum)), "minimum": minimum, "maximum": maximum,
-            "growth_factor": draw(st.floats(1, 5, exclude_min=True)),
-            "backoff_factor": draw(st.floats(0.1, 1, exclude_max=True)),
-            "growth_interval": draw(st.integers(1, 4)),
-            "hysteresis": draw(st.integers(1, 3))}, draw(st.lists(st.booleans(), max_size=40))
+            "growth_interval": draw(st.integers(1, 60))}, draw(st.lists(norms, max_size=80))
 
 
-def model(settings, steps):
-    """The scale after each step, None after an error."""
-    scale, in_a_row, tolerated = settings["initial"], 0, settings["hysteresis"] - 1
-    for finite in steps:
-        in_a_row += finite
-        at_the_end = not finite and not tolerated and scale == settings["minimum"]
-        if not finite and tolerated:
-            tolerated, in_a_row = tolerated - 1, 0
-        elif not finite and not at_the_end:
-            scale, in_a_row = max(scale * settings["backoff_factor"], settings["minimum"]), 0
-        elif in_a_row == settings["growth_interval"]:
-            scale, in_a_row = min(scale * settings["growth_factor"], settings["maximum"]), 0
-            tolerated = settings["hysteresis"] - 1
-        yield None if at_the_end else scale
-
-
-@pytest.mark.parametrize("resumed", [False, True])
 @hypothesis.settings(deadline=None)
-@hypothesis.given(settings_and_steps())
-def test_scale_backs_off_after_overflow_and_grows_after_finite_steps(resumed, drawn):
-    settings, steps = drawn
+@hypothesis.given(settings_and_norms())
+def test_scale_stays_between_its_limits_and_leaves_headroom(drawn):
+    settings, norms = drawn
     scale = DynamicLossScale(**settings)
-    for finite, expected in zip(steps, model(settings, steps)):
-        if resumed:  # from JSON before each step
-            saved, scale = json.dumps(scale.state_dict()), DynamicLossScale(**settings)
-            scale.load_state_dict(json.loads(saved))
-        if expected is None:
-            before = scale.state_dict()
-            with pytest.raises(LossScaleError, match=" in one_weight, two_bias at the smallest "):
-                scale.update(finite, ["one_weight", "two_bias"])
-            assert scale.state_dict() == before
-        else:
-            scale.update(finite)
-            assert scale.scale == expected
+    for norm in norms:
+        before, saved = scale, json.dumps(scale.state_dict())
+        if not np.isfinite(norm) and scale.scale == scale.minimum:
+            with pytest.raises(LossScaleError):
+                scale.update(norm)
+            continue
+        scale = scale.update(norm)
+        assert DynamicLossScale(**settings).load_state_dict(json.loads(saved)).update(norm) == scale
+        assert json.dumps(before.state_dict()) == saved  # a value, which does not change
+        assert scale.minimum <= scale.scale <= scale.maximum
+        if not np.isfinite(norm):
+            assert scale.scale < before.scale
+        elif scale.scale > before.scale:
+            assert norm * scale.scale <= LARGEST / 16
+        elif scale.scale > scale.minimum:
+            assert norm * scale.scale <= LARGEST / 4
+        assert scale.settled or not before.settled
+
+
+@pytest.mark.parametrize("norm", [1e-6, 0.03, 1.0, 300.0, 4000.0, 1e6])
+def test_first_steps_reach_largest_power_of_two_that_leaves_headroom(norm):
+    scale, seen = DynamicLossScale(), []
+    for _ in range(10):
+        assert not scale.settled
+        seen.append(scale.scale)
+        scale = scale.update(norm)
+    assert scale.settled
+    fits = 2.0 ** np.floor(np.log2(LARGEST / 16 / norm))
+    assert scale.scale == min(max(fits, scale.minimum), scale.maximum)
+    assert seen[0] == 4
+    assert all(b <= 16 * a for a, b in zip(seen, seen[1:]))
+
+
+def test_first_steps_without_gradients_end_at_2_to_16():
+    assert after(DynamicLossScale(), *[0.0] * 10).scale == 2.0 ** 16
+
+
+def test_overflow_divides_by_16_in_first_steps_then_by_2():
+    scale = after(DynamicLossScale(), np.inf)
+    assert (scale.scale, scale.settled) == (4 / 16, False)
+    scale = after(scale, 1.0, np.inf)  # the norm is no guide here
+    assert (scale.scale, scale.settled) == (4 / 16, True)
+    assert after(scale, np.nan).scale == 4 / 32
+
+
+def test_settled_scale_doubles_after_growth_interval_if_that_fits():
+    scale = DynamicLossScale(8, growth_interval=5, settled=True)
+    assert after(scale, *[300.0] * 4).scale == 8
+    assert after(scale, *[300.0] * 5).scale == 8  # 16 * 300 is above 65504 / 16
+    assert after(scale, *[200.0] * 5).scale == 16
+    assert after(scale, *[200.0] * 4, np.inf, *[200.0] * 4).scale == 4
+
+
+def test_settled_scale_grows_sooner_while_headroom_is_large():
+    scale = DynamicLossScale(8, growth_interval=2000, settled=True)
+    small = LARGEST / 2 ** 10 / 8
+    assert after(scale, *[small] * 99).scale == 8
+    assert after(scale, *[small] * 400).scale == 128  # then norm * scale is 65504 / 64
+    assert after(scale, *[small] * 2399).scale == 128
+    assert after(scale, *[small] * 2400).scale == 256
+    overflowed = after(scale, np.inf)
+    assert after(overflowed, *[small] * 1999).scale == 4
+    assert after(overflowed, *[small] * 2100).scale == 16
+
+
+def test_settled_scale_is_lowered_before_an_overflow():
+    scale = DynamicLossScale(64, settled=True)
+    assert after(scale, LARGEST / 4 / 64).scale == 64
+    assert after(scale, 1.01 * LARGEST / 4 / 64).scale == 8
+
+
+def test_smaller_scale_of_another_trainer_was_used():
+    scale = DynamicLossScale(64)
+    assert scale.update(1.0, 2.0).scale == 32
+    assert scale.update(np.inf, 2.0).scale == 2 / 16
+    settled = DynamicLossScale(64, settled=True)
+    assert settled.update(1.0, 2.0).scale == 64
+    assert settled.update(np.inf, 2.0).scale == 1
+
+
+def test_bad_batches_at_the_start_raise_no_error_at_once():
+    scale = after(DynamicLossScale(), *[np.inf] * 4)
+    assert scale.scale == scale.minimum == 2.0 ** -14
+    with pytest.raises(LossScaleError):
+        scale.update(np.inf)
 
 
 def test_error_at_minimum_names_parameters_and_remedy():
-    scale, names = DynamicLossScale(0.25, minimum=0.25), list("abcdef")
+    scale, names = DynamicLossScale(0.3, minimum=0.3), list("abcdef")
     for count, named in ((0, "finite at"), (5, "in a, b, c, d, e at"), (6, "d, e and 1 more at")):
-        with pytest.raises(LossScaleError, match=rf"{named} .*, 0\.25: .*convert\(keep=\.\.\.\)"):
-            scale.update(False, names[:count])
+        with pytest.raises(LossScaleError, match=rf"{named} .*, 0\.3: .*convert\(keep=\.\.\.\)"):
+            scale.update(np.nan, parameters=names[:count])
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    *((name, value) for value in NOT_POSITIVE
-      for name in ("initial", "growth_factor", "backoff_factor", "minimum", "maximum")),
-    *((name, value) for value in [0, *NOT_COUNTS] for name in ("growth_interval", "hysteresis")),
-    ("growth_factor", 1), ("backoff_factor", 1), ("initial", 0.5), ("initial", 2.0 ** 25)])
+    *((name, value) for value in NOT_POSITIVE for name in ("initial", "minimum", "maximum")
+      if (name, value) != ("initial", None)),
+    *(("growth_interval", value) for value in [0, *NOT_COUNTS]),
+    ("initial", 2.0 ** -15), ("initial", 2.0 ** 25)])
 def test_each_argument_is_checked(name, value):
     with pytest.raises(ValueError, match=message(f"{name} must", value)):
         DynamicLossScale(**{name: value})
     with pytest.raises(ValueError, match=r"above maximum\. Received: minimum=8, maximum=4$"):
         DynamicLossScale(4, minimum=8, maximum=4)
+
+
+def test_default_first_scale_is_the_nearest_to_4_within_limits():
+    assert DynamicLossScale().scale == 4
+    assert DynamicLossScale(minimum=32).scale == 32
+    assert DynamicLossScale(maximum=0.5).scale == 0.5
 
 
 @pytest.mark.parametrize("state", [
@@ -286,95 +355,17 @@ def test_each_argument_is_checked(name, value):
     {"scale": 8.0, "finite_steps": 1, "overflows": -1},
     *({"scale": 8.0, "finite_steps": value} for value in NOT_COUNTS),
     *({"scale": value, "finite_steps": 3} for value in [*NOT_POSITIVE, 3.9, 64.1])], ids=repr)
-def test_unfit_state_is_refused_and_changes_nothing(state):
+def test_unfit_state_is_refused(state):
     scale = DynamicLossScale(16, minimum=4, maximum=64)
-    scale.update(True)
     with pytest.raises(ValueError, match="Received: "):
         scale.load_state_dict(state)
-    assert scale.state_dict() == {"scale": 16.0, "finite_steps": 1, "overflows": 0,
-                                  "settled": False}
-    assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=1)"
+    assert repr(scale) == "DynamicLossScale(scale=16.0, finite_steps=0)"
 
 
-def test_state_without_search_is_settled():
-    scale = DynamicLossScale()
-    scale.load_state_dict({"scale": 8.0, "finite_steps": 3})
+def test_state_of_earlier_versions_is_settled():
+    scale = DynamicLossScale().load_state_dict({"scale": 8.0, "finite_steps": 3})
     assert scale.state_dict() == {"scale": 8.0, "finite_steps": 3, "overflows": 0,
                                   "settled": True}
-
-
-def test_hysteresis_2_backs_off_at_second_overflow(caplog):
-    net = nn.Dense(1, in_units=1, prefix="dense_")
-    net.initialize(mx.init.One())
-    loss_scale = DynamicLossScale(8, hysteresis=2, growth_interval=3)
-    loss_scale.settled = True  # no search
-    trainer = amp.Trainer(amp.convert(net).collect_params(), "sgd", loss_scale=loss_scale)
-
-    def scale_after(*steps):
-        for x in steps:
-            with autograd.record():
-                loss = net(nd.array([[x]])).astype("float32")
-            trainer.backward(loss)
-            trainer.step(1)
-        return loss_scale.scale
-    with caplog.at_level("INFO", "gluon_amp"):
-        assert scale_after(60000) == 8  # 8 * 60000 overflows
-    assert caplog.messages == ["step skipped: gradients not finite in dense_weight; loss scale 8, "
-                               "kept by its hysteresis"]
-    assert scale_after(60000) == 4
-    assert scale_after(60000) == 2  # then it grows
-    assert scale_after(1, 1, 1) == 4
-    assert scale_after(60000) == 4
-    assert trainer.skipped == 4
-
-
-# ---- the search
-
-def searched(limit, initial=2.0 ** 16, **kwargs):
-    """A scale after a search in which gradients overflow above a limit; the number of passes, and
-    the scales that were tried."""
-    scale, tried = DynamicLossScale(initial, **kwargs), []
-    passes = scale._search(lambda s: bool(tried.append(s)) or s > limit)
-    return scale, passes, tried
-
-
-@pytest.mark.parametrize("exponent", range(16))
-def test_search_finds_fitting_scale_in_at_most_six_passes(exponent):
-    scale, passes, tried = searched(2.0 ** exponent)
-    assert 2 <= passes <= 6
-    assert passes == 1 + len(tried)
-    assert tried[-1] == scale.scale  # the scale of the gradients
-    largest = 2.0 ** exponent
-    assert scale.scale == largest if exponent >= 8 else largest / 8 <= scale.scale <= largest
-
-
-def test_search_divides_by_16_then_multiplies_by_4_and_2():
-    assert searched(2.0 ** 11)[2] == [2.0 ** 12, 2.0 ** 8, 2.0 ** 10, 2.0 ** 11]
-    assert searched(2.0 ** 14)[2] == [2.0 ** 12, 2.0 ** 14, 2.0 ** 15, 2.0 ** 14]
-
-
-def test_search_without_fitting_scale():
-    scale, passes, tried = searched(0.5)
-    assert (scale.scale, passes, tried[-1]) == (2.0 ** 16, 0, 1)
-    scale, passes, tried = searched(1, 2.0 ** 40, maximum=2.0 ** 40)
-    assert (scale.scale, passes, tried[-1]) == (2.0 ** 20, 0, 2.0 ** 20)
-    scale, passes, tried = searched(0.5, 1.0)
-    assert (scale.scale, passes, tried) == (1, 0, [])
-
-
-@pytest.mark.parametrize(("interval", "steps"), [(2000, 100), (30, 30), (1, 1)])
-def test_scale_is_settled_after_consecutive_finite_steps(interval, steps):
-    scale = DynamicLossScale(growth_interval=interval)
-    for _ in range(steps - 1):
-        scale.update(True)
-    if interval > 1:
-        scale.update(False)
-        for _ in range(steps - 1):
-            scale.update(True)
-    assert not scale.settled
-    scale.update(True)
-    scale.update(False)
-    assert scale.settled
 
 
 def test_valid_values_of_loss_scale():

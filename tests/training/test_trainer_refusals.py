@@ -280,9 +280,8 @@ def by_scaled_loss(loss, trainer):
 BACKWARD = by_trainer, by_scaled_loss
 
 
-@pytest.mark.parametrize(("how", "backward"), [
-    ("float16", by_trainer), ("plain", by_trainer), ("hybridized", by_trainer),
-    ("static", by_trainer), ("plain", by_scaled_loss)])
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("how", ["float16", "plain", "hybridized", "static"])
 @pytest.mark.parametrize("scale", [64, "dynamic"])
 @pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
                                   "LogisticRegressionOutput", "MAERegressionOutput", "make_loss"])
@@ -303,8 +302,7 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how, b
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=scale)
     before = values(net)
     loss = recorded(net, data, label)
-    which = "in" if backward is by_trainer else "by a scale"  # parameters
-    with pytest.raises(ValueError, match=rf"so the loss scale: .*{head}.* gradients {which} "):
+    with pytest.raises(ValueError, match=f"so the loss scale: {head}"):
         backward(loss, trainer)
     with pytest.raises(RuntimeError, match=r"step\(\) needs new gradients"):
         trainer.step(2)
@@ -314,8 +312,8 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how, b
     assert free.step(2)
 
 
-@pytest.mark.parametrize(("hybridized", "backward"), [
-    (False, by_trainer), (True, by_trainer), (False, by_scaled_loss)])
+@pytest.mark.parametrize("backward", BACKWARD)
+@pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("case", ["later", "added", "after another loss"])
 def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
     net, head, loss_fn = nn.Dense(3, in_units=4), Headed(), gluon.loss.SoftmaxCrossEntropyLoss()
@@ -339,7 +337,7 @@ def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
         if case == "later":
             assert trainer.step(2)
     before = values(net)
-    with pytest.raises(ValueError, match=r"so the loss scale: .*SoftmaxOutput"):
+    with pytest.raises(ValueError, match="so the loss scale: SoftmaxOutput"):
         backward_from(head)
     assert all(map(np.array_equal, before, values(net)))
 
@@ -372,8 +370,7 @@ def test_scaled_loss_makes_the_only_pass_through_a_loop_in_a_block(policy):
 
 
 @pytest.mark.parametrize("backward", BACKWARD)
-def test_loss_head_beside_a_loop_is_refused_by_its_name(backward):
-    """MXNet frees a loop's graph in its backward pass, so no second pass can check it."""
+def test_loss_head_beside_a_loop_is_refused(backward):
     weight = gluon.Parameter("weight", shape=(3,), init="ones")
     weight.initialize()
     trainer = amp.Trainer([weight], "sgd", loss_scale=64)

@@ -61,7 +61,7 @@ def test_module_trains_and_updates_in_few_launches(context, optimizer):
     update = calls_of(made.update)
     assert counted(update)["casts"] == 0
     if optimizer != "adam" and len(context) == 1:
-        assert counted(update)["launches"] <= 6
+        assert counted(update)["launches"] <= 7  # with the norm of the gradients
     made.forward(modules.batch(), is_train=False)
     made.get_outputs()[0].asnumpy()
     made.get_params()

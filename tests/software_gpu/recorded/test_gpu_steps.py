@@ -21,13 +21,13 @@ def update_of(count, policy, optimizer):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_update_takes_at_most_five_launches_more_than_float32(optimizer):
+def test_update_takes_few_launches_more_than_float32(optimizer):
     float32, float16 = (update_of(10, policy, optimizer) for policy in (None, "float16"))
     # LAMB takes six launches for each type of weights, and norms have float32 weights; one launch
-    # copies moving averages
-    assert float16["launches"] <= float32["launches"] + (7 if optimizer == "lamb" else 5)
+    # copies moving averages; four and a copy are for the norm of the gradients
+    assert float16["launches"] <= float32["launches"] + 4 + (7 if optimizer == "lamb" else 5)
     assert float16["casts"] == 0
-    assert float16["copies"] <= float32["copies"] + (optimizer == "adamw")
+    assert float16["copies"] <= float32["copies"] + 1 + (optimizer == "adamw")
     assert float16["synchronizations"] <= max(float32["synchronizations"], 7)
 
 
@@ -42,7 +42,7 @@ def test_step_runs_with_gpu_as_current_context():
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_launches_of_update_do_not_depend_on_number_of_weights(optimizer):
     few, many = (update_of(count, "float16", optimizer) for count in (2, 12))
-    assert few["launches"] == many["launches"] <= 16
+    assert few["launches"] == many["launches"] <= 17
     assert few["synchronizations"] == many["synchronizations"]
 
 
@@ -104,9 +104,7 @@ def test_master_weight_follows_only_a_written_weight(how, optimizer, tmp_path):
 
 
 def settled_scale():
-    scale = amp.DynamicLossScale(1024)
-    scale.settled = True  # no search
-    return scale
+    return amp.DynamicLossScale(1024, settled=True)
 
 
 def test_accumulated_gradients_are_checked_once_per_step():
