@@ -55,7 +55,9 @@ def wrapper(index: int) -> int:
 
 def package() -> Optional[Path]:
     """Returns the folder of the package that `import mxnet` would load, or None."""
-    spec = importlib.util.find_spec("mxnet")
+    spec = None
+    with suppress(ImportError):  # of an import hook
+        spec = importlib.util.find_spec("mxnet")
     folders = spec.submodule_search_locations if spec else None
     return next((Path(folder) for folder in folders or ()), None)
 

@@ -13,7 +13,7 @@ from ..annotations import Array, Optimizer, Updater
 from ..checks import counted, order_of
 from ..cpu.arrays import dtype_name, is_16bit
 from . import old_state_file, state_file
-from .optimizer import master_in, with_masters
+from .optimizer import is_of_mxnet, master_in, with_masters
 from .settings import restored, settings_of
 from .step import Step
 
@@ -77,9 +77,10 @@ def check_here(updater: Optional[Updater]) -> None:
 
 def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]], maker: Optimizer) -> None:
     """Sets the states and the optimizer of updaters of MXNet, on any device. A scheduler of the
-    same class as the file's stays the script's object."""
+    user's class stays the script's object."""
     mine = updaters[0].optimizer.lr_scheduler
-    if type(mine) is type(maker.lr_scheduler) and hasattr(mine, "__dict__"):
+    if type(mine) is type(maker.lr_scheduler) and not is_of_mxnet(type(mine)) \
+            and hasattr(mine, "__dict__"):
         vars(mine).update(vars(maker.lr_scheduler))
         maker.lr_scheduler = mine
     for updater, one in zip(updaters, states):

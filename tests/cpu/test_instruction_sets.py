@@ -7,7 +7,7 @@ from gluon_amp.cpu import library
 
 pytestmark = pytest.mark.long
 
-TESTS = Path(__file__).parents[1]
+HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
@@ -15,7 +15,7 @@ def test_each_instruction_set(isa):
     if isa == library.load():
         return  # this run tests it
     done = processes.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "vectorized",
-                         TESTS, GLUON_AMP_ISA=isa)
+                         HERE, GLUON_AMP_ISA=isa)
     if "must be one of" in done.stdout:
         pytest.skip(f"this processor has no {isa}")
     assert done.returncode == 0, done.stdout

@@ -30,7 +30,7 @@ from traces import at_most_traces
 EXAMPLES = Path(__file__).parents[2] / "example"
 REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
 FILES = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
-SHARED = {"recipes", "images"}
+SHARED = {"recipes", "images", "gradient_penalty"}
 SCRIPTS = {name: tree for name, tree in FILES.items() if name not in SHARED}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 

@@ -448,6 +448,19 @@ def test_schedulers_of_mxnet_resume_exactly_without_being_given(name, warmup, pa
     assert rates[0] == rates[1]
 
 
+def test_loading_does_not_change_a_scheduler_of_the_script(path):
+    """A script may keep a schedule of more epochs than the file's."""
+    net = make("float32")
+    params = net.collect_params()
+    amp.Trainer(params, "sgd", {"lr_scheduler": mx.lr_scheduler.CosineScheduler(9)},
+                loss_scale=8).save_states(path)
+    longer = mx.lr_scheduler.CosineScheduler(20)
+    trainer = amp.Trainer(params, "sgd", {"lr_scheduler": longer}, loss_scale=8)
+    trainer.load_states(path)
+    assert trainer.optimizer.lr_scheduler.max_update == 9
+    assert longer.max_update == 20
+
+
 class Halving(mx.lr_scheduler.LRScheduler):
     """A scheduler of the user's without `state_dict`."""
 
