@@ -129,11 +129,12 @@ class DynamicLossScale(LossScale):
 
         A scale fits if norm * scale <= 65504 / 16.
 
-            first 10 finite steps   by at most 16 per step, to the largest power of two that fits
-            later                   doubles after `growth_interval` finite steps, if that fits; 20
-                                    times as often while norm * scale < 65504 / 64
-            norm * scale > 65504/4  is lowered to one that fits, before anything overflows
-            overflow                is halved; in the first steps, divided by 16
+        - In the first 10 finite steps, it becomes the largest power of two that fits, and changes
+          by at most 16 in a step.
+        - Later, it doubles after ``growth_interval`` finite steps, if that fits; 20 times as often
+          while norm * scale < 65504 / 64.
+        - If norm * scale > 65504 / 4, it is lowered to one that fits, before anything overflows.
+        - An overflow halves it; in the first steps, it divides it by 16.
 
         Args:
             norm: the norm of all gradients together, unscaled; infinity or NaN after an overflow.
