@@ -221,6 +221,9 @@ class DynamicLossScale(LossScale):
         return f"DynamicLossScale(scale={self.scale!r}, finite_steps={self.finite_steps})"
 
 
+DynamicLossScale.__init__.__doc__ = "See the class for the arguments."
+
+
 @dataclass(frozen=True)
 class StaticLossScale(LossScale):
     """A constant loss scale, and the loss and optimizer that match it.
