@@ -49,11 +49,11 @@ def add_arguments(parser, folder="runs/image_classification"):
     training = parser.add_argument_group("training")
     add = training.add_argument  # the second names are from GluonCV's scripts
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-        help="type of the network; bfloat16: CPUs only, with --loss-scale none")
+        help="type of the network; bfloat16: CPUs only")
     add("--policy", choices=POLICIES,
         help="policy of gluon_amp.convert, in place of --dtype")
-    add("--loss-scale", type=recipes.loss_scale, default="dynamic",
-        help="loss scale: dynamic, a number or none")
+    add("--loss-scale", type=recipes.loss_scale, default="auto",
+        help="loss scale: auto, dynamic, a number or none")
     add("--batch-size", type=recipes.positive, default=64,
         help="batch size of a process, over all its GPUs")
     add("--epochs", "--num-epochs", type=recipes.positive, default=10,
@@ -164,9 +164,8 @@ def trainer_of(args, net, kvstore="device", **schedule):
                **recipes.momentum_of(args.optimizer, args.momentum)}
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    unscaled = args.loss_scale == "none" or (args.policy or args.dtype) in ("float32", "O0")
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
-                       loss_scale=None if unscaled else args.loss_scale)
+                       loss_scale=args.loss_scale)
 
 
 def loss_of(args):

@@ -136,11 +136,9 @@ def main(arguments=None):
     net.collect_params(".*(bias|gamma|beta|places)").setattr("wd_mult", 0.0)
     schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
                                 warmup_epochs=min(args.warmup, args.steps - 1))
-    scaled = args.dtype == "float16" and args.loss_scale != "none"
     trainer = amp.Trainer(net.collect_params(), "adamw",
                           {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
-                           "beta2": 0.95}, loss_scale=args.loss_scale if scaled else None,
-                          clip_norm=args.clip)
+                           "beta2": 0.95}, loss_scale=args.loss_scale, clip_norm=args.clip)
     print(f"{len(text)} characters, {len(alphabet)} of them different; "
           f"{sum(np.prod(p.shape) for p in net.collect_params().values())} parameters")
 

@@ -139,13 +139,11 @@ def main(arguments=None):
 
     # The Trainer scales the loss and updates float32 master weights
     net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # allocates all parameters
-    scaled = args.dtype == "float16" and args.loss_scale != "none"
     schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
                                 warmup_epochs=min(50, args.steps - 1))
     trainer = amp.Trainer(net.collect_params(), "sgd",
                           {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
-                           "momentum": args.momentum},
-                          loss_scale=args.loss_scale if scaled else None)
+                           "momentum": args.momentum}, loss_scale=args.loss_scale)
 
     total, start = 0.0, time.time()
     for step in range(1, args.steps + 1):

@@ -183,13 +183,13 @@ three_deviations = flag_type(three_numbers, lambda text: _above_0(decimals(text)
 
 
 def loss_scale(text):
-    """Parses `dynamic`, `none` or a number as the `loss_scale` of `Trainer` and `Module`."""
-    if text in ("dynamic", "none"):
-        return text
+    """Parses the `loss_scale` of `Trainer` and `Module`."""
+    if text in ("auto", "dynamic", "none"):
+        return None if text == "none" else text
     try:
         return amp.StaticLossScale(float(text)).scale
     except ValueError:
-        raise argparse.ArgumentTypeError("takes a positive number, dynamic or none. "
+        raise argparse.ArgumentTypeError("takes auto, dynamic, none or a positive number. "
                                          f"Received: {text}") from None
 
 
@@ -210,8 +210,8 @@ def add_step_flags(training, output, log_interval):
     add = training.add_argument
     add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
         help="type of the network")
-    add("--loss-scale", type=loss_scale, default="dynamic",
-        help="loss scale of float16: dynamic, a number or none")
+    add("--loss-scale", type=loss_scale, default="auto",
+        help="loss scale: auto, dynamic, a number or none")
     add_device_flags(training)
     add = output.add_argument
     add("--log-interval", type=positive, default=log_interval,

@@ -56,8 +56,8 @@ def add_arguments(parser):
         help="initializer of weights (default: normal for alexnet, xavier for vgg, else Gaussian "
         "xavier by fan-in of magnitude 2)")
     add("--dtype", default="float32", choices=("float32", "float16"), help="type of the network")
-    add("--loss-scale", type=recipes.loss_scale,
-        help="loss scale: a number, dynamic or none (default: dynamic for float16, else none)")
+    add("--loss-scale", type=recipes.loss_scale, default="auto",
+        help="loss scale: auto, dynamic, a number or none")
     add("--load-epoch", type=positive, help="resume from this epoch of --model-prefix")
     add("--resume", action="store_true", help="resume from the last checkpoint of "
         "--model-prefix, if any; a larger --num-epochs extends a finished run")
@@ -297,7 +297,6 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     if args.top_k and not 2 <= args.top_k <= args.num_classes:
         raise SystemExit(f"--top-k must be from 2 to --num-classes {args.num_classes}, or 0 for "
                          f"none. Received: {args.top_k}")
-    scale = args.loss_scale or ("dynamic" if args.dtype == "float16" else "none")
     if args.model_prefix:
         os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
     ranks = recipes.Ranks(args.kvstore)
@@ -323,7 +322,7 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
     train = mx.io.ResizeIter(train, batches, reset_internal=False)
     epoch_size = batches // per_update
     check_network(symbol, image_shape(args), args.model_prefix if begin else None)
-    options = {"context": contexts, "loss_scale": None if scale == "none" else scale,
+    options = {"context": contexts, "loss_scale": args.loss_scale,
                "fixed_param_names": fixed, "batches": per_update}
     if begin:
         states = has_states(args.model_prefix, begin)

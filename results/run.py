@@ -28,7 +28,7 @@ import study
 HERE = Path(__file__).parent
 # `control` is float32 with all weights changed by one unit in the last place: observe.py.
 TYPES = {"float32": "--dtype float32", "control": "--dtype float32", "float16": "--dtype float16"}
-BFLOAT16 = {"bfloat16": "--dtype bfloat16 --loss-scale none"}
+BFLOAT16 = {"bfloat16": "--dtype bfloat16"}
 PHOTOS = "SHARED/data/caltech10_128"
 EFFICIENTNET = "SHARED/models/efficientnet_lite0"
 

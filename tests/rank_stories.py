@@ -74,6 +74,39 @@ def predicts_before_training(store, rank):
     return trainer.skipped, held(trainer)
 
 
+class Squared(autograd.Function):
+    """Counts its passes and frees what it saved."""
+    passes = 0
+
+    def forward(self, x):
+        self.save_for_backward(x)
+        return x * x
+
+    def backward(self, gradient):
+        x, = self.saved_tensors
+        self.save_for_backward()
+        Squared.passes += 1
+        return 2 * x * gradient
+
+
+def counts_passes(store, rank):
+    """Backward passes and updates of a moving average in ten steps."""
+    mx.random.seed(rank)
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(momentum=0.5, in_channels=4))
+    net.initialize(mx.init.Constant(1))
+    amp.convert(net)
+    trainer = trainer_for(net, store)
+    Squared.passes, seen = 0, []
+    for _ in range(10):
+        with autograd.record():
+            loss = Squared()(net(nd.ones((2, 3)) * rank)).sum()
+        trainer.backward(loss)
+        trainer.step(4)
+        seen.append((Squared.passes, float(net[1].running_mean.data()[0].asscalar())))
+    return seen
+
+
 def starts_with_different_seeds(store, rank, deferred):
     """Values of a rank before and after its first steps."""
     mx.random.seed(rank)

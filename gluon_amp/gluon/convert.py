@@ -201,6 +201,9 @@ def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], poli
     operators = frozenset(_kept_operators(keep))
     types = _parameter_types(blocks, policy, kept, nodes, operators)
     _check_parameters(types)
+    for trainer in {p._trainer for p in types if p.grad_req != "null"}:
+        if hasattr(trainer, "check_policy"):
+            trainer.check_policy(policy)
     states = [State(
         policy, policy, _was_hybridized(block), block in kept, frozenset(nodes), operators,
         partial(_convert_new_child, policy, keep, block in kept, compares),

@@ -84,12 +84,11 @@ class Training(NamedTuple):
         """Returns that of a Trainer or a Module; without one, that of loss_scale="dynamic"."""
         if trainer is None:
             return cls()
-        step = getattr(trainer, "_step", None)
-        if step is None:  # MXNet's
+        if not hasattr(trainer, "scaling"):  # MXNet's
             return cls(largest=1.0, checks=False)
-        scale = step.loss_scale
+        scale = trainer.scaling
         return cls(getattr(scale, "minimum", scale.scale), getattr(scale, "maximum", scale.scale),
-                   step.checks_gradients)
+                   scale.scales or trainer._step.max_norm is not None)
 
     @property
     def fails(self) -> str:

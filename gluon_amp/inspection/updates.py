@@ -13,9 +13,10 @@ from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
 from ..cpu.arrays import dtype_name, is_16bit, squares, sync_master, to_float32
 from ..formats import FLOAT32, FORMATS, Format
+from ..training.gradients import clear_added
 from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
-from ..training.step import clear_added
+from ..training.step import Stage
 from ..training.trainer import Trainer
 from .judge import SMALLEST_SCALE
 from .modules import bound_module
@@ -213,7 +214,7 @@ def _check_trainer(trainer: GluonTrainer, net: Network) -> None:
     own = {id(p) for p in net.collect_params().values()}
     if not any(id(parameter) in own for parameter in trainer._params):
         raise ValueError("the trainer has none of the network's parameters")
-    if isinstance(trainer, Trainer) and trainer._step.begun:
+    if isinstance(trainer, Trainer) and trainer._step.stage is not Stage.EMPTY:
         raise ValueError("gradients wait for the trainer's step: call step() before the X-ray, "
                          "which takes a step for each batch")
 

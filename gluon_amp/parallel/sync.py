@@ -76,34 +76,40 @@ class Workers:
         if self._native:
             self._first_key = (number - 1) * _KEYS_OF_A_TRAINER
 
-    def sum(self, gradients: Iterable[Tuple[Any, List[Any]]]) -> Dict[Any, List[Any]]:
-        """Sums each gradient over its devices and all workers, in place.
+    def sum(self, step: Any, keys: Optional[Sequence[Any]] = None) -> None:
+        """Sums the gradients of a `Step` over devices and workers: in place, or in new arrays that
+        the step uses instead, if the store does not round 16-bit sums.
 
         Args:
-            gradients: a parameter's key in the store, and its gradient on each device.
-
-        Returns:
-            The float32 sums of 16-bit gradients that the store does not round, to be used
-            instead: by the parameter's key, on each device.
+            step: the step.
+            keys: the keys of parameters in the store; by default their numbers.
         """
-        if not self.sums:
-            return {}
-        gradients = list(gradients)
-        if not gradients:
-            return {}
+        gradients = step.read()
+        step.begin_sum(self.adds(gradients))
+        on_devices: Dict[Any, List[Any]] = {}
+        for gradient in gradients:
+            key = gradient.index if keys is None else keys[gradient.index]
+            on_devices.setdefault(key, []).append(gradient)
+        arrays = [(key, [g.own for g in same]) for key, same in on_devices.items()]
         if self._native:
-            gradients = self._without_bfloat16(gradients)
-        self.lay_out(g for _, on_devices in gradients for g in on_devices)
+            arrays = self._without_bfloat16(arrays)
+        self.lay_out(array for _, some in arrays for array in some)
         if self.sums_at_once:
-            return self._kvstore.sum_all(gradients, self.owner)
-        for i, (number, on_devices) in enumerate(gradients):
+            for key, sums in self._kvstore.sum_all(arrays, self.owner).items():
+                for gradient, array in zip(on_devices[key], sums):
+                    gradient.array = array
+            return
+        for i, (number, some) in enumerate(arrays):
             key = self._key(number)
-            if on_devices[0].stype == "default":
-                self._kvstore.pushpull(key, on_devices, priority=-i)
+            if some[0].stype == "default":
+                self._kvstore.pushpull(key, some, priority=-i)
             else:
-                self._kvstore.push(key, on_devices, priority=-i)
-                self._kvstore.pull(key, out=on_devices, priority=-i, ignore_sparse=False)
-        return {}
+                self._kvstore.push(key, some, priority=-i)
+                self._kvstore.pull(key, out=some, priority=-i, ignore_sparse=False)
+
+    def adds(self, gradients: Sequence[Any]) -> bool:
+        """Whether a sum over devices and workers changes gradients."""
+        return self.sums and (self.count > 1 or any(g.device for g in gradients))
 
     def _without_bfloat16(self, gradients: List[Tuple[Any, List[Any]]]
                           ) -> List[Tuple[Any, List[Any]]]:

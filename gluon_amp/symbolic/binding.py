@@ -104,17 +104,19 @@ GradReq = Union[str, Sequence[str], Mapping[str, str]]
 class Bindable(mx.sym.Symbol):
     """A symbol that binds a graph with settings and a loss scale."""
 
-    is_scaled: bool = False  # whether backward passes have a loss scale
+    # whether backward passes of a graph with arrays of these 16-bit types have a loss scale
+    decide_scale: Callable[[Collection[str]], bool] = staticmethod(lambda types: False)
     has_loss: bool = False  # whether any node is a loss head
     devices: int = 1  # devices that synchronize in training
     averages: FrozenSet[str] = frozenset()  # names of moving averages of MXNet's operators
 
     @classmethod
-    def from_symbol(cls, symbol: "mx.sym.Symbol", is_scaled: bool) -> "Bindable":
+    def from_symbol(cls, symbol: "mx.sym.Symbol",
+                    decide_scale: Callable[[Collection[str]], bool]) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
         made = cls(handle)
-        made.is_scaled = is_scaled
+        made.decide_scale = decide_scale
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
         made.devices = devices_that_wait(graph)
@@ -129,16 +131,17 @@ class Bindable(mx.sym.Symbol):
         types = self._types(type_dict or {})
         graph = Graph.read(self)
         entries = graph.types(types)
-        used = set(entries.values())
-        low = not used.isdisjoint(TYPES_16BIT)
+        low = {dtype for dtype in entries.values() if dtype in TYPES_16BIT}
         requests = _requests(grad_req, self.list_arguments())
+        trains = any(request != "null" for request in requests.values())
+        is_scaled = trains and self.decide_scale(low)
         frozen = _freeze(graph, requests)
-        if not (low or frozen or self.is_scaled):
+        if not (low or frozen or is_scaled):
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         heads: Set[str] = set()
-        if self.is_scaled:
+        if is_scaled:
             heads = heads_within(
                 graph, {name for name, request in requests.items() if request != "null"},
                 library.facts_on_gradients(self), {n for n in graph.nodes() if n.op in LOSSES})
@@ -147,11 +150,11 @@ class Bindable(mx.sym.Symbol):
                 shapes[name], types[name], requests[name] = (1,), "float32", "null"
         on_gpu = ctx.device_type == "gpu"
         if low:
-            check_device(graph, POLICIES["bfloat16" if "bfloat16" in used else "float16"], on_gpu)
-            trains_on_gpu = on_gpu and any(request != "null" for request in requests.values())
+            check_device(graph, POLICIES["bfloat16" if "bfloat16" in low else "float16"], on_gpu)
+            trains_on_gpu = on_gpu and trains
             graph = build(channels_last(graph, types) if trains_on_gpu else graph, types)
             graph = fuse_norms(graph, types) if trains_on_gpu else graph
-        as_built = low and not on_gpu
+        as_built = bool(low) and not on_gpu
         with _bound_as_built(options.get("group2ctx")) if as_built else nullcontext():
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,

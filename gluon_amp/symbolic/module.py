@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import (
     Any,
     Callable,
+    Collection,
     Dict,
     Hashable,
     Iterable,
@@ -29,9 +30,11 @@ from ..cpu.bfloat16 import is_bfloat16
 from ..files import must_exist, replace_file
 from ..graph.operators import LOSSES
 from ..parallel import consistency, store
+from ..parallel.sync import Workers
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import unscaled_head_error
+from ..training.backward import backward_pass, scale_of_pass, unscaled_head_error
+from ..training.gradients import Gradient
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
@@ -43,14 +46,8 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import (
-    Gradient,
-    Step,
-    backward_pass,
-    gradients_of,
-    in_turn,
-    scale_of_pass,
-)
+from ..training.step import Stage, Step, in_turn
+from ..training.trained import Trained
 from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
 
@@ -66,7 +63,7 @@ def _wait_for_averages() -> None:
     mx.nd.waitall()
 
 
-class _Module:
+class _Module(Trained):
     """The mixin of `Module` and `BucketingModule`."""
 
     _number = 0  # among this process's distributed Modules
@@ -74,43 +71,25 @@ class _Module:
     # An updater and its states for the next update. Until then it has the file's numbering.
     _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
-    _norm_is_hidden = False  # whether the last update has used sums of gradients of a store
+    _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
+    _gradients: Sequence[Gradient] = ()
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
-        self._step = Step(loss_scale, clip_norm, self._read_gradients, self._adding, marked=False)
-        self._workers = self._step.workers
-
-    @property
-    def loss_scale(self) -> float:
-        """The loss scale of the next step; 1 without scaling."""
-        return self._step.loss_scale.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of skipped steps."""
-        return self._step.skipped
-
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """The names of parameters whose gradients are not finite.
-
-        These are pending gradients or else those of the last step.
-        """
-        return self._step.overflowed
+        self._workers = Workers(names=True)
+        self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm, False,
+                          self._adding)
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last update together, as the update sees them.
+        if self._store_updates():
+            raise RuntimeError("gradient_norm needs gradients that this process sums, and the "
+                               "store sums them. Valid: a loss scale, clip_norm, or "
+                               "MXNET_UPDATE_ON_KVSTORE=0")
+        return super().gradient_norm
 
-        They are summed over devices and workers, unscaled, and multiplied by `rescale_grad`, but
-        not clipped. Without a loss scale and `clip_norm`, a store may sum them in its own arrays:
-        then it raises RuntimeError.
-        """
-        if self._norm_is_hidden:
-            raise RuntimeError("gradient_norm needs a loss scale, clip_norm, or one device without "
-                               "a kvstore: otherwise the store has the sums of gradients")
-        return self._step.gradient_norm
+    def _decide(self) -> None:
+        """loss_scale="auto" is decided when a graph that trains is bound: see `_bindable`."""
 
     def _module(self) -> mx.mod.Module:
         """Returns the current module of MXNet."""
@@ -133,7 +112,12 @@ class _Module:
         if not isinstance(symbol, mx.sym.Symbol):
             raise TypeError(f"{type(self).__name__} takes a symbol. Received: "
                             f"{type(symbol).__name__}")
-        return Bindable.from_symbol(symbol, self._step.scaling)
+
+        def decide_scale(types: Collection[str]) -> bool:
+            self._step.decide(types)
+            return self._step.scaling
+
+        return Bindable.from_symbol(symbol, decide_scale)
 
     def init_params(self,
                     initializer: Optional[mx.init.Initializer] = mx.init.Uniform(0.01),  # noqa: B008
@@ -253,22 +237,20 @@ class _Module:
         module = self._module()
         if not self.optimizer_initialized:
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
-        self._step.check_new("update()")
+        gradients = self._step.take("update()")
         if self._fitting_states:
             updater, states = self._fitting_states
             files.give([updater], [states], updater.optimizer)
             self._fitting_states = None
-        self._norm_is_hidden = not self._step.checks_gradients and module._kvstore is not None
-        if not self._step.checks_gradients and not self._norm_is_hidden:
-            self._step.note_unchecked(module._optimizer.rescale_grad)
-        if not self._step.checks_gradients and self._mxnet_updates():
-            self._update_by_mxnet()
-            self._step.reset()
+        self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
+        if self._store_updates():
+            self._workers.lay_out(gradient.own for gradient in gradients)
+            super().update()
+            self._step.finish()
             return True
         group, optimizer = module._exec_group, module._optimizer
-        self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
-        self._step.sum(group.param_names)
-        gradients = self._step.to_use()
+        if self._workers.sums:
+            self._workers.sum(self._step, group.param_names)
         used = {(g.index, g.device): g.array for g in gradients}
         devices = range(len(module._context))
         at = {name: i for i, name in enumerate(group.param_names)}
@@ -283,12 +265,7 @@ class _Module:
             _update_params(weights, grad_arrays, module._updater, len(devices), None, names)
 
         try:
-            if self._step.checks_gradients or self._step.weights_replaced:
-                self._step.update_or_skip(gradients, rescale_grad, lambda: apply)
-            else:
-                apply(rescale_grad)
-                self._step.reset()
-                self._step.updated = True
+            self._step.apply(gradients, rescale_grad, lambda: apply)
         finally:
             optimizer.rescale_grad = rescale_grad
         if self._workers.exchange and not self._workers.compared:
@@ -296,20 +273,16 @@ class _Module:
             self.check_ranks()
         return self._step.updated
 
-    def _update_by_mxnet(self) -> None:
-        """Updates as MXNet does."""
-        gradients = self._module()._exec_group.grad_arrays
-        self._workers.lay_out(g for on_devices in gradients for g in on_devices if g is not None)
-        super().update()
-
-    def _read_gradients(self) -> List[Gradient]:
+    def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""
         group = self._module()._exec_group
-        return [gradient for i, (name, weights, grads) in enumerate(zip(
+        if group.grad_arrays is not self._grad_arrays:  # a new list after each change
+            self._grad_arrays, self._gradients = group.grad_arrays, [
+                Gradient(i, name, device, weight, own, own, group.grad_req[name] == "add")
+                for i, (name, weights, grads) in enumerate(zip(
                     group.param_names, group.param_arrays, group.grad_arrays))
-                if grads[0] is not None
-                for gradient in gradients_of(i, name, weights, grads,
-                                             group.grad_req[name] == "add")]
+                if grads[0] is not None for device, (weight, own) in enumerate(zip(weights, grads))]
+        return self._gradients
 
     def _adding(self) -> List[Array]:
         """Returns the gradients to which each backward pass adds."""
@@ -352,14 +325,9 @@ class _Module:
                                                     group.grad_arrays)
                 if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
 
-    def _mxnet_updates(self) -> bool:
-        """Whether MXNet's update suffices if gradients are not checked."""
-        module = self._module()
-        if module._update_on_kvstore:
-            return not self._workers.sums_at_once
-        same = module._exec_group.param_names == self._numbered()._exec_group.param_names
-        return self._workers.count == 1 and same and not self._workers.sums_at_once \
-            and not self._sums_bfloat16()
+    def _store_updates(self) -> bool:
+        """Whether the store updates weights."""
+        return bool(self._module()._update_on_kvstore) and not self._workers.sums_at_once
 
     def _sums_bfloat16(self) -> bool:
         """Whether it sums bfloat16 gradients of several devices, which MXNet's stores truncate."""
@@ -381,7 +349,7 @@ class _Module:
                 (name, name, arrays) for name, arrays in zip(group.param_names,
                                                              group.param_arrays)], True)
             # pending gradients belong to other weights and another scale
-            self._step.weights_replaced = workers.any(self._step.begun)
+            self._step.weights_replaced = workers.any(self._step.stage is not Stage.EMPTY)
         workers.broadcast([(f"statistics {name}", arrays) for name, arrays in
                            zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
@@ -496,13 +464,14 @@ class Module(_Module, mx.mod.Module):
 
     Args:
         symbol: the result of `gluon_amp.convert_symbol`, or a symbol with casts.
-        loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
+        loss_scale: as for `gluon_amp.Trainer`; the types of the symbol's arrays decide "auto" when
+            it is bound.
         clip_norm: the largest norm of all gradients together, unscaled and multiplied by
             `rescale_grad`. None does not clip.
         kwargs: as for `mx.mod.Module`.
     """
 
-    def __init__(self, symbol: Symbol, *args: Any, loss_scale: GivenLossScale = None,
+    def __init__(self, symbol: Symbol, *args: Any, loss_scale: GivenLossScale = "auto",
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         """See the class for the arguments."""
         self._init_step(loss_scale, clip_norm)
@@ -557,7 +526,7 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     """
 
     def __init__(self, sym_gen: Callable[[Any], Any], *args: Any,
-                 loss_scale: GivenLossScale = None,
+                 loss_scale: GivenLossScale = "auto",
                  clip_norm: Optional[float] = None, **kwargs: Any) -> None:
         """See the class for the arguments."""
         if not callable(sym_gen):

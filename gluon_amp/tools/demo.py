@@ -57,8 +57,7 @@ class _Run:
             convert(self.net, dtype)
         self.net.hybridize(static_alloc=True, static_shape=True)
         self.trainer = Trainer(self.net.collect_params(), "sgd",
-                               {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4},
-                               loss_scale="dynamic" if dtype == "float16" else None)
+                               {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-4})
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.seconds: List[float] = []
 

@@ -13,7 +13,6 @@ from weakref import ref
 
 from .._mxnet import mx
 from ..checks import listed
-from ..formats import FLOAT16
 from ..gluon.convert import convert
 from ..gluon.converted import ConvertedBlock, blocks_in
 from ..policy import Policy, get_policy
@@ -35,8 +34,7 @@ class Switch:
         self._hybridized: List[ref[Any]] = []
         self._passes = 0  # backward passes since the last step
         self._nested = False  # within a call that the switch has replaced
-        low = policy.compute == FLOAT16
-        self.loss_scale: Optional[str] = "dynamic" if low else None
+        self.loss_scale: Optional[str] = "auto"
 
     def begin(self, one: Any) -> None:
         """Notes the script's Trainer or Module when it begins to train."""
@@ -44,7 +42,7 @@ class Switch:
             self.refuse("the script has a second Trainer or Module that trains",
                         "for Trainers: amp.convert(net) for each network, amp.Trainer for each "
                         "gluon.Trainer, and amp.backward(loss, [trainer, ...]). For Modules: "
-                        "amp.Module(amp.convert_symbol(symbol), loss_scale='dynamic')")
+                        "amp.Module(amp.convert_symbol(symbol))")
         self.trains = one
 
     def refuse(self, what: str, instead: str) -> NoReturn:

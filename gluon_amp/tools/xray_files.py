@@ -193,7 +193,7 @@ def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
     """Returns the X-ray of a symbol with losses."""
     data, labels = batches[0]
     module = Module(convert_symbol(model.symbol, policy, like=False), data_names=model.inputs,
-                    label_names=model.labels, context=mx.cpu(), loss_scale="dynamic")
+                    label_names=model.labels, context=mx.cpu())
     module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
                 [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
     try:

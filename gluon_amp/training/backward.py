@@ -5,6 +5,7 @@ operators (Custom) are known by the gradient that they declare. A head counts if
 it, and if its gradient reaches a trained variable.
 """
 import functools
+from contextlib import contextmanager
 from typing import (
     AbstractSet,
     Any,
@@ -24,7 +25,7 @@ from ..cpu.arrays import TYPES_16BIT, dtype_name
 from ..cpu.library import Facts, facts_on_gradients, graph_operators
 from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import HEADS, STOPS, USER_CODE
-from .step import Step
+from .step import Stage, Step
 
 
 def run_backward(losses: List["mx.nd.NDArray"], scale: Optional[float] = None,
@@ -40,6 +41,34 @@ def run_backward(losses: List["mx.nd.NDArray"], scale: Optional[float] = None,
 def _head_gradient(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
     """Returns the head gradient of a loss: an array filled with a number."""
     return mx.nd.full(shape, number, context, dtype)
+
+
+def scale_of_pass(steps: Sequence[Step]) -> float:
+    """Returns the scale of the next backward pass for these steps: that of earlier passes since the
+    last update, or the smallest of the steps."""
+    begun = {step.scale for step in steps if step.stage is not Stage.EMPTY}
+    if len(begun) > 1:
+        raise RuntimeError("these Trainers have had backward passes at different loss scales since "
+                           "their last steps: call gluon_amp.backward for all of them, or "
+                           f"step before. Received: {', '.join(map(str, sorted(begun)))}")
+    return min(begun or {step.loss_scale.scale for step in steps})
+
+
+@contextmanager
+def backward_pass(steps: Sequence[Step], losses: Sequence["mx.nd.NDArray"]) -> Iterator[float]:
+    """Yields the scale of the backward pass in the `with` block, which belongs to these steps and
+    starts at these losses."""
+    scale = scale_of_pass(steps)
+    with mx.autograd.pause():  # operations on gradients are not recorded
+        for step in steps:
+            step.begin(scale)
+    ended: Optional[Sequence[mx.nd.NDArray]] = None
+    try:
+        yield scale
+        ended = losses
+    finally:
+        for step in steps:
+            step.end(scale, ended)
 
 
 def check_losses(losses: List[Any]) -> None:
@@ -66,7 +95,7 @@ def check_loss_heads(steps: Sequence[Step], losses: List[Any]) -> None:
     new = graph_operators(losses)
     if all(new <= step.checked for step in steps):
         return
-    gradients = [gradient.own for step in steps for gradient in step.all()]
+    gradients = [gradient.own for step in steps for gradient in step.read()]
     heads = set().union(*(_loss_heads(mx.autograd.get_symbol(loss.as_nd_ndarray()), gradients)
                           for loss in losses))
     if heads:

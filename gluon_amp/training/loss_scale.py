@@ -11,7 +11,7 @@ import logging
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, Optional, Union
+from typing import Any, Collection, Dict, Iterable, Optional, Union
 
 from mxnet.gluon.loss import Loss, SDMLLoss
 
@@ -55,6 +55,10 @@ class LossScale:
         """Returns the loss scale of the next step. See `DynamicLossScale.update`."""
         return self
 
+    def for_types(self, types: Collection[str]) -> LossScale:
+        """Returns the loss scale for gradients that are computed in these 16-bit types."""
+        return self
+
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""
         return {}
@@ -68,6 +72,19 @@ class LossScale:
 
     def __repr__(self) -> str:
         return "None"  # the value of `loss_scale=`
+
+
+class AutoLossScale(LossScale):
+    """The loss scale that fits the types of gradients, before they are decided."""
+    kind = "loss_scale='auto'"
+
+    def for_types(self, types: Collection[str]) -> LossScale:
+        if "float16" in types:
+            return DynamicLossScale()
+        return StaticLossScale(1) if types else LossScale()  # bfloat16 has float32's range
+
+    def __repr__(self) -> str:
+        return "'auto'"
 
 
 _LARGEST = 65504.0  # in float16
@@ -316,12 +333,12 @@ def as_loss_scale(value: GivenLossScale) -> LossScale:
         return LossScale()
     if isinstance(value, LossScale):
         return value
-    if isinstance(value, str) and value == "dynamic":
-        return DynamicLossScale()
+    if isinstance(value, str) and value in ("auto", "dynamic"):
+        return AutoLossScale() if value == "auto" else DynamicLossScale()
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         return StaticLossScale(positive_number(value, "loss_scale"))
-    raise ValueError('loss_scale takes "dynamic", a number, a StaticLossScale, a DynamicLossScale, '
-                     f"or None for no scaling. Received: {value!r}")
+    raise ValueError('loss_scale takes "auto", "dynamic", a number, a StaticLossScale, a '
+                     f"DynamicLossScale, or None for no scaling. Received: {value!r}")
 
 
 def _no_weight(cls: type) -> str:

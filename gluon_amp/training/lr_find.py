@@ -26,8 +26,8 @@ from ..annotations import LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
 from ..checks import imports_of, iterator, positive_number, whole_number
 from ..files import check_target, replace_file
+from .gradients import clear_added
 from .loss_scale import LossScaleError
-from .step import clear_added
 from .trainer import Trainer
 
 log = logging.getLogger("gluon_amp")

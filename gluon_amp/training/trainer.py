@@ -15,12 +15,20 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set,
 from .._mxnet import mx
 from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
 from ..checks import counted, in_names, listed, positive_number, same_objects
-from ..cpu.arrays import is_16bit
+from ..cpu.arrays import TYPES_16BIT, dtype_name, is_16bit
 from ..parallel import consistency, store
-from ..parallel.sync import BROADCAST_KEYS
+from ..parallel.sync import BROADCAST_KEYS, Workers
+from ..policy import Policy
 from . import checkpoint, masters
-from .backward import check_loss_heads, check_losses, run_backward
-from .loss_scale import GivenLossScale
+from .backward import (
+    backward_pass,
+    check_loss_heads,
+    check_losses,
+    run_backward,
+    scale_of_pass,
+)
+from .gradients import Gradient, set_to_zero
+from .loss_scale import GivenLossScale, LossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_rescales,
@@ -30,21 +38,13 @@ from .optimizer import (
     weights_unwritten,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import (
-    Gradient,
-    Stage,
-    Step,
-    backward_pass,
-    gradients_of,
-    in_turn,
-    scale_of_pass,
-    set_to_zero,
-)
+from .step import Stage, Step, in_turn
+from .trained import Trained
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
 
 
-class Trainer(mx.gluon.Trainer):
+class Trainer(Trained, mx.gluon.Trainer):
     """A `gluon.Trainer` with loss scaling, gradient clipping and float32 master weights.
 
         with autograd.record():
@@ -65,7 +65,11 @@ class Trainer(mx.gluon.Trainer):
         compression_params: refused.
         update_on_kvstore: True lets the store update; valid without a loss scale. By default the
             store updates row_sparse parameters only.
-        loss_scale: "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
+        loss_scale: "auto", "dynamic", a number, a StaticLossScale, a DynamicLossScale, or None.
+            "auto" is "dynamic" if gradients are computed in float16, 1 (which skips steps with
+            infinities) if in bfloat16, and else None, MXNet's own step. The parameters and the
+            policies of their networks decide when the training begins: with the first backward
+            pass, step, kvstore or `load_states`.
         clip_norm: the largest norm of all gradients together, unscaled and divided by the batch
             size. None does not clip.
     """
@@ -77,6 +81,7 @@ class Trainer(mx.gluon.Trainer):
     # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
+    _is_decided = False  # whether `_decide` has decided
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
     _has_updated = False
 
@@ -85,18 +90,18 @@ class Trainer(mx.gluon.Trainer):
                  optimizer_params: Optional[Dict[str, Any]] = None,
                  kvstore: KVStore = "device",
                  compression_params: Optional[Dict[str, Any]] = None,
-                 update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "dynamic",
+                 update_on_kvstore: Optional[bool] = None, loss_scale: GivenLossScale = "auto",
                  clip_norm: Optional[float] = None) -> None:
         """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._averaged: List[Any] = []  # `AveragedWeights`
         self._found: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
         self._gradients: List[Gradient] = []
-        self._step = Step(loss_scale, clip_norm, self._read_gradients)
+        self._workers = Workers()
+        self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm)
         # what `_averages` has found
         self._found_for_averages: List[Any] = []
         self._found_averages: Named = []
-        self._workers = self._step.workers
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         counts = Counter(one for one in parameters if isinstance(one, Parameter))
@@ -104,7 +109,8 @@ class Trainer(mx.gluon.Trainer):
         if twice:
             raise ValueError("a Trainer takes each parameter once. Received twice: "
                              + listed(twice))
-        if self._step.checks_gradients:
+        checks = clip_norm is not None or self._decided_now(parameters).scales
+        if checks:
             store.check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
         kvstore = store.make_store(kvstore, compression_params)
@@ -114,9 +120,8 @@ class Trainer(mx.gluon.Trainer):
             update_on_kvstore = False
         super().__init__(params, optimizer, optimizer_params, kvstore, compression_params,
                          update_on_kvstore)
-        if self._step.checks_gradients and self._contexts[0].device_type == "gpu":
-            self._step.averages = MovingAverages(self._averages)
-            self._step.averages.begin()
+        if checks:
+            self._check_averages()
         self._store_is_dist = "dist" in store.kind_of(kvstore)
         # otherwise in the first backward pass, when all parameters have their shapes
         if self._store_is_dist and all(p._data is not None for p in self._params):
@@ -130,41 +135,56 @@ class Trainer(mx.gluon.Trainer):
                         optimizer_params: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
-        if self._step.scaling:
+        if self._decided_now(self._params).scales:
             check_scalable(optimizer)
             check_rescales(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
     @property
-    def loss_scale(self) -> float:
-        """The loss scale of the next step; 1 without scaling."""
-        return self._step.loss_scale.scale
-
-    @property
-    def skipped(self) -> int:
-        """The number of skipped steps."""
-        return self._step.skipped
-
-    @property
-    def overflowed(self) -> Tuple[str, ...]:
-        """The names of parameters whose gradients are not finite.
-
-        These are pending gradients or else those of the last step.
-        """
-        return self._step.overflowed
+    def scaling(self) -> LossScale:
+        """The loss scale with its limits; of "auto", as it would be decided now."""
+        return self._decided_now(self._params)
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last step together, as the update sees them.
-
-        They are summed over devices and workers, unscaled, and divided by the batch size, but not
-        clipped. It is infinite or NaN if a step was skipped for that, and None before the first.
-        Without a loss scale and `clip_norm`, reading it computes it, before the next backward pass.
-        """
         if self._update_on_kvstore:
             raise RuntimeError("gradient_norm needs gradients that this process sums, and servers "
                                "sum them. Valid: a Trainer with update_on_kvstore=False")
-        return self._step.gradient_norm
+        return super().gradient_norm
+
+    # ---- loss_scale="auto"
+
+    def _decided_now(self, parameters: Sequence[Any]) -> LossScale:
+        """Returns the loss scale that `_decide` would decide now."""
+        loss_scale = self._step.loss_scale
+        return loss_scale if self._is_decided else loss_scale.for_types(
+            types_of_gradients(parameters))
+
+    def _decide(self) -> None:
+        """Decides loss_scale="auto". If the network was converted since `__init__`, checks what
+        that checks."""
+        if self._is_decided:
+            return
+        self._step.decide(types_of_gradients(self._params))
+        self._is_decided = True
+        if self._step.scaling:
+            check_scalable(self._optimizer)
+            check_rescales(self._optimizer)
+            config = self._kvstore_params
+            store.check_kvstore(config["kvstore"], config["update_on_kvstore"], self._params)
+            config["update_on_kvstore"] = False
+            self._check_averages()
+
+    def _check_averages(self) -> None:
+        """Keeps moving averages on GPUs finite."""
+        if self._contexts[0].device_type == "gpu" and self._step.averages is None:
+            self._step.averages = MovingAverages(self._averages)
+            self._step.averages.begin()
+
+    def check_policy(self, policy: Policy) -> None:
+        """Refuses to convert parameters to a policy if its gradients need another loss scale than
+        loss_scale="auto" has become."""
+        self._step.check_types(_types_of(policy))
 
     # ---- a backward pass
 
@@ -188,9 +208,10 @@ class Trainer(mx.gluon.Trainer):
         found = [one for p in self._params for one in (p._data, p._grad, p._grad_req)]
         if not same_objects(found, self._found):
             self._found, self._gradients = found, [
-                gradient for i, p in enumerate(self._params) if p.grad_req != "null"
-                for gradient in gradients_of(i, p.name, p._data or p.list_data(),  # or its error
-                                             p._grad, p.grad_req == "add")]
+                Gradient(i, p.name, device, weight, own, own, p.grad_req == "add")
+                for i, p in enumerate(self._params) if p.grad_req != "null"
+                for device, (weight, own) in enumerate(zip(p._data or p.list_data(),  # its error
+                                                           p._grad))]
         return self._gradients
 
     # ---- a step
@@ -228,7 +249,7 @@ class Trainer(mx.gluon.Trainer):
         reached = {gradient.index for gradient in self._step.find_new()}
         set_to_zero(gradient.own for gradient in self._unreached(reached))
         super().allreduce_grads()
-        self._step.guard(self._step.new())
+        self._step.guard()
 
     @in_turn
     def update(self, batch_size: int, ignore_stale_grad: bool = False) -> bool:
@@ -246,7 +267,7 @@ class Trainer(mx.gluon.Trainer):
         For each parameter's name they are a list over devices. `update` uses these arrays, with
         your changes. The 16-bit gradients stay scaled.
         """
-        low = [g.name for g in self._step.all() if is_16bit(g.own.dtype)]
+        low = [g.name for g in self._step.read() if is_16bit(g.own.dtype)]
         if low and not self._optimizer.multi_precision:
             raise RuntimeError("unscale() returns float32 gradients, which need an optimizer with "
                                "master weights: multi_precision=True. Received: multi_precision="
@@ -272,23 +293,19 @@ class Trainer(mx.gluon.Trainer):
         """
         positive_number(max_norm, "max_norm")
         rescale_grad = self._scale / positive_number(batch_size, "batch_size")
-        gradients = self._step.read("clip_norm()")
+        gradients = self._step.take("clip_norm()")
         self._connect()
-        if self._step.sums_several and self._step.stage is not Stage.SUMMED:
+        if self._workers.adds(gradients) and self._step.stage is not Stage.SUMMED:
             raise RuntimeError("clip_norm() before the sum over devices and workers: call trainer."
                                "allreduce_grads(), then clip_norm(), then update(batch_size)")
-        self._step.guard(gradients)
-        self._step.next_max_norm = max_norm
-        return self._step.multiplier(rescale_grad) * self._step.norm(gradients)
+        return self._step.clip(max_norm, rescale_grad)
 
     def _check_step(self, call: str, batch_size: object, ignore_stale_grad: bool) -> None:
         positive_number(batch_size, "batch_size")
         self._check_own_weights(call)
         self._take_parameters(call)
-        self._step.check_new(call)
-        if self._step.scaling:
-            self._step.to_use(ignore_stale_grad)  # raises if some are stale
-        self._step.count_writes()
+        if not self._update_on_kvstore:
+            self._step.take(call, ignore_stale_grad)
 
     def _take_parameters(self, call: str) -> None:
         """Becomes the Trainer of its parameters. Refuses 16-bit weights that this Trainer and
@@ -310,21 +327,21 @@ class Trainer(mx.gluon.Trainer):
         """Sums gradients over devices and workers, once."""
         if self._update_on_kvstore:
             self._update_on_servers()
-        else:
-            self._step.sum()
+        elif self._workers.sums:
+            self._workers.sum(self._step)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        """Updates with `Step.update_or_skip`, or like MXNet if gradients are not checked."""
+        """Updates with `Step.apply`, or like MXNet if gradients are neither checked nor replaced.
+        """
         self._check_summed()
         step = self._step
-        if not step.decides:
+        if self._update_on_kvstore or not step.checks_next:
             if not self._update_on_kvstore:
-                step.note_unchecked(self._optimizer.rescale_grad, ignore_stale_grad)
+                step.note_unchecked(step.find_new(), self._optimizer.rescale_grad)
             super()._update(ignore_stale_grad)
-            step.reset()
-            step.updated = True
+            step.finish()
             return
-        gradients = step.to_use(ignore_stale_grad)
+        gradients = step.find_new()
 
         def prepare() -> Callable[[float], None]:
             updates = []
@@ -340,7 +357,7 @@ class Trainer(mx.gluon.Trainer):
             return update
 
         try:
-            step.update_or_skip(gradients, self._optimizer.rescale_grad, prepare)
+            step.apply(gradients, self._optimizer.rescale_grad, prepare)
         finally:
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
@@ -484,6 +501,7 @@ class Trainer(mx.gluon.Trainer):
     def _connect_servers(self) -> None:
         """Creates the store of servers that update. With an optimizer they can do nothing else, so
         before that, ranks compare their networks and get rank 0's parameters."""
+        self._decide()
         if self._servers_connected or not self._servers_update():
             return
         self._servers_connected = True
@@ -528,12 +546,12 @@ class Trainer(mx.gluon.Trainer):
     def _reach(self, parameters: Set[int]) -> None:
         """Marks all gradients of these parameters as new."""
         for gradient in self._unreached(parameters):
-            gradient.weight._fresh_grad = True
-        self._step.note_written()
+            gradient.is_new = True
+            gradient.weight._fresh_grad = not self._step.scaling
 
     def _unreached(self, parameters: Set[int]) -> List[Gradient]:
         """Returns the gradients of these parameters that are not new, if they will be summed."""
-        return [gradient for gradient in self._step._gradients if self._workers.sums
+        return [gradient for gradient in self._step.read() if self._workers.sums
                 and gradient.index in parameters and not gradient.is_new]
 
     def _check_reached(self) -> Set[int]:
@@ -549,7 +567,7 @@ class Trainer(mx.gluon.Trainer):
 
     def _reached(self) -> Tuple[Set[int], Set[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
-        reached = {g.index for g in self._step.to_use()}
+        reached = {g.index for g in self._step.find_new()}
         flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
         return reached, {i for i, column in enumerate(zip(*flags)) if any(column)}
 
@@ -589,6 +607,7 @@ class Trainer(mx.gluon.Trainer):
             ValueError: the file does not fit or is damaged. Nothing changes.
         """
         self._check_own_weights("load_states()")
+        self._decide()
         states, maker, training = checkpoint.read(fname, self._optimizer)
         with checkpoint.one_error(fname):
             checkpoint.check_order(training.get("names", []), [p.name for p in self._params])
@@ -620,6 +639,22 @@ class Trainer(mx.gluon.Trainer):
         """Returns MXNet's updater of each device, or that of the store; [None] if servers update.
         """
         return [self._kvstore._updater] if self._update_on_kvstore else self._updaters
+
+
+def types_of_gradients(parameters: Sequence[Any]) -> Set[str]:
+    """Returns the 16-bit types in which gradients of trained parameters are computed: their own,
+    and those of the policies of their networks."""
+    types = set()
+    for parameter in parameters:
+        if isinstance(parameter, Parameter) and parameter.grad_req != "null":
+            policy = getattr(parameter, "converted_by_gluon_amp", None)
+            types |= {dtype_name(parameter.dtype)} if policy is None else _types_of(policy)
+    return types & set(TYPES_16BIT)
+
+
+def _types_of(policy: Policy) -> Set[str]:
+    """Returns the 16-bit types of a policy; the other formats are one of these or float32."""
+    return {policy.parameter.name, policy.compute.name, policy.output.name} & set(TYPES_16BIT)
 
 
 def _described(parameters: Sequence[Parameter]) -> List[Tuple[str, Any, bool]]:
@@ -664,6 +699,8 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     if shared:
         raise ValueError("each Trainer has parameters of its own. Received in several: "
                          f"{', '.join(shared[:5])}")
+    for trainer in found:
+        trainer._decide()
     if len({trainer._step.scaling for trainer in found}) > 1:
         raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
                          "scale, or all with loss_scale=None")
@@ -676,10 +713,11 @@ def _backward(call: str, loss: Arrays,
     steps = [trainer._step for trainer in trainers]
 
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
-        for step in sorted(steps, key=id):  # one order, so that threads cannot block each other
-            stack.enter_context(step.turn(call))
+        for trainer in sorted(trainers, key=id):  # one order: threads cannot block each other
+            stack.enter_context(trainer._step.turn(call))
         for trainer in trainers:
             trainer._check_own_weights(call)
+            trainer._decide()
             stack.enter_context(weights_unwritten(trainer._optimizer))
         if steps[0].scaling:
             _prepare(trainers, losses)
@@ -690,9 +728,9 @@ def _backward(call: str, loss: Arrays,
 
 def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
     """Checks losses, and agrees with other ranks on weights and loss scale."""
-    check_losses(losses)
     for trainer in trainers:
         trainer._broadcast_parameters()
+    check_losses(losses)
     steps = [trainer._step for trainer in trainers]
     if scale_of_pass(steps) != 1:
         check_loss_heads(steps, losses)
@@ -715,6 +753,7 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
     trainer._check_own_weights("scale_loss()")
+    trainer._decide()
     if not trainer._step.scaling:
         yield loss
         _after_pass([trainer], 1.0)

@@ -97,6 +97,16 @@ def test_ranks_stop_at_same_step(ranks, store, loss_scale):
     assert agree(results)
 
 
+@pytest.mark.parametrize("store", EITHER)
+def test_each_call_of_backward_is_one_pass_on_each_rank(ranks, store):
+    of_rank_0, of_rank_1 = ranks.run("counts_passes", 2, store)
+    assert [passes for passes, _ in of_rank_0] == list(range(1, 11))
+    assert [passes for passes, _ in of_rank_1] == list(range(1, 11))
+    assert all(average == 0 for _, average in of_rank_0)  # its data are 0
+    first, second = (average for _, average in of_rank_1[:2])
+    assert second == pytest.approx(1.5 * first, rel=0.1)  # one update each; the weights changed
+
+
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("count", RANKS)
 def test_ranks_match_one_process_with_whole_batch(ranks, store, count):
@@ -175,7 +185,8 @@ def test_unsupported_arguments_are_refused_before_store_exists(error):
     net = nn.Dense(1, in_units=1)
     net.initialize()
     with pytest.raises(ValueError, match=error):
-        amp.Trainer(net.collect_params(), "sgd", **{"kvstore": "dist_sync", **REFUSED[error]})
+        amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic",
+                    **{"kvstore": "dist_sync", **REFUSED[error]})
 
 
 def test_launched_workers_with_local_kvstore_log_warning(monkeypatch, caplog):
@@ -204,7 +215,7 @@ def test_row_sparse_parameters_are_refused_with_several_workers():
     embedding = nn.Embedding(4, 2, sparse_grad=True)
     embedding.initialize()
     with pytest.raises(ValueError, match="row_sparse"):
-        amp.Trainer(embedding.collect_params(), "sgd", kvstore="dist_sync")
+        amp.Trainer(embedding.collect_params(), "sgd", kvstore="dist_sync", loss_scale=8)
 
 
 def test_check_ranks_of_one_process_passes():
@@ -242,8 +253,8 @@ class OfTwo(mx.kv.KVStoreBase):
 
 
 @pytest.mark.parametrize("stype", ["default", "row_sparse"])
-def test_operator_error_is_raised_by_the_sum(stype):
+def test_operator_error_is_raised_before_the_sum(stype):
     workers = Workers(OfTwo())
     failed = nd.linalg.potrf(nd.array([[-1.0]])).tostype(stype)  # of a matrix that is not positive
     with pytest.raises(mx.MXNetError, match="potrf"):
-        workers.sum([(0, [failed])])
+        workers.lay_out([failed])

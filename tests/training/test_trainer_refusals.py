@@ -412,7 +412,7 @@ def test_no_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match=r"needs parameters. Received: none"):
         amp.Trainer([], "sgd")
     net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd")
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
     net.collect_params().setattr("grad_req", "null")
     with pytest.raises(RuntimeError, match="nothing to train: all parameters of"):
         trainer.backward(ones())
@@ -521,12 +521,12 @@ def test_optimizers_that_ignore_rescale_grad_are_refused():
     mod.bind([("data", (2, 3))], [("out_label", (2, 3))])
     mod.init_params()
     with pytest.raises(ValueError, match=r"Plain ignores rescale_grad.*Valid: gradients times"):
-        amp.Trainer(net.collect_params(), Plain())
+        amp.Trainer(net.collect_params(), Plain(), loss_scale=8)
     with pytest.raises(ValueError, match="Plain ignores rescale_grad"):
         mod.init_optimizer(optimizer=Plain())
     amp.Trainer(net.collect_params(), Plain(), loss_scale=None)
     for other in (Rescaled(), Sign(), Needs()):
-        amp.Trainer(net.collect_params(), other)
+        amp.Trainer(net.collect_params(), other, loss_scale=8)
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
