@@ -53,25 +53,125 @@ def test_overflow_of_fully_masked_rows_blames_mask():
     assert "where" in blamed or "scalar" in blamed
 
 
-def test_log_of_underflowed_input_blames_producer():
-    def forward(F, x, dense, out):
-        p = F.sigmoid(dense(x)) * 1e-3
-        return out(F.log(p * p * p) * 0.1)
-    net = calling(forward, *layers(8, 4))
-    view = amp.xray(net, batches(6), LOSS)
-    assert view.first_overflow.op == "log"
-    assert view.findings[0].node == named("net__mul1")
-    assert view.findings[0].reason == "range below"
-    check_mended(net, view, batches(6))
+def scaled(x, *factors, F=None):
+    """x, multiplied by each factor, or its gradient with F."""
+    for factor in factors:
+        x = F.contrib.gradientmultiplier(x, scalar=factor) if F else x * factor
+    return x
 
 
-def test_log_of_cancelled_difference_is_kept_with_its_operands():
-    def forward(F, x, dense, out):
-        return out(F.log(1 - F.sigmoid(F.relu(dense(x)) * 2 + 9)) * 0.1)
+def log_of_a_cube(F, x, dense, out):
+    p = F.sigmoid(dense(x)) * 1e-3
+    return out(F.log(p * p * p) * 0.1)
+
+
+# the network, the node of the first finding, its reason, the factor of the loss
+FAULTS = {
+    "log of an input that vanishes": (log_of_a_cube, "net__mul1", "range below", 1),
+    "log of a difference that cancels": (
+        lambda F, x, dense, out: out(F.log(1 - F.sigmoid(F.relu(dense(x)) * 2 + 9)) * 0.1),
+        None, "cancellation", 1),
+    "growing values": (lambda F, x, dense, out: out(scaled(dense(x), *[4] * 22, 2.0 ** -44)),
+                       None, "range above, by a constant", 1),
+    # they overflow at the smallest loss scale, and no other gradient needs a larger one
+    "growing gradients": (lambda F, x, dense, out: out(scaled(dense(x), *[64] * 4, F=F)),
+                          None, "range above, by a constant", 2.0 ** 36),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_found_and_keep_mends_it(fault):
+    forward, node, reason, factor = FAULTS[fault]
+
+    def loss_fn(output, label):
+        return LOSS(output, label) * factor
     net = calling(forward, *layers(8, 4))
+    view = amp.xray(net, batches(6), loss_fn)
+    assert reason in {finding.reason for finding in view.findings}
+    assert node is None or view.findings[0].node == named(node)
+    assert not any("suit" in note for note in view.notes)
+    check_mended(net, view, batches(6), loss_fn)
+
+
+def quantized(F, x, dense, out):
+    h = dense(x)
+    return out(h + F.BlockGrad(F.round(h * 16) / 16 - h))
+
+
+def without_gradient(F, x, dense, out):
+    h = dense(x)
+    return out(F.exp(h + F.BlockGrad(h * 1e-3 + 300) * 1e-4))
+
+
+def masked_in_one_batch(F, x, dense, out):
+    return out(F.softmax(dense(x) + (x > 3) * -3e4))
+
+
+def masked_near_the_limit(F, x, dense, out):
+    return out(F.softmax(dense(x) + (x > 0) * -5e4))
+
+
+@pytest.mark.parametrize("forward", [quantized, without_gradient, masked_in_one_batch,
+                                     masked_near_the_limit])
+def test_network_without_a_fault_has_no_finding(forward):
+    given = batches(6)
+    given[0][0][2, 3] = 9.0  # the other batch is below 3
+    assert given[1][0].max().asnumpy() < 3
+    view = amp.xray(calling(forward, *layers(6, 4)), given, LOSS)
+    assert view.findings == []
+    assert not any("largest number" in note for note in view.notes)
+
+
+def test_zeros_with_large_gradients_are_not_counted_as_rounded():
+    """The mean of a fully masked row."""
+    def forward(F, x, mask, dense, out):
+        h = F.batch_dot(F.expand_dims(mask, 1), dense(x))
+        return out(F.broadcast_div(h, mask.sum(axis=1).reshape((-1, 1, 1)) + 1e-2))
+    masks = nd.array(np.random.default_rng(0).random((8, 5)) < 0.5)
+    masks[3] = 0
+    given = [(data, masks, label) for data, label in batches(5, 6)]
+    net = calling(forward, *layers(8, flatten=False), nn.Dense(4))
+    assert amp.xray(net, given, LOSS).findings == []
+
+
+def test_only_the_first_cause_is_blamed():
+    """Not nodes after an infinity behind a norm, nor the cast that rounds a gradient."""
+    def infinite(F, x, dense, norm, out):
+        return out(F.relu(norm(dense(x * F.ones_like(x) * 1e5))))
+
+    def rounded(F, x, dense, out, side):
+        return out(dense(x)) + F.contrib.gradientmultiplier(side(x), scalar=1e-12)
+    dense, out = layers(8, 4)
+    net = calling(infinite, dense, nn.LayerNorm(in_channels=8, prefix="net_norm_"), out)
+    assert [finding.node for finding in amp.xray(net, batches(6), LOSS).findings] == [
+        named("net__mulscalar0")]
+    net = calling(rounded, *layers(8, 4, 4))
     view = amp.xray(net, batches(6), LOSS)
-    assert view.findings[0].reason == "cancellation"
-    check_mended(net, view, batches(6))
+    assert view.findings[0].node == "net_gradientmultiplier0"
+    assert {finding.node for finding in view.findings} <= {row.node for row in amp.types(net)}
+
+
+def test_operand_of_a_sum_moves_the_loss_as_the_sum_does():
+    """Its gradient, which is not counted, is that of the sum."""
+    def forward(F, x, dense, out):
+        h = dense(x)
+        large = F.ones_like(h) * 300
+        return out(F.exp(F.elemwise_add(F.elemwise_add(h, large), -large)))
+    view = amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS, reference=False)
+    assert view.findings[0].node == "net_elemwise_add0"
+    assert view.findings[0].reason == "small errors move the loss"
+
+
+def test_advice_is_given_after_the_trainer_stops():
+    def forward(F, x, dense, out):
+        h = dense(x) * 2.0 ** 12
+        return out(h * h * 2.0 ** -24)
+    net = calling(forward, *layers(8, 4))
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
+    view = amp.xray(net, batches(6) * 10, LOSS, trainer)
+    assert "because the trainer has stopped" in str(view)
+    assert len(view.steps) < 20
+    assert view.findings[0].node == named("net__mul0")
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -94,72 +194,6 @@ def test_gradient_infinite_at_any_scale_blames_rounded_cosine(trained):
                                    "finite at any loss scale")
     assert "the loss scales are those of the network after keep=" in view.notes
     check_mended(net, view, given)
-
-
-def test_gradient_rounded_by_cast_blames_node_that_produced_it():
-    def forward(F, x, dense, out, side):
-        return out(dense(x)) + F.contrib.gradientmultiplier(side(x), scalar=1e-12)
-    net = calling(forward, *layers(8, 4, 4))
-    net(batches(6)[0][0])
-    view = amp.xray(net, batches(6), LOSS)
-    assert view.findings[0].node == "net_gradientmultiplier0"
-    assert {finding.node for finding in view.findings} <= {row.node for row in amp.types(net)}
-
-
-def test_nodes_after_infinity_behind_norm_are_not_blamed():
-    def forward(F, x, dense, norm, out):
-        return out(F.relu(norm(dense(x * F.ones_like(x) * 1e5))))
-    dense, out = layers(8, 4)
-    net = calling(forward, dense, nn.LayerNorm(in_channels=8, prefix="net_norm_"), out)
-    assert [finding.node for finding in amp.xray(net, batches(6), LOSS).findings] == [
-        named("net__mulscalar0")]
-
-
-def test_all_layers_with_growing_values_are_kept():
-    def forward(F, x, inner, out):
-        x = inner(x)
-        for _ in range(22):
-            x = x * 4
-        return out(x * 2.0 ** -44)
-    net = calling(forward, *layers(8, 4))
-    view = amp.xray(net, batches(8), LOSS)
-    assert view.findings[0].reason == "range above, by a constant"
-    assert not any("does not suit" in note for note in view.notes)
-    check_mended(net, view, batches(8))
-
-
-def test_all_layers_with_growing_gradients_are_kept():
-    """They overflow at the smallest loss scale, and no other gradient needs a larger one."""
-    def forward(F, x, inner, out):
-        x = inner(x)
-        for _ in range(4):
-            x = F.contrib.gradientmultiplier(x, scalar=64)
-        return out(x)
-
-    def large(output, label):
-        return LOSS(output, label) * 2.0 ** 36
-    net = calling(forward, *layers(8, 4))
-    view = amp.xray(net, batches(8), large)
-    assert "range above, by a constant" in {finding.reason for finding in view.findings}
-    check_mended(net, view, batches(8), large)
-
-
-def test_advice_is_given_after_trainer_stops():
-    def forward(F, x, dense, out):
-        h = dense(x) * 2.0 ** 12
-        return out(h * h * 2.0 ** -24)
-    net = calling(forward, *layers(8, 4))
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
-    view = amp.xray(net, batches(6) * 10, LOSS, trainer)
-    assert "because the trainer has stopped" in str(view)
-    assert len(view.steps) < 20
-    assert view.findings[0].node == named("net__mul0")
-
-
-def test_none_as_batches_is_refused():
-    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
-    with pytest.raises(TypeError, match=r"list of tuples \(data, label\).*Received: NoneType"):
-        amp.xray(net, None, LOSS)
 
 
 def test_saved_folder_keeps_lost_argument(tmp_path):
@@ -186,45 +220,6 @@ def test_gradients_that_fit_no_loss_scale_are_reported():
     again = calling(forward, *layers(8, 4))
     again(given[0][0])
     assert not amp.xray(amp.convert(again, keep=view.keep), given, large).findings
-
-
-def test_straight_through_quantizer_is_no_false_positive():
-    def forward(F, x, dense, out):
-        h = dense(x)
-        return out(h + F.BlockGrad(F.round(h * 16) / 16 - h))
-    assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []
-
-
-def test_zeros_are_not_counted_as_rounded_despite_large_gradients():
-    """Gradients are large where a product is 0: the mean of a fully masked row."""
-    def forward(F, x, mask, dense, out):
-        h = F.batch_dot(F.expand_dims(mask, 1), dense(x))
-        return out(F.broadcast_div(h, mask.sum(axis=1).reshape((-1, 1, 1)) + 1e-2))
-    masks = nd.array(np.random.default_rng(0).random((8, 5)) < 0.5)
-    masks[3] = 0
-    given = [(data, masks, label) for data, label in batches(5, 6)]
-    net = calling(forward, *layers(8, flatten=False), nn.Dense(4))
-    assert amp.xray(net, given, LOSS).findings == []
-
-
-# ---- tensors without counted gradients: the gradient of a summand is that of the sum
-
-
-def test_operand_of_sum_moves_loss_as_sum_does():
-    def forward(F, x, dense, out):
-        h = dense(x)
-        large = F.ones_like(h) * 300
-        return out(F.exp(F.elemwise_add(F.elemwise_add(h, large), -large)))
-    view = amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS, reference=False)
-    assert view.findings[0].node == "net_elemwise_add0"
-    assert view.findings[0].reason == "small errors move the loss"
-
-
-def test_tensor_without_gradient_does_not_move_loss():
-    def forward(F, x, dense, out):
-        h = dense(x)
-        return out(F.exp(h + F.BlockGrad(h * 1e-3 + 300) * 1e-4))
-    assert amp.xray(calling(forward, *layers(8, 4)), batches(6), LOSS).findings == []
 
 
 # ---- float32 nodes whose output is cast back to float16

@@ -116,18 +116,6 @@ def test_xray_of_rnn_layer_alone():
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
-def test_xray_of_network_in_numpy_mode():
-    mx.npx.set_np()
-    try:
-        net = prepared(nn.Dense(4, in_units=6))
-        given = [tuple(array.as_np_ndarray() for array in batch) for batch in rows()]
-        view = amp.xray(net, given, LOSS)
-    finally:
-        mx.npx.reset_np()
-    assert (view.findings, view.keep) == ([], [])
-    np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
-
-
 def test_loss_moved_by_all_products_blames_none():
     mx.random.seed(1)
     net = gluon.model_zoo.vision.mobilenet0_25(classes=4)  # norms of 16 numbers at its end

@@ -130,12 +130,6 @@ def test_gradients_that_need_a_larger_scale_than_the_trainings(loss_scale, said)
     assert view.severity == ("good" if loss_scale == "dynamic" else "warning")
 
 
-def test_bfloat16_needs_no_loss_scale():
-    view = amp.xray(network(policy="bfloat16"), regression(5e4), gluon.loss.L2Loss())
-    assert (view.severity, view.findings) == ("good", [])
-    assert view.verdict.startswith("Training runs: ")
-
-
 class Parts(gluon.HybridBlock):
     """Reads the columns of its data apart, as in a network of several features."""
 
@@ -166,21 +160,6 @@ def test_large_data_are_named_and_nothing_is_kept(make, factor, size):
     assert "does not suit" not in str(view)
     fixed = [(data / factor, label) for data, label in batches]
     assert amp.xray(net, fixed, gluon.loss.L2Loss()).findings == []
-
-
-def test_large_numpy_data_are_named():
-    mx.npx.set_np()
-    try:
-        net = nn.HybridSequential()
-        net.add(nn.Dense(4), nn.Dense(1))
-        net.initialize()
-        amp.convert(net)
-        data = mx.np.array(np.random.default_rng(0).normal(size=(8, 5))) * 2 ** 20
-        view = amp.xray(net, [(data, mx.np.zeros((8, 1)))], gluon.loss.L2Loss())
-    finally:
-        mx.npx.reset_np()
-    assert "normalize the input data: mean " in view.verdict
-    assert view.keep == []
 
 
 def test_tiny_data_are_named():
