@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import training_logs as logs
 from gluon_amp.reports import read_logs
-from gluon_amp.reports.colors import COLORS, DARK, INK, number_type
+from gluon_amp.reports.colors import COLORS, number_type
 from gluon_amp.reports.compare import groups
 from gluon_amp.reports.plots import CHARTS, forest, plots, shortened
 from PIL import Image
@@ -120,30 +120,6 @@ def test_differences_are_drawn_with_margin():
     assert "float16 +0.20 points (-0.05 to +0.45)" in plot.caption
     assert seen(colors_of(plot.png), COLORS["float16"])
     assert forest(comparisons(made("float32"), made("float16")), 0.5) is None
-
-
-def test_colors_have_contrast_for_normal_and_color_blind_vision():
-    def light(color):
-        part = np.array([int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)])
-        return np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4)
-
-    def contrast(a, b):
-        a, b = sorted(0.05 + light(c) @ [0.2126, 0.7152, 0.0722] for c in (a, b))
-        return b / a
-
-    # deuteranopia (Viénot, 1999), as the cube root of linear light
-    blind = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
-    assert DARK.keys() == COLORS.keys()
-    for palette, paper in ((COLORS, "#ffffff"), (DARK, "#16181d")):
-        colors = list(palette.values())
-        assert min(contrast(color, paper) for color in colors) > 2
-        assert min(contrast(color, paper) for color in colors[:4]) > 3
-        for i, a in enumerate(colors):
-            for b in colors[:i]:
-                assert np.linalg.norm(np.cbrt(blind @ light(a)) - np.cbrt(blind @ light(b))) > 0.1
-    assert COLORS["float32"] == INK
-    grey = [light(COLORS[name]) @ [0.2126, 0.7152, 0.0722] for name in ("float32", "float16")]
-    assert grey[1] > 5 * grey[0]  # in grayscale
 
 
 def test_times_increase_in_every_chart_and_first_epoch_ends_at_1(tmp_path):
