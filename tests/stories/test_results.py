@@ -1,6 +1,5 @@
 """results/: rebuilt byte for byte; imagenet: matches its sources; its page in a browser."""
 import csv
-import importlib.util
 import os
 import re
 import shutil
@@ -231,17 +230,3 @@ def test_plots_are_visible_offline_in_light_and_dark(dark, colors, paper, tmp_pa
 def test_page_loads_nothing_from_elsewhere():
     for path in RESULTS.rglob("*.html"):
         assert not re.search(r"(src|href)=\"?[^#\"]|url\([^#]|@import|fetch\(", path.read_text())
-
-
-def test_import_of_build_script_builds_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "out")])
-    spec = importlib.util.spec_from_file_location("build", RESULTS / "build.py")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    assert not (tmp_path / "out").exists()
-
-
-def test_help_of_build_script_builds_nothing(tmp_path):
-    done = subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), "--help"],
-                          cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("usage: build.py")
-    assert list(tmp_path.iterdir()) == []
