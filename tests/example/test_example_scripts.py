@@ -58,31 +58,11 @@ def test_only_public_names_are_used(file):
             assert node.attr in names.get(node.value.id, {node.attr}), node.attr
 
 
-def beside(script, seen=()):
-    """The other scripts that a script needs, directly or indirectly."""
-    names = {module for module, _ in imported(SCRIPTS[script])} & set(SCRIPTS) - {script, *seen}
-    return names.union(*(beside(name, (script, *seen)) for name in names))
-
-
-@each_script
-def test_script_needs_shared_modules_and_at_most_one_other_script(script):
-    assert "recipes" in {module for module, _ in imported(SCRIPTS[script])}
-    assert len(beside(script)) <= 1
-
-
 def test_package_attribute_error_names_location_of_recipes():
     with pytest.raises(AttributeError, match=r"'recipes'\. .* module is example/recipes\.py of"):
         gluon_amp.recipes  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'recipe'$"):
         gluon_amp.recipe  # noqa: B018
-
-
-def test_no_function_is_defined_in_two_scripts():
-    functions = [node.name for tree in SCRIPTS.values() for node in tree.body
-                 if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main"]
-    both = {name for name in functions if functions.count(name) > 1}
-    assert both <= {"add_arguments", "network"}  # for Gluon and for a Module; new and pretrained
-    assert not set(functions) & {*dir(recipes), *dir(images)}
 
 
 def parser_of(script, monkeypatch):
@@ -260,11 +240,6 @@ def test_lr_find_uses_training_images():
         batches = lr_find.Batches(recipe.parse(flags), recipes.Ranks(), loader, mx.cpu())
         (_, label), = batches
         assert label.shape == shape
-
-
-def test_help_shows_defaults_for_scaled_pixels_only(monkeypatch):
-    text = parser_of("image_classification", monkeypatch).format_help()
-    assert re.search(r"--mean for pixels\s+from 0 to 255\n", text)
 
 
 def rates(steps, **options):
