@@ -34,18 +34,6 @@ def measured():
 
 
 MEASURED = measured()
-each_sample = pytest.mark.parametrize("key", MEASURED, ids=" ".join)
-
-
-def differing(key, change=None):
-    """Returns how many measured results differ from the rule, or from a changed one."""
-    (gpu, factors, sums), (a, b, c, d) = key, MEASURED[key]
-    parameters = rule.RULES[GPUS.get(gpu, gpu)][factors]
-    if change:
-        parameters = parameters._replace(**change(parameters))
-    result = rule.product(a[:, None].astype("float64"), b[:, :, None].astype("float64"),
-                          c[:, None].astype(sums), parameters, rule.FORMATS[factors])
-    return int((result.ravel().astype("float32").view("uint32") != d.ravel().view("uint32")).sum())
 
 
 def test_sample_has_each_measured_gpu_and_format():
@@ -55,32 +43,14 @@ def test_sample_has_each_measured_gpu_and_format():
         assert {f for g, f, _ in MEASURED if g == gpu} == set(rule.RULES[GPUS.get(gpu, gpu)])
 
 
-@each_sample
+@pytest.mark.parametrize("key", MEASURED, ids=" ".join)
 def test_rule_gives_the_measured_bits(key):
-    assert differing(key) == 0
-
-
-CHANGES = {"a bit less": lambda p: {"fraction": p.fraction - 1},
-           "a bit more": lambda p: {"fraction": p.fraction + 1},
-           "a shorter result": lambda p: {"result": p.result - 1},
-           "half a block": lambda p: {"block": p.block // 2},
-           "the other order": lambda p: {"halves": not p.halves}}
-
-
-def told(name, gpu, factors, sums):
-    """Whether any of the published results tells the rule from a changed one."""
-    if name == "half a block":
-        return factors != "tf32" or gpu not in ("H100", "H200", "B200")
-    if name == "a shorter result":
-        return sums == "float32" and (gpu, factors) != ("B200", "float8_e4m3")
-    return name == "the other order" \
-        or sums == "float32" and (gpu != "B200" or "float8" not in factors)
-
-
-@pytest.mark.parametrize(("key", "name"), [
-    (key, name) for key in MEASURED for name in CHANGES if told(name, *key)])
-def test_sample_tells_the_rule_from_others(key, name):
-    assert differing(key, CHANGES[name]) > 0
+    (gpu, factors, sums), (a, b, c, d) = key, MEASURED[key]
+    result = rule.product(a[:, None].astype("float64"), b[:, :, None].astype("float64"),
+                          c[:, None].astype(sums), rule.RULES[GPUS.get(gpu, gpu)][factors],
+                          rule.FORMATS[factors])
+    np.testing.assert_array_equal(result.ravel().astype("float32").view("uint32"),
+                                  d.ravel().view("uint32"))
 
 
 def test_documented_examples():
