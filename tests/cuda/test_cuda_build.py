@@ -1,4 +1,4 @@
-"""`gluon-amp cuda build`, with small compilers of the tests and one file with the real nvcc."""
+"""`gluon-amp cuda build`, with small compilers of the tests."""
 import fcntl
 import lzma
 import os
@@ -452,46 +452,6 @@ def test_library_without_code_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must be libmxnet.so of mxnet-cu112 1.9.1, with code for "
                                          r"GPUs. Received: a library without .nvFatBinSegment"):
         elf.host_part(tmp_path / "lib.so")
-
-
-# ---- the real compiler
-
-
-def test_real_compiler_makes_the_kernels_that_the_tests_make(tmp_path, monkeypatch):
-    """The PTX of nvcc 13 and the machine code of ptxas have the parts that the build reads."""
-    if shutil.which("nvcc") is None:
-        pytest.skip("no nvcc on PATH")
-    nvcc, version = toolkit.compiler(toolkit._nvcc(tmp_path))
-    if not version.startswith("13."):
-        pytest.skip("nvcc is not of version 13")
-    (tmp_path / "two.cu").write_text("""
-        struct Both { double a; char b; };
-        static __device__ int table[3] = {1, 2, 3};
-        static __device__ int unused = 4;
-        template <typename T> __global__ void fill(T* out, int i) { out[i] = table[i]; }
-        template __global__ void fill<float>(float*, int);
-        template __global__ void fill<double>(double*, int);
-        namespace { __global__ void hidden(Both both, int* out) { *out = both.b; } }
-        __global__ void __launch_bounds__(256) bounded() {}
-        void* used() { return reinterpret_cast<void*>(hidden); }
-    """)
-    made = tmp_path / "made.ptx"
-    toolkit.run([str(nvcc), "-std=c++14", "-arch=compute_90", "-ptx", "-o", str(made),
-                 str(tmp_path / "two.cu")])
-    wanted = [f"_ZN{len(cuda_trees.WHEELS_NAMESPACE)}{cuda_trees.WHEELS_NAMESPACE}6hiddenE4BothPi"]
-    read = ptx.parse(ptx.rename_namespace(made.read_text(), wanted))
-    kernels = {item.name: ptx.parameters(item) for item in read.items if item.is_kernel}
-    assert kernels == {
-        "_Z4fillIfEvPT_i": ((0, 0, 8), (1, 8, 4)), "_Z4fillIdEvPT_i": ((0, 0, 8), (1, 8, 4)),
-        wanted[0]: ((0, 0, 16), (1, 16, 8)), "_Z7boundedv": ()}
-    some = ptx.limit_registers(ptx.select(read, [*wanted, "_Z4fillIfEvPT_i", "_Z7boundedv"]),
-                               {"_Z4fillIfEvPT_i": 64, "_Z7boundedv": 64})
-    assert [item.name for item in some.items if not item.is_kernel] == ["table"]
-    made.write_text(str(some))
-    code = tmp_path / "made.cubin"
-    toolkit.run([str(nvcc.with_name("ptxas")), "-arch=sm_90", str(made), "-o", str(code)])
-    assert {name: each.parameters for name, each in elf.kernels(code.read_bytes()).items()} == {
-        name: kernels[name] for name in some.kernels}
 
 
 def test_repositories_are_pinned_by_commit():
