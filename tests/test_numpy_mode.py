@@ -203,14 +203,6 @@ def test_files_are_float32_and_load_into_a_float32_network(policy, batch, tmp_pa
     assert onp.array_equal(served(batch[0]).asnumpy(), plain(batch[0]).asnumpy())
 
 
-def test_exported_casts_compute_the_same(batch, tmp_path):
-    net = convolutional("float16", batch[0])
-    net.export(str(tmp_path / "net"), remove_amp_cast=False)
-    served = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                       str(tmp_path / "net-0000.params"))
-    assert onp.array_equal(served(batch[0]).asnumpy(), net(batch[0]).asnumpy())
-
-
 @pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
 def test_exported_features_are_part_of_a_network(policy, batch, tmp_path):
     convolutional(policy, batch[0]).export(str(tmp_path / "net"))
@@ -252,16 +244,6 @@ def test_symbol_block_of_several_inputs_and_outputs_is_part_of_a_network():
 
 
 # ---- tools -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
-def test_learning_rate_range_test(policy, batch):
-    net = convolutional(policy, batch[0])
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    before = values(net)
-    found = amp.lr_find(net, trainer, LOSS, [batch], start=1e-3, end=10, steps=20)
-    assert len(found.rates) == len(found.losses) > 10
-    assert same(before, values(net))
 
 
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
@@ -477,16 +459,6 @@ def test_recurrent_layers_in_graphs_begin_with_zeros(layer, policy, tmp_path):
     assert onp.allclose(net(x).asnumpy(), expected, atol=0.03)
     assert trained(net, lambda net: (net(x) ** 2).mean(), 3)[-1] < (expected ** 2).mean()
     amp.export_onnx(net, str(tmp_path / "net.onnx"), x.shape, policy)
-
-
-def test_accumulated_gradients_start_at_zero(batch):
-    net = convolutional("float16", batch[0])
-    net.collect_params().setattr("grad_req", "add")
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    found = amp.lr_find(net, trainer, LOSS, [batch], start=1e-3, end=1, steps=10)
-    assert len(found.rates) == 10
-    assert not any(p.grad().asnumpy().any() for p in net.collect_params().values()
-                   if p.grad_req == "add")
 
 
 def test_states_of_other_mode_are_refused_by_its_name(tmp_path):

@@ -2,16 +2,13 @@
 import json
 import re
 
-import fine_tune
 import gluon_amp as amp
 import image_classification
 import language_model
-import lr_find
 import mxnet as mx
 import numpy as np
 import object_detection
 import pytest
-import symbolic_fine_tune
 import train_imagenet
 from traces import at_most_traces
 
@@ -107,18 +104,6 @@ def test_invalid_flag_is_one_line(main, flags, message, tmp_path, capsys):
         main(flags.format(empty=tmp_path / "empty").split())
     line, = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-@pytest.mark.parametrize("script", [fine_tune, image_classification, language_model, lr_find,
-                                    object_detection, symbolic_fine_tune, train_imagenet],
-                         ids=lambda script: script.__name__)
-def test_help_of_recipe_groups_flags(script, capsys):
-    with pytest.raises(SystemExit):
-        script.main(["--help"])
-    text = capsys.readouterr().out.replace("\noptional arguments:\n", "\noptions:\n")  # before 3.10
-    options, *groups = re.split(r"^\S.*:\n", text.partition("\noptions:\n")[2], flags=re.MULTILINE)
-    assert re.findall(r"^  (?:-\w, )?(--\S+)", options, re.MULTILINE) == ["--help", "--config"]
-    assert len(groups) >= 3
 
 
 @pytest.mark.parametrize("batches", [1, 2])

@@ -369,17 +369,6 @@ def test_mutually_exclusive_xray_flags_are_refused(arguments, said, capsys):
     assert said in line
 
 
-@pytest.mark.parametrize(("name", "groups"), [
-    ("doctor", ["input", "output"]), ("report", ["input", "output", "comparison"]),
-    ("xray", ["a saved X-ray", "a new X-ray: model", "a new X-ray: data", "a new X-ray: output"])])
-def test_help_groups_flags(name, groups, capsys):
-    with pytest.raises(SystemExit):
-        main([name, "--help"])
-    text = capsys.readouterr().out.replace("optional arguments:", "options:")  # before 3.10
-    assert [line[:-1] for line in text.splitlines() if line.endswith(":") and line[0] != " "] \
-        == ["options", *groups, "examples"]
-
-
 # ---- signals
 
 
