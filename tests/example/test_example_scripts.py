@@ -188,6 +188,11 @@ def test_invalid_flag_file_is_one_line(name, text, message, tmp_path, monkeypatc
     ("image_classification", "--std 0.2,0,0.2", "--std: must be above 0. Received: '0.2,0,0.2'"),
     ("image_classification", "--mean nan", "--mean: must be one finite number or three"),
     ("image_classification", "--mean 0.5,0.4", "--mean: must be one finite number or three"),
+    ("image_classification", "--gpus 0,x", "must be integers >= 0, such as 0,2. Received: '0,x'"),
+    ("image_classification", "--gpus=-1", "must be integers >= 0, such as 0,2. Received: '-1'"),
+    ("image_classification", "--crop-ratio 0", "--crop-ratio: must be above 0, and at most 1"),
+    ("image_classification", "--policy float17", "invalid choice: 'float17'"),
+    ("image_classification", "--temperature 0", "--temperature: must be a finite number > 0"),
     ("image_classification", "--seed 5000000000", "--seed: must be an integer from 0 to"),
     ("train_imagenet", "--rgb-mean 127", "--rgb-mean: takes three numbers, of red, green and")])
 def test_invalid_flag_is_one_line(script, flags, message, capsys):
