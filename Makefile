@@ -1,6 +1,6 @@
 # make demo    measure a step of MobileNetV2, then train in float32, float16 and bfloat16
-# make test    run all tests
-# make test-all   the same with all cases, of which make test runs one for each path of the code
+# make test    run the tests: each value of each parameter once, nothing that takes more than 20 seconds
+# make test-all   run all tests with all combinations of parameters; includes make test
 # make setup   only make .venv
 # make lint    ruff and mypy
 # make docs    build the documentation: docs/_build/html
@@ -56,10 +56,10 @@ demo: .venv/demo
 # two files at a time, in the order of tests/conftest.py; passive waiting leaves the CPU to the other
 # process
 test: .venv/test
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --quick
 
-test-all: export GLUON_AMP_TESTS = all
-test-all: test
+test-all: .venv/test
+	GLUON_AMP_TESTS=all OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-np: .venv/test
 	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --numpy -m numpy

@@ -1,9 +1,11 @@
-"""Tests run one case for each path of the code; `make test-all` runs all cases."""
+"""Which cases `make test` runs, and how much of tests with several workers."""
 import os
+
+import pytest
 
 ALL = os.environ.get("GLUON_AMP_TESTS") == "all"
 
 
 def cases(distinct, others):
-    """The cases of a test: `others` run the same code as the distinct ones."""
-    return [*distinct, *others] if ALL else [*distinct]
+    """The cases of a test; `others` run the same code as the distinct ones: make test-all."""
+    return [*distinct, *(pytest.param(other, marks=pytest.mark.thorough) for other in others)]

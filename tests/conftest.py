@@ -1,6 +1,6 @@
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
@@ -19,6 +19,8 @@ collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]
 
 def pytest_addoption(parser):
     parser.addoption("--numpy", action="store_true", help="run tests in npx.set_np()")
+    parser.addoption("--quick", action="store_true", help="run each value of each parameter once, "
+                     "not all combinations, and no test with the marker thorough (make test)")
 
 
 def pytest_configure(config):
@@ -26,8 +28,44 @@ def pytest_configure(config):
         numpy_mode.prepare_networks()
 
 
+def values(item):
+    """The values of a test's parameters: a row of each of its `parametrize`, others by name."""
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    together = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        together.append(names.replace(",", " ").split() if isinstance(names, str) else [*names])
+    alone = set(params) - {name for names in together for name in names}
+    return {(*names, *(id(params[name]) for name in names))
+            for names in (*map(tuple, together), *((name,) for name in alone))} or {()}
+
+
+def with_each_value(items):
+    """Few cases of each test that have each value of each parameter at least once."""
+    kept, tests = set(), defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append((item, values(item)))
+    for cases in tests.values():
+        left = set().union(*(of for _, of in cases))
+        while left:
+            item, of = max(cases, key=lambda case: len(left & case[1]))
+            kept.add(item)
+            left -= of
+    return kept
+
+
+def leave_out(config, items):
+    """Leaves out what only `make test-all` runs."""
+    quick = [item for item in items if item.get_closest_marker("thorough") is None]
+    kept = with_each_value(quick)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
 def pytest_collection_modifyitems(config, items):
     """Runs long files first, so that two processes that share the files end together."""
+    if config.getoption("--quick"):
+        leave_out(config, items)
     tests = Counter(item.path for item in items)
     items.sort(key=lambda item: (
         item.path.name != "test_packaging.py", "stories" not in item.path.parts,

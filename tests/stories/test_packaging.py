@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from pythons import MINORS, ROOT, TRAIN, environment, find_python, numpys, output, run
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module")
