@@ -1,5 +1,6 @@
 """README.md and docs/: code blocks run, commands exist, and Sphinx builds the site."""
 import argparse
+import ast
 import contextlib
 import doctest
 import functools
@@ -380,6 +381,34 @@ def test_pages_of_gpus_are_what_their_script_writes(tmp_path):
     subprocess.run([sys.executable, tmp_path / "results" / "gpu" / "cards.py"], check=True)
     for page in pages:
         assert (tmp_path / page).read_text() == (ROOT / page).read_text()
+
+
+# ---- messages --------------------------------------------------------------
+
+
+def texts_of_package():
+    """The strings of the package, with \\0 for values."""
+    for path in (ROOT / "gluon_amp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(getattr(part, "value", "") if isinstance(part, ast.Constant)
+                              else "\0" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+OF_PYTHON = {"invalid literal for int()", "unexpected keyword argument"}
+
+
+def test_messages_of_the_page_are_those_of_the_package():
+    texts = "\n".join(texts_of_package())
+    table = (ROOT / "docs" / "errors.md").read_text().partition("## Messages of gluon_amp")[2]
+    messages = re.findall(r"(?m)^\| `([^`]*)`", table.partition("\n## ")[0])
+    assert len(messages) > 15
+    for message in messages:
+        parts = [part.strip() for part in re.split(r"\.\.\.|^\w+Error: ", message)]
+        for part in filter(None, parts):
+            assert part in texts or any(own in message for own in OF_PYTHON), message
 
 
 # ---- Sphinx ----------------------------------------------------------------

@@ -3,13 +3,11 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, layers
 
 pytestmark = pytest.mark.numpy
-
-L2 = gluon.loss.L2Loss()
 
 
 def batches(*shape, factor=1.0, shift=0.0):
