@@ -1,13 +1,10 @@
 """`xray` and `explain` of a Module: its symbol, its batches, its losses."""
-import argparse
-import json
 
 import gluon_amp as amp
 import modules
 import mxnet as mx
 import numpy as np
 import pytest
-import train_imagenet
 from arrays import same
 from gluon_amp.inspection.tensors import Key
 from modules import body, dynamic
@@ -101,28 +98,6 @@ def test_xray_of_bfloat16_module(policy, keep):
     assert (formats["conv"], formats["fc"]) == ("bfloat16", "float32" if keep else "bfloat16")
     assert (view.findings, view.keep) == ([], [])
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
-
-
-def test_training_with_xray_before_each_epoch_is_bitwise_identical(tmp_path):
-    def trained(folder):
-        data = np.random.default_rng(0).standard_normal((24, 3, 6, 6)).astype("float32")
-        train = mx.io.NDArrayIter(data, np.arange(24) % 3, 6, shuffle=False,
-                                  label_name="head_label")
-        symbol = S.SoftmaxOutput(S.Dropout(body(), p=0.2), name="head")
-        mod = amp.Module(amp.convert_symbol(symbol), label_names=["head_label"],
-                         loss_scale="dynamic")
-        args = argparse.Namespace(xray=folder, xray_steps=2)
-        mx.random.seed(7)
-        np.random.seed(7)
-        mod.fit(train_imagenet.XrayedIter(args, 0, mod, train) if folder else train, num_epoch=2,
-                optimizer_params={"learning_rate": 0.1})
-        return modules.values(mod)
-
-    assert same(trained(None), trained(str(tmp_path)))
-    for epoch in ("epoch-0", "epoch-1"):
-        head, first, *_ = (tmp_path / epoch / "xray.jsonl").read_text().splitlines()
-        assert json.loads(head)["findings"] == []
-        assert json.loads(first)["step"] == 0
 
 
 @pytest.mark.parametrize(("make", "given", "said"), [

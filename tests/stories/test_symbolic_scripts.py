@@ -107,17 +107,6 @@ def test_training_continues_from_checkpoint(images, tmp_path):
     assert "_gluon_amp" not in Path(f"{cut}-symbol.json").read_text()
 
 
-def test_finished_training_continues_to_more_epochs(images, tmp_path):
-    options = ["--model-prefix", str(tmp_path / "net"), "--save-dir", str(tmp_path), "--resume"]
-    assert "--resume: completed epochs: 0" in train(images, *options, "--num-epochs", "1")
-    log = train(images, *options, "--num-epochs", "2")
-    assert "--resume: completed epochs: 1" in log
-    assert "Epoch[1] Train-accuracy=" in log
-    assert "Epoch[0] Train-accuracy=" not in log
-    ours, = read_logs([tmp_path / "log.jsonl"])
-    assert list(ours.epochs) == [0, 1]
-
-
 def test_epoch_with_incomplete_save_is_trained_again(tmp_path):
     prefix = str(tmp_path / "net")
     assert train_imagenet.last_whole_epoch(prefix) == 0
