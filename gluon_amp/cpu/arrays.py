@@ -14,9 +14,10 @@ unscaled norm of 1e12.
 """
 import functools
 import itertools
+import logging
 import math
 from ctypes import c_double, c_float
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Sequence, Set, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Array, Context, DType
@@ -24,9 +25,12 @@ from ..checks import listed
 from . import library
 from .bfloat16 import BFLOAT16, is_bfloat16
 
+log = logging.getLogger("gluon_amp")
+
 TYPES_16BIT = ("float16", "bfloat16")
 ROUNDED_TO_INFINITY = 65520.0  # the smallest number that float16 rounds to infinity
 SMALLEST = 2.0 ** -14  # the smallest number with all digits of float16
+ADDED = ("bias", "beta")  # ends of names of parameters that are only added: they may be small
 
 
 @functools.lru_cache(maxsize=None)
@@ -234,19 +238,20 @@ def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     return found
 
 
-def small_in_float16(named: Mapping[str, Any]) -> str:
-    """Returns what float16 does to float32 parameters that consist of small numbers, for the log;
-    "" if there are none. What is only added, such as a bias, may be small."""
-    names = [name for name in named if not name.endswith(("bias", "beta"))]
+def small_in_float16(named: Mapping[str, Any]) -> Set[str]:
+    """Returns the names of float32 parameters that consist of numbers too small for float16. The
+    log names them."""
+    names = [name for name in named if not name.endswith(ADDED)]
     sums = squares([named[name] for name in names]) if library.started() else \
         np.array([np.square(named[name].asnumpy(), dtype="float64").sum() for name in names])
-    small = [f"{name} (root mean square {math.sqrt(total / named[name].size):.2g})"
-             for name, total in zip(names, sums) if 0 < total < SMALLEST ** 2 * named[name].size]
-    if not small:
-        return ""
-    return "float16 rounds most numbers of these parameters to 0, or to fewer than 11 binary " \
-           f"digits, because they are below {SMALLEST:.2g}: {listed(small)}. Keep what reads " \
-           "them in float32 (keep=), or store them times a power of two"
+    small = {name: f"{name} (root mean square {math.sqrt(total / named[name].size):.2g})"
+             for name, total in zip(names, sums) if 0 < total < SMALLEST ** 2 * named[name].size}
+    if small:
+        log.warning("float16 rounds most numbers of these parameters to 0, or to fewer than 11 "
+                    "binary digits, because they are below %.2g: %s. Keep what reads them in "
+                    "float32 (keep=), or store them times a power of two", SMALLEST,
+                    listed(list(small.values())))
+    return {*small}
 
 
 def all_finite(arrays: Sequence[Any]) -> bool:

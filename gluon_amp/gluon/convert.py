@@ -433,8 +433,8 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
                     "that read them in float16 read infinities: keep them in float32 (keep=)",
                     listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
     small = small_in_float16({p.name: p._data[0] for p in cast})
-    if small:
-        log.warning("%s", small)
+    for p in cast:
+        p.was_small = p.name in small
     return list(found)
 
 

@@ -26,7 +26,12 @@ class ConvertedParameter(mx.gluon.Parameter):
     """A 16-bit parameter, with the random initial values of a float32 network.
 
     It is saved as float32, and loaded from float32 or 16-bit files. New blocks may share it.
+
+    Attributes:
+        was_small: whether its float32 values were too small for float16, for an X-ray.
     """
+
+    was_small = False
 
     _dtype: Any
     _rounded_to: Optional[Any] = None  # its type, while its initial values are float32
@@ -58,9 +63,7 @@ class ConvertedParameter(mx.gluon.Parameter):
     def _tell_if_small(self, data: Array) -> None:
         is_float16 = dtype_name(self._rounded_to or self._dtype) == "float16"
         if is_float16 and dtype_name(data.dtype) == "float32":
-            small = small_in_float16({self.name: data})
-            if small:
-                log.warning("%s", small)
+            self.was_small = bool(small_in_float16({self.name: data}))
 
     def _check_range(self, data: Array) -> None:
         if dtype_name(self._dtype) == "float16" and isinstance(data, mx.nd.NDArray) \

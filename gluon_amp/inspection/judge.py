@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..checks import counted
+from ..cpu.arrays import ADDED
 from ..formats import FLOAT32, Format
 from ..graph.graph import CASTS
 from ..graph.operators import LOSSES, PRODUCTS, numbers
 from ..training.loss_scale import DynamicLossScale, as_power
-from .layout import Flow, Layout, reached
+from .layout import HANDS_ON, Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
 _DYNAMIC = DynamicLossScale()
@@ -26,7 +27,9 @@ _LITTLE_IS_LEFT = 0.25  # threshold: the share of the forward pass in the format
 _SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
     _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
     _npi_rsubtract_scalar""".split())
-_MARGIN = 8  # threshold: the headroom of gradients at the smallest loss scale, for other batches
+# The headroom of gradients at the smallest loss scale, for later steps: results/xray/growth.csv has
+# gradients that grow by 2^9 in 50 steps.
+_MARGIN = 2.0 ** 10
 _FEW = 0.25  # threshold: the share of gradients that are kept in float32 instead of a lower scale
 _NOT_NORMALIZED = 10  # threshold: the exponent of data that make a product overflow
 
@@ -113,25 +116,35 @@ class Window(NamedTuple):
         return max(self.low, training.smallest) <= self.high
 
     def notes(self, training: Training) -> List[str]:
-        """Advice if dynamic loss scaling does not reach the scales that fit."""
-        if self.fits(training) or self.low > self.high:
+        """Advice if dynamic loss scaling does not reach the scales that fit, or barely."""
+        if self.low > self.high:
             return []
-        return [f"gradients need a loss scale of {as_power(self.high)} or less, and that of the "
-                f"training ends at {training.ends}"]
+        if not self.fits(training):
+            return [f"gradients need a loss scale of {as_power(self.high)} or less, and that of "
+                    f"the training ends at {training.ends}"]
+        return [] if self.high >= _MARGIN * training.smallest else [
+            f"gradients fit up to the loss scale {as_power(self.high)}, and that of the training "
+            f"ends at {training.ends}: larger ones would overflow"]
+
+    @property
+    def _is_near_the_smallest(self) -> bool:
+        """Whether gradients may overflow at the smallest loss scale of loss_scale="dynamic"."""
+        return self.high < _MARGIN * Training().smallest
 
     @property
     def scale(self) -> float:
         """A loss scale that fits, within those of loss_scale="dynamic" if possible."""
-        low, high = max(self.low, Training().smallest), min(self.high, Training().largest)
-        if low > high:
-            return self.high if self.high < low else min(_MARGIN * self.low, self.high)
+        if self._is_near_the_smallest:
+            return self.high
+        low = max(self.low, Training().smallest)
+        high = self.high if low > Training().largest else min(self.high, Training().largest)
         return 2.0 ** ((math.log2(low) + math.log2(high)) // 2)
 
     @property
     def remedy(self) -> str:
         """The argument with which a training has a loss scale that fits."""
         scale = _in_python(self.scale)
-        if self.scale < Training().smallest:
+        if self._is_near_the_smallest:
             return f"use amp.DynamicLossScale({scale}, minimum={_in_python(SMALLEST_SCALE)})"
         if self.scale > Training().largest:
             return f"use amp.DynamicLossScale({scale}, maximum={scale})"
@@ -152,28 +165,32 @@ def _in_python(scale: float) -> str:
     return as_power(scale).replace("^", "**")
 
 
-def window(tensors: Iterable[Tensor], scale: float, underflow: float) -> Optional[Window]:
-    """Returns the loss scales at which no gradient overflows and none loses more than `underflow`.
+def window(tensors: Iterable[Tensor], steps: Iterable[Tuple[float, Mapping[Key, Counts]]],
+           underflow: float) -> Optional[Window]:
+    """Returns the loss scales at which no gradient overflows in any step, and none loses more than
+    `underflow` in any step.
 
     Low is above high if no scale fits. Returns None if no gradient is less than float32.
 
     Args:
-        tensors: the counted tensors.
-        scale: the loss scale at which they were counted.
+        tensors: the tensors.
+        steps: the loss scale and the counts of each step.
         underflow: the share of a gradient's norm.
     """
     low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
-    for tensor in tensors:
-        if not (tensor.key.backward and tensor.is_low) or tensor.counts is None \
-                or tensor.counts.range is None:
-            continue
-        most = tensor.highest_factor() * scale
-        if most < high:
-            high, high_tensor = most, tensor.name
-        # otherwise `low` suffices for it
-        if tensor.counts.underflow(tensor.format, low / scale) > underflow:
-            low, low_tensor = tensor.lowest_factor(underflow) * scale, tensor.name
+    gradients = [tensor for tensor in tensors if tensor.key.backward and tensor.is_low]
+    for scale, counted_ in steps:
+        for tensor in gradients:
+            counts = counted_.get(tensor.key)
+            if counts is None or counts.range is None:
+                continue
+            most = tensor.highest_factor(counts) * scale
+            if most < high:
+                high, high_tensor = most, tensor.name
+            # otherwise `low` suffices for it
+            if counts.underflow(tensor.format, low / scale) > underflow:
+                low, low_tensor = tensor.lowest_factor(counts, underflow) * scale, tensor.name
     return Window(low, high, low_tensor, high_tensor) if high < math.inf else None
 
 
@@ -192,8 +209,8 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 # ---- findings -----------------------------------------------------------------------------------
 
 
-def findings(layout: Layout, scale: float,
-             training: Training) -> Tuple[List[Finding], List[str]]:
+def findings(layout: Layout, scale: float, training: Training,
+             parameters: Iterable[Tensor] = ()) -> Tuple[List[Finding], List[str]]:
     """Returns the findings and notes, sorted by kind and then in order of computation.
 
     The kinds are overflow, underflow of forward tensors, cancellation, tensors whose rounding
@@ -203,9 +220,10 @@ def findings(layout: Layout, scale: float,
         layout: the graph's nodes and counted tensors.
         scale: the loss scale at which they were counted.
         training: the training.
+        parameters: the 16-bit parameters.
     """
     first: Dict[str, Finding] = {}
-    judge = _Judge(layout, scale, training)
+    judge = _Judge(layout, scale, training, parameters)
     for finding in judge.findings():
         held = first.setdefault(finding.node, finding)
         if held is not finding:
@@ -216,14 +234,20 @@ def findings(layout: Layout, scale: float,
 class _Judge:
     """Finds problems in counted tensors."""
 
-    def __init__(self, layout: Layout, scale: float, training: Training) -> None:
+    def __init__(self, layout: Layout, scale: float, training: Training,
+                 parameters: Iterable[Tensor]) -> None:
         self.layout, self.scale, self.training = layout, scale, training
+        self.parameters = parameters
         self.flow = Flow(layout.tensors, {t.key: t.counts for t in layout.tensors
                                           if t.counts is not None})
         self.seen, self.reads = self.flow.seen, self.flow.reads
         self.forward = [t for t in self.seen.values() if not t.key.backward]
         self.broken = {t.key for t in self.flow.broken}
         self.notes: List[str] = []
+        # gradients other than 0: others tell nothing of what they are the gradients of
+        self.passed = {key for key, t in self.seen.items() if key.backward
+                       and (t.counts.range or not t.counts.finite)}
+        self.trained = {key.node for key in self.passed}
         self.least_snr = min((t.low_snr for t in self.seen.values()), default=0.0)
 
     def findings(self) -> List[Finding]:
@@ -242,9 +266,11 @@ class _Judge:
         near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
         for found in (
                 [self._nearly_above(t, by) for t, by in near if by is not None],
+                [self._below_in_parameter(t) for t in self.parameters if t.is_below()],
                 [self._below(t) for t in self.forward if t.is_below()],
                 [self._cancelled(t, t.snr) for t in self.forward if t.counts.stay_finite
-                 and t.snr is not None and t.snr < min(t.low_snr, self.least_snr) / 2]):
+                 and t.snr is not None and t.snr < min(t.low_snr, self.least_snr) / 2
+                 and self._has_gradient(t)]):
             made += [finding for one in found for finding in one]
         if any(finding.remedy for finding in made):  # of data, which all else reads
             made = [finding for finding in made if finding.certain or finding.remedy]
@@ -358,7 +384,23 @@ class _Judge:
             tensor = before[0]
             known.add(tensor.key)
 
+    def _below_in_parameter(self, tensor: Tensor) -> List[Finding]:
+        """Finds a parameter of small numbers. Those that are only added may be small."""
+        name, readers = tensor.parameter, self.layout.readers_of(tensor.parameter)
+        if not readers or self._is_only_added(name):
+            return []
+        return [Finding(readers[0].name, name, "range below", f"the parameter {name} is "
+                        f"{said_below(tensor.counts, tensor)}",
+                        [name, *(reader.name for reader in readers)])]
+
+    def _is_only_added(self, parameter: str) -> bool:
+        return parameter.endswith(ADDED) or all(
+            reader.op in _SUMS for reader in self.layout.readers_of(parameter))
+
     def _below(self, tensor: Tensor) -> List[Finding]:
+        parameter = self.layout.parameter_of(tensor.key)
+        if parameter and self._is_only_added(parameter):
+            return []
         said = said_below(tensor.counts, tensor)
         return self._of_data(tensor, "range below", f"are {said}") or [self._finding(
             tensor, "range below", f"{tensor.name} is {said}", self._where_it_begins(
@@ -380,6 +422,12 @@ class _Judge:
         finding.keep += self._kept_for([t for t in made if t.is_low]
                                        or self._rounded_before(source))
         return [finding]
+
+    def _has_gradient(self, tensor: Tensor) -> bool:
+        """Whether a gradient reaches a tensor. Detections, for instance, have none: their rows are
+        sorted and suppressed, and one other choice moves all of them."""
+        return tensor.op in HANDS_ON or tensor.key.node in self.trained \
+            or not self.passed.isdisjoint(tensor.gradients)
 
     def _is_absorbed(self, tensor: Tensor) -> bool:
         """Whether only sums with a high SNR read a tensor, so that its error has no effect: such as
@@ -458,12 +506,12 @@ class _Judge:
         scale, smallest = self.scale, self.training.smallest
         backward = [t for t in self.seen.values() if t.key.backward and t.counts.range]
         gradients = [t for t in backward if t.is_low]
-        found = window(gradients, scale, _MOST_LOST)
+        found = window(gradients, [(scale, self.flow.counts)], _MOST_LOST)
         if found is None or found.fits(self.training):
             return [] if found is None else self._near_the_smallest(found)
 
         def too_large_for(wanted: float) -> List[Tensor]:
-            return [t for t in gradients if t.highest_factor() * scale < wanted]
+            return [t for t in gradients if t.highest_factor(t.counts) * scale < wanted]
         wanted = max(found.low, smallest)
         why = f"and that of the training ends at {self.training.ends}"
         few = found.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
@@ -473,7 +521,7 @@ class _Judge:
             wanted = found.low
             why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
         at_low = too_large_for(wanted)
-        needed = [(t, t.lowest_factor(_MOST_LOST) * scale) for t in gradients]
+        needed = [(t, t.lowest_factor(t.counts, _MOST_LOST) * scale) for t in gradients]
         at_high = [(t, least) for t, least in needed if least > found.high]
         jump = self._jump(backward)
         made = [] if jump is None else [
@@ -498,16 +546,9 @@ class _Judge:
                        backward=True, severity=severity, remedy=found.remedy)
 
     def _near_the_smallest(self, found: Window) -> List[Finding]:
-        """Warns or notes that gradients have little headroom at the smallest loss scale."""
-        margin = found.high / self.training.smallest
-        if margin >= _MARGIN:
-            return []
-        said = f"gradients fit up to the loss scale {as_power(found.high)}, and that of the " \
-               f"training ends at {self.training.ends}: larger ones would overflow"
-        if margin < 2:
-            return [self._of_all_gradients(found, said, "warning")]
-        self.notes.append(f"{said}: {found.remedy}")
-        return []
+        """Warns that gradients have no headroom at the smallest loss scale."""
+        return [self._of_all_gradients(found, note, "warning")
+                for note in found.notes(self.training) if found.high < 2 * self.training.smallest]
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
         """Returns the gradient whose size differs most from that of its inputs, if by more than

@@ -11,7 +11,7 @@ from ..policy import Policy
 from .tensors import Counts, Key, Tensor
 
 # Operators whose gradients are copies of the output's gradient; these are not counted.
-_HANDS_ON = frozenset(["elemwise_add"])
+HANDS_ON = frozenset(["elemwise_add"])
 _ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
 
 # Operators that return their first input's values, or a part of them, in another order.
@@ -154,7 +154,7 @@ class Layout:
                 read = read.inputs[0].node
             if read.op in _ENDS_GRADIENTS:
                 continue
-            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in _HANDS_ON
+            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in HANDS_ON
                                        else [Key(reader.name, True, which)]))
         return list(found)
 
@@ -175,6 +175,13 @@ class Layout:
         node = self.nodes[name]
         return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
 
+    def parameter_of(self, key: Key) -> str:
+        """Returns the name of the parameter that a tensor casts; else ""."""
+        if key.backward or self.nodes[key.node].op not in CASTS:
+            return ""
+        name = self.maker(self.nodes[key.node], 0).node.name
+        return name if name in self.parameters else ""
+
     def data_of(self, key: Key) -> str:
         """Returns the name of the data that a tensor casts, or copies and casts; else ""."""
         node = self.nodes[key.node]
@@ -183,6 +190,18 @@ class Layout:
         while node.op in CASTS or node.op in COPIES:
             node = self.maker(node, 0).node
         return node.name if node.name in self.data else ""
+
+    def readers_of(self, variable: str) -> List[Node]:
+        """Returns the operators that read a variable, behind casts."""
+        left = [e for e in self._readers if e.node.is_variable and e.node.name == variable]
+        readers: Dict[Node, None] = {}
+        for entry in left:
+            for node, _ in self._readers.get(entry, ()):
+                if node.op in CASTS:
+                    left.append(Entry(node))
+                else:
+                    readers[node] = None
+        return list(readers)
 
     def is_output(self, key: Key) -> bool:
         """Whether a tensor is an output of its graph."""

@@ -32,9 +32,11 @@ class ModuleBlock(mx.gluon.SymbolBlock):
 
     Attributes:
         module: the module.
+        weak: the parameters that are cast to the type of the data they meet.
     """
 
     module: Any
+    weak: Set[str]
 
 
 def as_block(net: Network, batches: Iterable[Any],
@@ -52,7 +54,7 @@ def as_block(net: Network, batches: Iterable[Any],
     clean, policy, kept = _as_converted(module)
     if loss_fn is None:
         loss_fn = HeadLosses(clean)
-        clean.outputs += loss_fn.labels
+        clean.outputs += loss_fn.further
     block = _block_of(module, clean, policy, kept)
     block.module = net
     several = [batches] if isinstance(batches, mx.io.DataBatch) else batches
@@ -192,14 +194,21 @@ def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> B
         raise ValueError("the Module does not name all inputs of its symbol: pass them as "
                          f"data_names= or label_names= to Module. Missing: {listed(missing)}")
     block = ModuleBlock(clean.symbol(), [mx.sym.var(name, dtype=_WIDE) for name in inputs])
+    block.weak = parameter_names(clean)
     for name, parameter in block.collect_params().items():
         value = to_float32(values[name])
         parameter.shape = value.shape
         if name in (module._fixed_param_names or ()):
             parameter.grad_req = "null"
         parameter.initialize(mx.init.Zero(), ctx=mx.cpu())
-        parameter.set_data(value)
-    return convert(block, policy, keep=sorted(map(re.escape, kept)), like=False)
+        if name in block.weak:
+            parameter.set_data(value)
+    convert(block, policy, keep=sorted(map(re.escape, kept)), like=False)
+    for name, parameter in block.collect_params().items():
+        if name not in block.weak:
+            parameter.cast(_WIDE)
+            parameter.set_data(to_float32(values[name]))
+    return block
 
 
 # ---- the losses of heads ------------------------------------------------------------------------
@@ -214,6 +223,8 @@ _Loss = Tuple[Any, Optional[Any]]
 class HeadLosses:
     """A loss function of a `ModuleBlock`'s outputs: the sum of its heads' mean losses.
 
+    A head is an output, or computes what an output reads:
+
         SoftmaxOutput   the cross entropy          regressions   half the square, the distance, or
         SVMOutput       the hinge loss                           the cross entropy of two classes
         MakeLoss        its output
@@ -221,36 +232,36 @@ class HeadLosses:
     A backward pass from the sum starts all heads.
 
     Attributes:
-        labels: the labels of the heads, which become outputs of the block too: a graph may compute
-            them from a batch, such as by `reshape`.
+        further: the heads and their labels, which become outputs of the block too: a graph may
+            compute labels from a batch, such as by `reshape`.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.heads: List[Node] = [entry.node for entry in graph.outputs]
-        self.labels: List[Entry] = [head.inputs[1] for head in self.heads if _has_label(head)]
-        self._last: List[_Loss] = []  # of each head that starts gradients
-        if not any(head.op in LOSSES for head in self.heads):
+        self.heads = [node for node in graph.nodes() if node.op in LOSSES]
+        self.further: List[Entry] = [entry for head in self.heads for entry in
+                                     (Entry(head), *head.inputs[1:2])]
+        self._outputs = len(graph.outputs)
+        self._last: List[_Loss] = []  # of each head
+        if not self.heads:
             raise ValueError("the Module must have losses in its symbol. Valid: "
                              f"{', '.join(sorted(LOSSES))}. Received outputs: "
-                             f"{', '.join(head.name for head in self.heads)}")
+                             f"{', '.join(entry.node.name for entry in graph.outputs)}")
 
     def __call__(self, outputs: Any, label: Array) -> Any:
-        given = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        outputs, labels = given[:len(self.heads)], iter(given[len(self.heads):])
+        further = iter(outputs[self._outputs:])
         with mx.autograd.pause():
-            self._last = [_loss(head, out.astype("float32"),
-                                next(labels).astype("float32") if _has_label(head) else None)
-                          for head, out in zip(self.heads, outputs) if head.op in LOSSES]
+            self._last = [_loss(head, next(further).astype("float32"),
+                                *(next(further).astype("float32") for _ in head.inputs[1:2]))
+                          for head in self.heads]
             shown = mx.nd.add_n(*(numbers.mean() for numbers, _ in self._last))
-        begun = mx.nd.add_n(*(out.astype("float32").sum() for out in outputs))
+        begun = mx.nd.add_n(*(out.astype("float32").sum() for out in outputs[:self._outputs]))
         return shown + (begun - begun.detach())
 
     def total(self, counts: Any) -> float:
         """Returns the sum of the heads' losses in the last call, each scaled like its gradient by
         `grad_scale` and `normalization`. Returns 0 if a head's loss is unknown."""
         total = 0.0
-        heads = (head for head in self.heads if head.op in LOSSES)
-        for head, (numbers, slopes) in zip(heads, self._last):
+        for head, (numbers, slopes) in zip(self.heads, self._last):
             begun = counts.get(Key(head.name, True, 0))
             if slopes is None or begun is None:
                 return 0.0
@@ -261,11 +272,7 @@ class HeadLosses:
         return total
 
 
-def _has_label(head: Node) -> bool:
-    return head.op in LOSSES and len(head.inputs) > 1
-
-
-def _loss(head: Node, output: Array, label: Array) -> _Loss:
+def _loss(head: Node, output: Array, label: Any = None) -> _Loss:
     """Returns a head's loss in float32, or its output if the label has another shape."""
     found: Optional[_Loss] = None
     if head.op == "SoftmaxOutput":

@@ -59,8 +59,12 @@ def nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
 def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str]]:
     """Returns the name in `keep=` of a node's block, and the block's nodes among `names`.
 
-    A node of the outermost block has its own name.
+    A node of the outermost block has its own name. For a parameter, it is the block that has it,
+    with all its parameters; none for a parameter of the outermost block.
     """
+    if node in net.collect_params():
+        return {re.escape(block.name): {*nodes_of(block, names), *block.collect_params()}
+                for block in _named(net) if node in block.params}
     block = owners(net, node)[0]
     if not can_be_named(net, block):
         return {re.escape(node): {node}}

@@ -70,7 +70,9 @@ def read(folder: str, format_: Format) -> View:
 def judge(view: View, format_: Format) -> None:
     """Sets the window, the findings and the outcome from the counts of tensors and weights."""
     finite = [t for t in view.tensors if t.counts.finite]
-    view.window = window(finite, view.scale, view.underflow)
+    steps = [(scale, {key: each for key, each in counts.items() if each.finite})
+             for scale, counts in view.advising]
+    view.window = window(finite, steps, view.underflow)
     best = view.window.high / view.scale if view.window else 1.0
     weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
                for w in view.weights]

@@ -6,6 +6,7 @@
 import itertools
 import math
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
@@ -13,8 +14,9 @@ from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, O
 from .._mxnet import message, mx, np
 from ..annotations import Array, Block, LossFunction, Network
 from ..checks import iterator
-from ..cpu.arrays import all_finite, copy_into, dtype_name, to_float32
+from ..cpu.arrays import TYPES_16BIT, all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
+from ..formats import FORMATS
 from ..gluon.converted import (
     ConvertedBlock,
     ConvertedHybridBlock,
@@ -33,7 +35,7 @@ from ..symbolic.binding import SCALE, with_loss_scale
 from .layout import Flow, Layout
 from .modules import HeadLosses, ModuleBlock, as_block
 from .network import can_be_named, outputs_of
-from .tensors import Counts, Key
+from .tensors import Counts, Key, Tensor
 from .watch import cached_ops_freed, counted_apart, hybrid_blocks, observed, read
 
 
@@ -177,6 +179,21 @@ class Session:
         return {name for block in blocks_in(self.net) if can_be_named(self.net, block)
                 for name in block.params}
 
+    @cached_property
+    def parameter_counts(self) -> Dict[str, Counts]:
+        """The counts of the dense 16-bit parameters. Of one that is 0 because its numbers were too
+        small, all become 0."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            dtype = dtype_name(parameter.dtype)
+            if dtype not in TYPES_16BIT or parameter._stype != "default":
+                continue
+            counts = Counts.of_array(to_float32(parameter.data())).as_in(FORMATS[dtype])
+            if getattr(parameter, "was_small", False) and counts.zero == counts.numbers:
+                counts = replace(counts, flushed=counts.zero, squares=1.0, error_squares=1.0)
+            found[name] = counts
+        return found
+
     @property
     def is_module(self) -> bool:
         return isinstance(self.net, ModuleBlock)
@@ -306,7 +323,8 @@ class NetworkCopy:
             return insert_casts(of.clean, known, self.policy, types), known
         wide = wide_constants({name: self.session.parameters[name] for name in types},
                               self.policy)
-        return insert_casts(of.clean, known, self.policy, types, self.keep | of.kept, wide), known
+        weak = getattr(of.block, "weak", types)
+        return insert_casts(of.clean, known, self.policy, weak, self.keep | of.kept, wide), known
 
     def _types_in(self, which: Any) -> Dict[str, str]:
         """Returns the types of a graph's parameters. Those of a kept node are float32 if `keep=`
@@ -316,7 +334,7 @@ class NetworkCopy:
             wide = {e.node.name for node in of.clean.nodes() if node.name in self.tried
                     for e in node.inputs if e.node.is_variable}
             if wide and not isinstance(of.block, mx.gluon.SymbolBlock):
-                wide &= self.session.in_named_blocks
+                wide &= self.session.in_named_blocks | self.tried
             self._types[which] = {name: "float32" if self.policy.is_float32 or name in wide else
                                   dtype_name(parameters[name].dtype)
                                   for name in of.clean.variables() if name in parameters}
@@ -326,6 +344,13 @@ class NetworkCopy:
         """Returns the types of the parameters."""
         return {name: dtype for which in self.session.graphs
                 for name, dtype in self._types_in(which).items()}
+
+    def low_parameters(self) -> List[Tensor]:
+        """Returns the 16-bit parameters as tensors."""
+        types, counts = self.types(), self.session.parameter_counts
+        return [Tensor(Key(name, False, 0), "weight", "", 0, FORMATS[types[name]], parameter=name,
+                       counts=counts[name])
+                for name in counts if types.get(name) in TYPES_16BIT]
 
     @cached_property
     def layout(self) -> Layout:

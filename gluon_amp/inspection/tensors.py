@@ -294,15 +294,15 @@ class Tensor:
         held = counts or self.counts
         return self.is_low and bool(held.squares) and held.own_snr < self.low_snr
 
-    def highest_factor(self) -> float:
-        """Returns the tensor's headroom as a power of two; less than 1 if a number overflowed."""
-        _, above = self.counts.headroom(self.format) or (0, 0)
-        return 2.0 ** (above if self.counts.stay_finite else min(above, -1))
+    def highest_factor(self, counts: Counts) -> float:
+        """Returns the headroom of counts as a power of two; less than 1 if a number overflowed."""
+        _, above = counts.headroom(self.format) or (0, 0)
+        return 2.0 ** (above if counts.stay_finite else min(above, -1))
 
-    def lowest_factor(self, underflow: float) -> float:
-        """Returns the smallest power of two times which the tensor loses at most this share."""
+    def lowest_factor(self, counts: Counts, underflow: float) -> float:
+        """Returns the smallest power of two times which counts lose at most this share."""
         # monotonic in the powers
-        fits = self.counts.underflow_at(self.format, _POWERS) <= underflow
+        fits = counts.underflow_at(self.format, _POWERS) <= underflow
         return 2.0 ** _POWERS[int(fits.argmax()) if fits.any() else -1]
 
 

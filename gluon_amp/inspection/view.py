@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
 from . import render
@@ -84,9 +84,8 @@ class View:
     @property
     def windows(self) -> List[Optional[Window]]:
         """The loss scales that fit each step; None if a forward tensor overflows."""
-        return [window([replace(t, counts=counts.get(t.key)) for t in self.tensors], scale,
-                       self.underflow) if Flow(self.tensors, counts).goes_forward else None
-                for scale, counts in self.steps]
+        return [window(self.tensors, [step], self.underflow)
+                if Flow(self.tensors, step[1]).goes_forward else None for step in self.steps]
 
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:

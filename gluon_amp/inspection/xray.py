@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 from .._mxnet import mx
 from ..annotations import Batch as GivenBatch
 from ..annotations import LossFunction, Network, Trainer
-from ..checks import positive_number, whole_number
+from ..checks import listed, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from . import judge
@@ -86,7 +86,8 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates.release()
         view.weights = updates.weights()
         _advise(run, view)
-        if at_first and view.keep and all(f.backward for f in view.findings):
+        if at_first and not at_first.fits(training) and view.keep \
+                and all(f.backward for f in view.findings):
             view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
                            for said in at_first.notes(training)]
         if view.window and not any(finding.remedy for finding in view.findings):
@@ -196,16 +197,18 @@ class XrayRun:
         """
         names: Dict[str, None] = {}
         kept: Set[str] = set()
-        net, again = self.session.net, view
+        net, again, parameters = self.session.net, view, self.session.parameters
         known = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
         for _ in range(_ROUNDS):
             wanted = [name for finding in again.findings for name in finding.keep]
-            new = {line: nodes for name in wanted
-                   for line, nodes in keep_for(net, name, known).items() if not nodes <= kept}
-            if not new:
+            before = len(kept)
+            for name in sorted(wanted, key=lambda name: name not in parameters):
+                for line, nodes in keep_for(net, name, known).items():
+                    if not nodes <= kept:
+                        names[line] = None
+                        kept |= nodes
+            if len(kept) == before:
                 break
-            names.update(dict.fromkeys(new))
-            kept.update(*new.values())
             again = self.view(self.session.low(kept), numbers, view.scale)
             last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
             numbers = [*numbers[last:], *numbers[:last]]
@@ -253,10 +256,11 @@ def _conclude(view: View, low: NetworkCopy) -> None:
     view.scale = view.scale or FIRST_SCALE
     view.add_up()
     view.goes_forward = all(Flow(view.tensors, counts).goes_forward for _, counts in view.advising)
-    view.findings, notes = judge.findings(low.layout, view.scale, view.training)
+    view.findings, notes = judge.findings(
+        low.layout, view.scale, view.training, low.low_parameters())
     view.notes += notes
     fits = view.goes_forward and not judge.without_scale(view.findings)
-    view.window = judge.window(view.tensors, view.scale, view.underflow) if fits else None
+    view.window = judge.window(view.tensors, view.advising, view.underflow) if fits else None
     view.outcome = judge.outcome(view)
 
 
@@ -296,6 +300,11 @@ def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> None:
             view.notes.append("the loss scales are those of the network after keep=")
     format_ = session.policy.compute
     view.notes += judge.left_in_format(format_, view.tensors, again.tensors)
+    outermost = {f.tensor for f in again.findings} & session.parameters.keys()
+    if outermost:
+        view.notes.append("keep= does not list the outermost block, which has "
+                          f"{listed(sorted(outermost))}: under the policy mixed_float16 "
+                          "parameters stay float32")
     left = [finding.node for finding in again.findings if not finding.remedy]
     if left:
         view.notes.append(f"{'after keep=' if names else 'with nothing to keep'}, "

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from typing import Any, Collection, Dict, Iterable, Set, Tuple, Union
 
@@ -17,8 +16,6 @@ from ..graph.graph import TYPE_FLAG, TYPE_NAME, Graph
 from ..graph.keep import kept_operators, operator_names
 from ..policy import Policy, get_policy
 from ..record import Record, put_record, read_record, record_in, record_like, refuse_others
-
-log = logging.getLogger("gluon_amp")
 
 # Names of operators' inputs that are parameters.
 _PARAMETERS = frozenset("weight bias gamma beta parameters".split())
@@ -122,10 +119,8 @@ def convert_model(sym: Symbol, arg_params: Dict[str, Any], aux_params: Dict[str,
     converted = convert_symbol(sym, policy, keep, like)
     check_parameters(converted, arg_params, aux_params)
     types = declared_types(Graph.read(converted))
-    small = small_in_float16({name: array for name, array in arg_params.items() if types.get(
+    small_in_float16({name: array for name, array in arg_params.items() if types.get(
         name) == "float16" and dtype_name(array.dtype) == "float32"})
-    if small:
-        log.warning("%s", small)
 
     def cast(arrays: Dict[str, Any]) -> Dict[str, Any]:
         return {name: a.astype(types.get(name, "float32"), copy=False) if "float" in

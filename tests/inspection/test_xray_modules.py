@@ -309,6 +309,34 @@ def output(mod):
     return hidden @ weights["fc2_weight"].T + weights["fc2_bias"]
 
 
+class Passes(mx.operator.CustomOp):
+    """Its output is its input, and so is the gradient."""
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("passes_in_xray")
+class PassesProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Passes()
+
+
+@pytest.mark.parametrize("end", [
+    lambda x: x.reshape((-1,)), lambda x: S.Custom(x, op_type="passes_in_xray"),
+    lambda x: S.Group([S.BlockGrad(x), x * 2])])
+def test_loss_behind_an_output_is_that_of_its_head(end):
+    head = S.SoftmaxOutput(scores(), name="head")
+    view, mod = of_module(end(head), {"head_label": CLASSES})
+    right, _ = of_module(head, {"head_label": CLASSES})
+    assert view.losses == pytest.approx(right.losses)
+    assert sensitivities(view) == pytest.approx(sensitivities(right), rel=1e-3)
+    assert amp.explain(mod, mx.io.DataBatch([DATA], [CLASSES])) is None
+
+
 def test_each_head_of_module_uses_its_own_label():
     x = scores()
     heads = S.Group([S.BlockGrad(S.slice_axis(x, axis=1, begin=0, end=2), name="to_look_at"),

@@ -273,3 +273,36 @@ def test_gradients_that_fit_small_scale_show_how_to_set_it():
     assert "gradients fit up to the loss scale 2^-12, and that of the training ends at 2^-14" \
         in str(view)
     assert (view.findings, view.severity) == ([], "good")
+
+
+def test_window_fits_each_step():
+    """The step with the smallest gradients needs the highest scale, and others do not hide it."""
+    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    given = [(data, [label, nd.array([factor])]) for (data, label), factor in
+             zip(rows(), (2.0 ** -12, 2.0 ** 3))]
+    small, large, both = (amp.xray(net, some, lambda out, y: LOSS(out, y[0]) * y[1]).loss_scale
+                          for some in (given[:1], given[1:], given))
+    assert small[0] > large[0]
+    assert both == (small[0], large[1])
+
+
+@pytest.mark.parametrize("bits", [3, 5])
+def test_headroom_that_training_may_use_up_is_noted(bits):
+    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
+    high = amp.xray(net, rows(), LOSS).loss_scale[1]
+    view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high * 2.0 ** (14 - bits)))
+    assert view.loss_scale[1] == 2.0 ** (bits - 14)
+    assert (view.findings, view.severity) == ([], "good")
+    assert f"amp.DynamicLossScale(2**{bits - 14}, minimum=2**-24)" in str(view)
+
+
+def test_headroom_after_keep_is_noted():
+    def forward(F, x, dense, out):
+        h = dense(x) * 3e4
+        return out(h * h * 2.0 ** -30)
+    net = calling(forward, *layers(8, 4))
+    high = amp.xray(net, rows(), LOSS).loss_scale[1]
+    view = amp.xray(net, rows(), lambda out, label: LOSS(out, label) * (high * 2.0 ** 11))
+    assert view.keep
+    assert view.loss_scale[1] == 2.0 ** -11
+    assert "amp.DynamicLossScale(2**-11, minimum=2**-24)" in str(view)
