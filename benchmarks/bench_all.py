@@ -1,4 +1,4 @@
-"""Runs all benchmarks, without a time limit: `make bench-all`.
+"""Runs all benchmarks, without a time limit: `make -C tests bench-all`.
 
 Each line runs in a separate process, and its result is appended to out/COMMIT.jsonl. Another call
 continues an interrupted run.

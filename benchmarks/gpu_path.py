@@ -1,4 +1,4 @@
-"""Records the GPU calls of training steps without a GPU: make bench-gpu-path.
+"""Records the GPU calls of training steps without a GPU: make -C tests bench-gpu-path.
 
 It writes docs/gpu_table.txt, with each network of networks.py in float32, under mx.contrib.amp and
 under gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. The optimizer is SGD with momentum;

@@ -14,7 +14,7 @@ import numpy_mode
 import pytest
 from ranks import Ranks
 
-# They run on a software GPU: make test-gpu.
+# They run on a software GPU: make -C tests gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]
 
 def pytest_addoption(parser):

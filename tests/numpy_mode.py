@@ -1,4 +1,4 @@
-"""Runs tests that are written for `mx.nd` in numpy mode: `pytest --numpy`, `make test-np`.
+"""Runs tests that are written for `mx.nd` in numpy mode: `pytest --numpy`, `make -C tests np`.
 
 In test modules, `nd` and `mx.nd` become functions that return `mx.np` arrays, and `mx.sym`
 functions that return its symbols. `F` of their networks becomes functions that take them.

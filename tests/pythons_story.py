@@ -1,4 +1,4 @@
-"""`make test-pythons` runs this file in an environment with only the wheel and MXNet.
+"""`make -C tests pythons` runs this file in an environment with only the wheel and MXNet.
 
 A float16 network from its data to its report in a minute. Warnings are errors, except those of
 MXNet and matplotlib.

@@ -280,7 +280,9 @@ def check_command(line, monkeypatch):
         return
     program, *arguments = words
     if program == "make":
-        targets = re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+        folder = ROOT / arguments[1] if arguments[:1] == ["-C"] else ROOT
+        arguments = arguments[2:] if arguments[:1] == ["-C"] else arguments
+        targets = re.findall(r"^([\w.-]+):(?!=)", (folder / "Makefile").read_text(), re.M)
         assert {a for a in arguments if "=" not in a and a != "-B"} <= set(targets)
     elif program == "pip":
         project = (ROOT / "pyproject.toml").read_text()

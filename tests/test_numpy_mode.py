@@ -1,6 +1,6 @@
 """Whole programs in numpy mode (`npx.set_np()`): bfloat16 arrays, files, resuming, tools, BERT.
 
-Tests of other files run in this mode by `pytest --numpy` and `make test-np`.
+Tests of other files run in this mode by `pytest --numpy` and `make -C tests np`.
 """
 import copy
 import warnings

@@ -8,7 +8,7 @@ compiler's name in its library, then the layout of three objects in memory. If a
 operator is replaced, and the first float16 use on a CPU raises the reason.
 
 `GLUON_AMP_ISA` selects a variant by name. `GLUON_AMP_ENGINE` selects another library file
-(`make sanitize`) or, as `off`, none.
+(`make -C tests sanitize`) or, as `off`, none.
 """
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Compares MXNet's CUDA build on a software GPU with the CPU: `make results-gpu`.
+"""Compares MXNet's CUDA build on a software GPU with the CPU: `make -C tests results-gpu`.
 
 It writes networks.csv, digits.csv, recipes.csv and README.md to this folder, and skips runs that
 are in a CSV file already.
@@ -30,7 +30,7 @@ COMPUTE = [*study.PYTHON, str(HERE.parents[1] / "tests" / "software_gpu"), "--co
 README = """# MXNet's CUDA build on a software GPU
 
 MXNet's CUDA build on a [software GPU](../../docs/gpu.md#a-gpu-that-computes) trains to about the
-CPU's accuracy. `make results-gpu` writes this folder with the host code of `mxnet-cu112` 1.9.1.
+CPU's accuracy. `make -C tests results-gpu` writes this folder with the host code of `mxnet-cu112` 1.9.1.
 
 ## Digits
 

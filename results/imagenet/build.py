@@ -1,4 +1,4 @@
-"""Writes results/imagenet from the CSV files in this folder: `make results`.
+"""Writes results/imagenet from the CSV files in this folder: `make -C tests results`.
 
 With the matplotlib and pillow of the extra "results" the files are identical byte for byte.
 """
@@ -26,7 +26,7 @@ of float32, except in GluonCV's logs, whose recipes differ. This project measure
 tables, mixed precision is 3.4 to 3.6 times as fast as float32 on V100 (on DGX-1, at twice the
 batch size). On A100, it is 3.2 times as fast as TF32.
 
-`make results` writes this folder from its CSV files.
+`make -C tests results` writes this folder from its CSV files.
 
 ## Apache MXNet's tutorial
 

@@ -1,4 +1,4 @@
-"""`make test-isa`: the tests with the marker `isa`, for each instruction set of this processor.
+"""`make -C tests isa`: the tests with the marker `isa`, for each instruction set of this processor.
 
 GLUON_AMP_ISA limits the engine's own loops, DNNL_MAX_CPU_ISA those of oneDNN.
 """

@@ -1,4 +1,4 @@
-"""The script of `make test-transfer`, with a small wheel."""
+"""The script of `make -C tests transfer`, with a small wheel."""
 import io
 import tarfile
 

@@ -1,4 +1,4 @@
-"""Measures what a machine without network needs to run MXNet's CUDA build: `make test-transfer`.
+"""Measures what a machine without network needs to run MXNet's CUDA build: `make -C tests transfer`.
 
     python tests/cuda/transfer_size.py PACK.pack.xz
 

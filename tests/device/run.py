@@ -4,7 +4,7 @@ Each step is a process with a time limit. Its output is appended to OUT/output.t
 rows to OUT/rows.jsonl. The first part takes at most 200 seconds. If one of its steps fails, the
 steps that narrow the reason down run, and nothing else. Each part runs if the one before succeeds.
 --pieces restores the pieces of pieces.py.
---small has the sizes of a software GPU: make test-device.
+--small has the sizes of a software GPU: make -C tests device.
 """
 import argparse
 import json

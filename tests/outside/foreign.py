@@ -1,4 +1,4 @@
-"""`make test-foreign SOURCES=FOLDER`: unmodified third-party scripts in 16 bits on a CPU.
+"""`make -C tests foreign SOURCES=FOLDER`: unmodified third-party scripts in 16 bits on a CPU.
 
 SOURCES has the checkouts that SCRIPTS name (mxnet: tag 1.9.1; mxnet-pull-14367: the head of that
 pull request). Each script runs for a dozen steps on random data in float32, float16 and bfloat16.
@@ -960,7 +960,7 @@ def main(folder):
         needed.add(f"{FAMILIES}/__init__.py")
     missing = sorted(path for path in needed if not folder or not Path(folder, path).is_file())
     if missing:
-        sys.exit("make test-foreign SOURCES=FOLDER needs the checkouts that "
+        sys.exit("make -C tests foreign SOURCES=FOLDER needs the checkouts that "
                  f"tests/outside/foreign.py names. Missing: {', '.join(missing)}")
     if not all(script.here for script in scripts):
         zoo.venv("foreign", "foreign.txt")

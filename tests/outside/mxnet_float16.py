@@ -1,4 +1,4 @@
-"""`make test-mxnet-float16 MXNET_SOURCE=FOLDER`: MXNet 1.9.1's own tests in float16 on a CPU.
+"""`make -C tests mxnet-float16 MXNET_SOURCE=FOLDER`: MXNet 1.9.1's own tests in float16 on a CPU.
 
 They are the tests of `tests/python/gpu/test_operator_gpu.py` that compare contexts, with the
 contexts float64, float32 and float16 on the CPU, and all tests of `tests/python/unittest` that have
@@ -135,7 +135,7 @@ def run(folder, name, off):
 
 def main(folder, off):
     if not folder or not (Path(folder) / "tests/python/gpu" / GPU).is_file():
-        sys.exit("make test-mxnet-float16 MXNET_SOURCE=FOLDER needs the sources of MXNet 1.9.1, "
+        sys.exit("make -C tests mxnet-float16 MXNET_SOURCE=FOLDER needs the sources of MXNet 1.9.1, "
                  f"with tests/python/gpu/{GPU}. Received: {folder or 'no folder'}")
     folder = Path(folder).resolve() / "tests/python"
     files = [path.name for path in sorted((folder / "unittest").glob("test_*.py"))

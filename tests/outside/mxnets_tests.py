@@ -1,10 +1,10 @@
-"""`make test-mxnet MXNET_TESTS=FOLDER`: runs MXNet 1.9.1's own tests with `amp.Trainer` and
+"""`make -C tests mxnet MXNET_TESTS=FOLDER`: runs MXNet 1.9.1's own tests with `amp.Trainer` and
 `amp.Module` in place of MXNet's, without a loss scale and with one.
 
 Tests that pass with MXNet's pass without a loss scale. With one, a test may fail with an error
 listed in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for example.
 
-`make test-mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests that involve numpy, unmodified,
+`make -C tests mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests that involve numpy, unmodified,
 with the installed numpy. Tests that fail with it are listed in mxnets_tests_numpy.txt.
 
 As a plugin of pytest, this file runs them as GLUON_AMP_IN_PLACE selects: "mxnet", "None" or a loss
@@ -180,7 +180,7 @@ def with_this_numpy(folder):
 def main(folder, what):
     missing = [name for name in NEEDED if not folder or not (Path(folder) / name).is_file()]
     if missing:
-        sys.exit("make test-mxnet MXNET_TESTS=FOLDER needs MXNet 1.9.1's own tests: the folder "
+        sys.exit("make -C tests mxnet MXNET_TESTS=FOLDER needs MXNet 1.9.1's own tests: the folder "
                  f"tests/python of its sources, with {', '.join(NEEDED)}. "
                  f"Missing in {folder or 'no folder'}: {', '.join(missing)}")
     folder = Path(folder).resolve()

@@ -1,4 +1,4 @@
-"""`make test-published SOURCES=FOLDER`: published scripts, unmodified, train in float16 on a CPU.
+"""`make -C tests published SOURCES=FOLDER`: published scripts, unmodified, train in float16 on a CPU.
 
 SOURCES has three checkouts: `mxnet` (apache/mxnet, tag 1.9.1), `gluon-cv` (dmlc/gluon-cv, tag
 v0.10.0) and `gluon-nlp` (dmlc/gluon-nlp, tag v0.10.0). Each script runs as
@@ -252,7 +252,7 @@ def main(folder):
     missing = sorted({script.path for script in SCRIPTS
                       if not folder or not (Path(folder) / script.path).is_file()})
     if missing:
-        sys.exit("make test-published SOURCES=FOLDER needs the checkouts that "
+        sys.exit("make -C tests published SOURCES=FOLDER needs the checkouts that "
                  f"tests/outside/published.py names. Missing: {', '.join(missing)}")
     for package in filter(None, PACKAGES.values()):
         zoo.venv(package)

@@ -1,6 +1,6 @@
 """Compares results/tensor_cores/rule.py with measured results in a checkout of MATLAB-tensor-core.
 
-    make test-tensor-cores SOURCES=FOLDER
+    make -C tests tensor-cores SOURCES=FOLDER
 
 The folder `model_validation` of the repository north-numerical-computing/MATLAB-tensor-core has
 5,000 results of one instruction for each GPU and format. H100 and H200 made those of float8 without

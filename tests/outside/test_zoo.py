@@ -1,5 +1,5 @@
 """Small networks of each family in GluonCV, GluonNLP, GluonTS and MXNet's examples, in their loops
-with the three lines of gluon_amp. `make test-zoo` installs these packages; tests of missing
+with the three lines of gluon_amp. `make -C tests zoo` installs these packages; tests of missing
 packages are skipped."""
 import gluon_amp as amp
 import mxnet as mx
@@ -12,7 +12,7 @@ from traces import at_most_traces
 
 pytestmark = [pytest.mark.long,
               pytest.mark.filterwarnings("ignore:::gluoncv")]
-WITH_OLD_PACKAGES = pytest.mark.filterwarnings("default")  # in Python 3.8: make test-zoo
+WITH_OLD_PACKAGES = pytest.mark.filterwarnings("default")  # in Python 3.8: make -C tests zoo
 WORDS = 40
 
 

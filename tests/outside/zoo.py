@@ -1,4 +1,4 @@
-"""`make test-zoo`: creates a venv for each package of zoo.txt and runs test_zoo.py in it."""
+"""`make -C tests zoo`: creates a venv for each package of zoo.txt and runs test_zoo.py in it."""
 import os
 import subprocess
 import sys

@@ -63,7 +63,7 @@ def train_in_new_environment(python, wheel, folder, numpy):
 
 
 def test_one_wheel_serves_every_python_3_with_glibc_2_27(built):
-    assert re.fullmatch(r"gluon_amp-[^-]+-py3-none-manylinux_2_27_x86_64\.whl", built.wheel.name)
+    assert re.fullmatch(r"gluon_amp-[^-]+-cp38-abi3-manylinux_2_27_x86_64\.whl", built.wheel.name)
 
 
 def test_wheel_contains_every_module_and_type_marker(built, source):
@@ -92,7 +92,7 @@ def test_sdist_contains_no_compiled_files(built):
 
 
 def test_network_trains_from_wheel_on_oldest_python(built, tmp_path):
-    """`make test-pythons` tries all."""
+    """`make -C tests pythons` tries all."""
     found = {sys.version_info[1]: sys.executable,
              **{minor: find_python(minor) for minor in MINORS if find_python(minor)}}
     minor = min(found)
@@ -184,11 +184,11 @@ done""")
 
     kernels = ["one.cc", *["three.cc"] * 9]  # 3 instruction sets, 3 types
     assert compiled() == sorted([*kernels, "two.cc", "headers.cc"])
-    assert len(list((tmp_path / "objects").iterdir())) == 12  # and portable.cc
+    assert len(list((tmp_path / "objects").iterdir())) == 13  # and portable.cc
     shutil.rmtree(tmp_path / "build")
     assert compiled() == []
     (cpu / "operators" / "two.cc").write_text("// changed")
-    assert compiled() == ["headers.cc", "two.cc"]
+    assert compiled() == ["two.cc"]
     (cpu / "header.h").write_text("// changed")
     assert compiled() == ["headers.cc", "one.cc", "two.cc"]
     (cpu / "kernels" / "own.h").write_text("// changed")

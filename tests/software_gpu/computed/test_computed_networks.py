@@ -8,7 +8,7 @@ from arrays import flat
 from mxnet import autograd, nd
 
 TABLE = {**networks.ZOO, **networks.OTHERS}
-# Some minutes each: `make results-gpu` runs them.
+# Some minutes each: `make -C tests results-gpu` runs them.
 LARGE = {"alexnet", "densenet121", "inceptionv3", "resnet50_v1", "resnet50_v2", "vgg11", "vgg11_bn",
          "squeezenet1.1", "mobilenet0.25", "resnet18_v2"}
 

@@ -1,4 +1,4 @@
-"""Recurrent layers give the same results on a GPU as on a CPU. `make test-gpu` runs these tests
+"""Recurrent layers give the same results on a GPU as on a CPU. `make -C tests gpu` runs these tests
 with cuDNN 8, and with cuDNN 9 by its newer functions."""
 import os
 
