@@ -74,9 +74,9 @@ class Statistics:
     def read(self, array: Array, dtype: str) -> Any:
         if array.ctx.device_type != "gpu":
             return AfterRounding.of_counts(Counts.of_array(to_float32(array)), dtype)
-        array, made = array.reshape(-1), FORMATS[dtype]  # numpy mode has arrays without axes
+        array, format_ = array.reshape(-1), FORMATS[dtype]  # numpy mode has arrays without axes
         size = abs(array)
-        marks = [size == 0, size < made.smallest_normal, size <= made.largest,
+        marks = [size == 0, size < format_.smallest_normal, size <= format_.largest,
                  size == size]  # False for NaN
         # multi_sum_sq adds in float32; a sum of float16 ones would end at 2048
         sums, at = self._row(array.ctx, "float32", 1 + len(marks))
@@ -100,10 +100,9 @@ class Statistics:
                 largest: "Tuple[_Rows, int]") -> AfterRounding:
         squares, zero, below, finite, not_nan = sums[0].values[sums[1]].tolist()
         top = float(largest[0].values[largest[1]][0])
-        known = finite == numbers and top > 0
-        return AfterRounding(numbers, squares, None, int(np.frexp(top)[1]) - 1 if known else None,
-                             round(zero), round(below - zero), round(not_nan - finite),
-                             round(numbers - not_nan))
+        most = int(np.frexp(top)[1]) - 1 if finite == numbers and top > 0 else None
+        return AfterRounding(numbers, squares, None, most, round(zero), round(below - zero),
+                             round(not_nan - finite), round(numbers - not_nan))
 
 
 class _Rows:
@@ -179,10 +178,10 @@ class HookObserver(Observer):
             return
         keys, read = zip(*self._read)
         self._read = []
-        found: Dict[Key, Any] = {}
+        measured: Dict[Key, Any] = {}
         for key, result in zip(keys, self.statistics.results(read)):
-            found[key] = found[key] + result if key in found else result
-        self.passes.append((scale, found))
+            measured[key] = measured[key] + result if key in measured else result
+        self.passes.append((scale, measured))
 
     # ---- operators that call back
 
@@ -267,29 +266,29 @@ class _InTraining:
 
 def plain_graphs(net: Network) -> List[Any]:
     """Returns the outermost hybridized blocks that are not converted."""
-    found, left = [], [net] if isinstance(net, mx.gluon.Block) else []
+    blocks, left = [], [net] if isinstance(net, mx.gluon.Block) else []
     while left:
         block = left.pop()
         if isinstance(block, ConvertedHybridBlock):
             continue
         if isinstance(block, mx.gluon.HybridBlock) and block._active:
-            found.append(block)
+            blocks.append(block)
         else:
             left += block._children.values()
-    return found
+    return blocks
 
 
 def _keys(graph: Graph) -> Dict[str, Key]:
     """Returns the tensors of a graph by the names that MXNet's hook gives to them: the node's name
     with the output's name or index; for a gradient with "backward" and the index of the input."""
-    found: Dict[str, Key] = {}
+    keys: Dict[str, Key] = {}
     internals = graph.symbol().get_internals()
     outputs: Dict[str, int] = {}  # so far, of each node
     for i, name in enumerate(internals.list_outputs()):
         node = internals[i].name
         which = outputs[node] = outputs.get(node, -1) + 1
-        found[name] = found[f"{node}_{which}"] = Key(node, False, which)
+        keys[name] = keys[f"{node}_{which}"] = Key(node, False, which)
     for one in graph.nodes():
-        found.update({f"{one.name}_backward_{i}": Key(one.name, True, i)
+        keys.update({f"{one.name}_backward_{i}": Key(one.name, True, i)
                       for i in range(len(one.inputs))})
-    return found
+    return keys

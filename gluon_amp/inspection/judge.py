@@ -63,7 +63,7 @@ class Finding:
     remedy: str = ""
 
     @property
-    def said(self) -> str:
+    def text(self) -> str:
         """The detail and the remedy."""
         return f"{self.detail}: {self.remedy}" if self.remedy else self.detail
 
@@ -153,9 +153,9 @@ class Window(NamedTuple):
     def __str__(self) -> str:
         if self.low <= 1 and self.high > _BEYOND_FLOAT16:
             return "No loss scale is needed: all gradients fit as they are"
-        said = "Loss scales that fit" if self.low <= self.high else \
+        start = "Loss scales that fit" if self.low <= self.high else \
             "No loss scale fits all gradients"
-        return f"{said}: from {as_power(self.low)} " \
+        return f"{start}: from {as_power(self.low)} " \
                f"({self.low_tensor or 'no gradient needs more'}) to {as_power(self.high)} " \
                f"({self.high_tensor})"
 
@@ -252,39 +252,39 @@ class _Judge:
 
     def findings(self) -> List[Finding]:
         endless = [t for t in self.forward if not t.counts.stay_finite]
-        made = [finding for t in self.flow.beginnings(endless)
+        findings = [finding for t in self.flow.beginnings(endless)
                 if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
-        for finding in made:
+        for finding in findings:
             finding.certain, finding.severity = True, "error"
-        if any(finding.remedy for finding in made):
-            return made  # infinite data are behind all else
-        if made:  # numbers may grow from layer to layer: keep all layers that overflow
+        if any(finding.remedy for finding in findings):
+            return findings  # infinite data are behind all else
+        if findings:  # numbers may grow from layer to layer: keep all layers that overflow
             behind = [t for t in self.forward if t.beyond and t.key in self.broken]
-            made[0].keep = list(dict.fromkeys(made[0].keep + self._kept_for(behind)))
+            findings[0].keep = list(dict.fromkeys(findings[0].keep + self._kept_for(behind)))
         if self.flow.goes_forward:
-            made += self._endless_gradients()
+            findings += self._endless_gradients()
         near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
-        for found in (
+        for group in (
                 [self._nearly_above(t, by) for t, by in near if by is not None],
                 [self._below_in_parameter(t) for t in self.parameters if t.is_below()],
                 [self._below(t) for t in self.forward if t.is_below()],
                 [self._cancelled(t, t.snr) for t in self.forward if t.counts.stay_finite
                  and t.snr is not None and t.snr < min(t.low_snr, self.least_snr) / 2
                  and self._has_gradient(t)]):
-            made += [finding for one in found for finding in one]
-        if any(finding.remedy for finding in made):  # of data, which all else reads
-            made = [finding for finding in made if finding.certain or finding.remedy]
-        if not made:  # keeping nodes changes the gradients
-            made += self._moving_the_loss()
+            findings += [finding for one in group for finding in one]
+        if any(finding.remedy for finding in findings):  # of data, which all else reads
+            findings = [finding for finding in findings if finding.certain or finding.remedy]
+        if not findings:  # keeping nodes changes the gradients
+            findings += self._moving_the_loss()
             if self.flow.goes_forward:
-                made += self._gradients()
-        self._note_headroom(made)
-        return made
+                findings += self._gradients()
+        self._note_headroom(findings)
+        return findings
 
-    def _note_headroom(self, made: List[Finding]) -> None:
+    def _note_headroom(self, findings: List[Finding]) -> None:
         """Notes the tensor nearest to the format's largest number, within a factor of 2, unless a
         finding keeps it in float32."""
-        kept = {name for finding in made for name in finding.keep}
+        kept = {name for finding in findings for name in finding.keep}
         near = [t for t in self.forward if t.peak and t.counts.stay_finite
                 and not kept & {*self.layout.kept_for(t.key)}]
         if near:
@@ -336,12 +336,12 @@ class _Judge:
         """Finds a tensor that has not overflowed, but may in another batch: its maximum exceeds
         that of the median batch by so many powers of two."""
         most = max(tensor.largest)
-        said = f"2^{most} in one batch, and 2^{most - by} in the median batch: another may " \
+        sizes = f"2^{most} in one batch, and 2^{most - by} in the median batch: another may " \
                f"exceed {tensor.format.largest:g}"
         begins = self._where_it_begins(
             tensor, lambda t: t.counts.range is not None and t.counts.range[1] >= most)
-        return self._of_data(tensor, "range above", f"reach {said}") or [self._finding(
-            tensor, "range above", f"{tensor.name} reaches {said}", begins)]
+        return self._of_data(tensor, "range above", f"reach {sizes}") or [self._finding(
+            tensor, "range above", f"{tensor.name} reaches {sizes}", begins)]
 
     def _of_rounding(self, tensor: Tensor, output: Tensor) -> List[Finding]:
         """Finds the cause of infinities without overflow, in an output of an operator or in its
@@ -349,12 +349,12 @@ class _Judge:
         such as 0 of a logarithm, a quotient or a root."""
         behind = reached([output.key], self.reads, lambda key: self.seen[key].is_low)
         rounded = [t for t in self.forward if t.key in behind and t.is_low]
-        made = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
+        findings = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
                               f"{tensor.name} is not finite")
                 for t in rounded for share in [t.counts.shares(t.format, own=True)["flushed"]]
                 if share]
-        if made or not (rounded or tensor.is_low):
-            return made
+        if findings or not (rounded or tensor.is_low):
+            return findings
         finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, although "
                                 "its inputs are")
         finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
@@ -363,26 +363,26 @@ class _Judge:
     def _endless_gradients(self) -> List[Finding]:
         """Finds gradients that are not finite at any loss scale."""
         endless = [t for t in self.seen.values() if t.key.backward and not t.counts.stay_finite]
-        made = [finding for tensor in self.flow.beginnings(endless)
+        findings = [finding for tensor in self.flow.beginnings(endless)
                 if not tensor.counts.overflowed
                 for output in [self.seen.get(Key(tensor.key.node, False, 0))] if output
                 for finding in self._of_rounding(tensor, output)]
-        for finding in made:
+        for finding in findings:
             finding.backward = finding.certain = True
             finding.severity = "error"
-        return made
+        return findings
 
     def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
         """Returns the node that computes in float32 the numbers that a later cast loses."""
-        known = {tensor.key}
+        visited = {tensor.key}
         while True:
             carried = [self.seen[key] for key in tensor.carried if key in self.seen]
-            before = [t for t in self.flow.before(tensor) + carried if t.key not in known
+            before = [t for t in self.flow.before(tensor) + carried if t.key not in visited
                       and not t.is_low and t.op not in CASTS and lies_beyond(t)]
             if not before:
                 return self.layout.blamed(tensor.key)
             tensor = before[0]
-            known.add(tensor.key)
+            visited.add(tensor.key)
 
     def _below_in_parameter(self, tensor: Tensor) -> List[Finding]:
         """Finds a parameter of small numbers. Those that are only added may be small."""
@@ -401,9 +401,9 @@ class _Judge:
         parameter = self.layout.parameter_of(tensor.key)
         if parameter and self._is_only_added(parameter):
             return []
-        said = said_below(tensor.counts, tensor)
-        return self._of_data(tensor, "range below", f"are {said}") or [self._finding(
-            tensor, "range below", f"{tensor.name} is {said}", self._where_it_begins(
+        loss = said_below(tensor.counts, tensor)
+        return self._of_data(tensor, "range below", f"are {loss}") or [self._finding(
+            tensor, "range below", f"{tensor.name} is {loss}", self._where_it_begins(
                 tensor, lambda t: t.counts.underflow(tensor.format) > _BEGINS_TO_LOSE))]
 
     def _cancelled(self, tensor: Tensor, snr: float) -> List[Finding]:
@@ -418,8 +418,8 @@ class _Judge:
             tensor, "cancellation", f"{tensor.name} has {snr:.1f} dB against float32, "
             f"although its inputs have {self._snr_with_casts(source):.1f} dB or more")
         finding.certain = True
-        made = [self._before_cast(t) for t in read]
-        finding.keep += self._kept_for([t for t in made if t.is_low]
+        sources = [self._before_cast(t) for t in read]
+        finding.keep += self._kept_for([t for t in sources if t.is_low]
                                        or self._rounded_before(source))
         return [finding]
 
@@ -453,13 +453,13 @@ class _Judge:
 
     def _rounded_before(self, tensor: Tensor) -> List[Tensor]:
         """Returns the rounded tensor from which a float32 tensor inherits most of its error."""
-        known = {tensor.key}
+        visited = {tensor.key}
         while not tensor.is_low:
-            read = [t for t in self.flow.before(tensor) if t.key not in known]
+            read = [t for t in self.flow.before(tensor) if t.key not in visited]
             if not read:
                 return []
             tensor = min(read, key=self._snr_with_casts)
-            known.add(tensor.key)
+            visited.add(tensor.key)
         return [tensor]
 
     def _moving_the_loss(self) -> List[Finding]:
@@ -471,7 +471,7 @@ class _Judge:
         sensitivities = {t.key: statistics.mean(t.loss_sensitivities) for t in self.forward
                          if t.loss_sensitivities}
         products = {t.key.node: statistics.mean(t.by_chance) for t in self.forward if t.by_chance}
-        made, alike = [], []
+        findings, alike = [], []
         for key, sensitivity in sorted(sensitivities.items(), key=lambda item: -item[1]):
             tensor = self.seen[key]
             others = sorted(w for node, w in products.items() if node != key.node)
@@ -482,19 +482,20 @@ class _Judge:
             if any(sensitivity <= _STANDS_OUT * products[node] for node in self._next_to(tensor)):
                 alike.append(f"{tensor.name} ({share})")
                 continue
-            made.append(self._finding(tensor, "small errors move the loss", "the rounding error of "
-                                      f"{tensor.name} moves the loss by {share} in each step"))
-        if alike and not made:
+            findings.append(self._finding(
+                tensor, "small errors move the loss", f"the rounding error of {tensor.name} moves "
+                f"the loss by {share} in each step"))
+        if alike and not findings:
             self.notes.append("as in an untrained network, the rounding errors of adjacent layers "
                               f"move the loss, most that of {alike[0]}: run the X-ray again after "
                               "some steps of training")
-        return made
+        return findings
 
     def _next_to(self, tensor: Tensor) -> Set[str]:
         """Returns the nearest products before and after a tensor."""
-        found = [key for ways in (self.reads, self.flow.readers)
+        keys = [key for ways in (self.reads, self.flow.readers)
                  for key in reached([tensor.key], ways, lambda key: self.seen[key].by_chance)]
-        return {key.node for key in found if self.seen[key].by_chance} - {tensor.key.node}
+        return {key.node for key in keys if self.seen[key].by_chance} - {tensor.key.node}
 
     def _gradients(self) -> List[Finding]:
         """Finds gradients for which dynamic loss scaling reaches no scale that fits.
@@ -506,49 +507,49 @@ class _Judge:
         scale, smallest = self.scale, self.training.smallest
         backward = [t for t in self.seen.values() if t.key.backward and t.counts.range]
         gradients = [t for t in backward if t.is_low]
-        found = window(gradients, [(scale, self.flow.counts)], _MOST_LOST)
-        if found is None or found.fits(self.training):
-            return [] if found is None else self._near_the_smallest(found)
+        limits = window(gradients, [(scale, self.flow.counts)], _MOST_LOST)
+        if limits is None or limits.fits(self.training):
+            return [] if limits is None else self._near_the_smallest(limits)
 
         def too_large_for(wanted: float) -> List[Tensor]:
             return [t for t in gradients if t.highest_factor(t.counts) * scale < wanted]
-        wanted = max(found.low, smallest)
+        wanted = max(limits.low, smallest)
         why = f"and that of the training ends at {self.training.ends}"
-        few = found.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
-        if found.low <= found.high and not few:
-            return [self._of_all_gradients(found, found.notes(self.training)[0], "error")]
+        few = limits.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
+        if limits.low <= limits.high and not few:
+            return [self._of_all_gradients(limits, limits.notes(self.training)[0], "error")]
         if not few:
-            wanted = found.low
-            why = f"which {found.low_tensor} needs" if found.low_tensor else "the smallest of all"
+            wanted = limits.low
+            why = f"which {limits.low_tensor} needs" if limits.low_tensor else "the smallest of all"
         at_low = too_large_for(wanted)
         needed = [(t, t.lowest_factor(t.counts, _MOST_LOST) * scale) for t in gradients]
-        at_high = [(t, least) for t, least in needed if least > found.high]
+        at_high = [(t, least) for t, least in needed if least > limits.high]
         jump = self._jump(backward)
-        made = [] if jump is None else [
+        findings = [] if jump is None else [
             self._finding(jump, "gradients change their size", "no loss scale fits the gradients "
                           f"on both sides of {jump.name}", jump.key.node)]
         if few or not at_high or len(at_low) < len(at_high):
-            made += [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
+            findings += [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
                                    f"{as_power(wanted)}, {why}") for t in at_low]
         else:
-            made += [self._finding(t, "range below", f"{t.name} needs a loss scale of "
-                                   f"{as_power(least)}, and {found.high_tensor} overflows above "
-                                   f"{as_power(found.high)}") for t, least in at_high]
-        for finding in made:
+            findings += [self._finding(t, "range below", f"{t.name} needs a loss scale of "
+                                   f"{as_power(least)}, and {limits.high_tensor} overflows above "
+                                   f"{as_power(limits.high)}") for t, least in at_high]
+        for finding in findings:
             finding.severity = "error"
-        return made
+        return findings
 
-    def _of_all_gradients(self, found: Window, detail: str, severity: str) -> Finding:
+    def _of_all_gradients(self, limits: Window, detail: str, severity: str) -> Finding:
         """Returns a finding of the gradient that limits the loss scale. Keeping one layer does not
         help the others."""
-        tensor = next(t for t in self.seen.values() if t.name == found.high_tensor)
+        tensor = next(t for t in self.seen.values() if t.name == limits.high_tensor)
         return Finding(self.layout.blamed(tensor.key), tensor.name, "range above", detail, [],
-                       backward=True, severity=severity, remedy=found.remedy)
+                       backward=True, severity=severity, remedy=limits.remedy)
 
-    def _near_the_smallest(self, found: Window) -> List[Finding]:
+    def _near_the_smallest(self, limits: Window) -> List[Finding]:
         """Warns that gradients have no headroom at the smallest loss scale."""
-        return [self._of_all_gradients(found, note, "warning")
-                for note in found.notes(self.training) if found.high < 2 * self.training.smallest]
+        return [self._of_all_gradients(limits, note, "warning")
+                for note in limits.notes(self.training) if limits.high < 2 * self.training.smallest]
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
         """Returns the gradient whose size differs most from that of its inputs, if by more than
@@ -570,14 +571,14 @@ def said_below(counts: Counts, tensor: Tensor) -> str:
            f"{shares['subnormal']:.2%} subnormal"
 
 
-def without_scale(found: Iterable[Finding]) -> bool:
+def without_scale(all_findings: Iterable[Finding]) -> bool:
     """Whether gradients are not finite at any loss scale."""
-    return any(finding.backward and finding.certain for finding in found)
+    return any(finding.backward and finding.certain for finding in all_findings)
 
 
 def outcome(view: Any) -> str:
     """Returns what the training does on the batches of an X-ray."""
-    training, fits, found = view.training, view.window, view.findings
+    training, fits, all_findings = view.training, view.window, view.findings
     losses = [loss for i, loss in enumerate(view.losses) if i not in view.left_out]
     lost = sum(not math.isfinite(loss) for loss in losses)
     fails = f"Training {training.fails}, because"
@@ -587,7 +588,7 @@ def outcome(view: Any) -> str:
         return f"{fails} the loss is not finite"
     if not view.goes_forward:
         return "Training runs with numbers that are not finite"
-    if without_scale(found):
+    if without_scale(all_findings):
         return f"{fails} gradients are not finite at any loss scale"
     if fits and fits.high < training.smallest:
         return f"{fails} gradients overflow at its smallest loss scale, {training.ends}"
@@ -596,9 +597,9 @@ def outcome(view: Any) -> str:
     if fits and fits.low > training.largest:
         return "Training runs and loses gradients, because they need a loss scale of at " \
             f"least {as_power(fits.low)}, and its largest is {as_power(training.largest)}"
-    if any(finding.reason.startswith("range above") for finding in found):
+    if any(finding.reason.startswith("range above") for finding in all_findings):
         return "Training runs on these batches, and may overflow on others"
-    return "Training runs, with less accuracy than in float32" if found else "Training runs"
+    return "Training runs, with less accuracy than in float32" if all_findings else "Training runs"
 
 
 # ---- where infinities begin ----------------------------------------------------------------------

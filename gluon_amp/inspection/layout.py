@@ -57,7 +57,7 @@ class Layout:
         self._first: Dict[Entry, Found] = {}
         self._carried: Dict[Entry, Found] = {}
         for graph, types in graphs:
-            self._outputs.update(e for found in self._add(graph, types, {}) for e in found)
+            self._outputs.update(e for entries in self._add(graph, types, {}) for e in entries)
         self.nodes = {name: alike[-1] for name, alike in self._alike.items()}
         # for each output, the tensors that sum to its gradient
         self._gradients: Dict[Entry, List[Key]] = {}
@@ -76,54 +76,55 @@ class Layout:
         self._read.update(graph.consumers())
         for entry in inferred:
             self._made.setdefault(entry.node, []).append(entry)
-        found: Dict[Entry, Found] = {}
+        sources: Dict[Entry, Found] = {}
         nodes = graph.nodes()
         variables = {node for node in nodes if node.is_variable}
         for node in nodes:
             entry = Entry(node)
             if node in variables:
-                found[entry] = outside.get(node.name, [entry])
+                sources[entry] = outside.get(node.name, [entry])
                 if node in states:
-                    self._first[entry], found[entry] = found[entry], [entry]
+                    self._first[entry], sources[entry] = sources[entry], [entry]
                 continue
-            reads = [found[e] for e in node.inputs]
+            reads = [sources[e] for e in node.inputs]
             if node.subgraphs:
-                made = self._add_bodies(node, inferred, found)
-                found.update((Entry(node, i), one) for i, one in enumerate(made))
+                outputs = self._add_bodies(node, inferred, sources)
+                sources.update((Entry(node, i), one) for i, one in enumerate(outputs))
             elif node.op in self._moves and reads:
-                found[entry] = reads[0]
+                sources[entry] = reads[0]
             else:
-                found.update((e, [e]) for e in self._made[node])
+                sources.update((e, [e]) for e in self._made[node])
                 self._reads[node] = reads
                 for i, one in enumerate(reads):
                     for e in self._at_first(one):
                         self._readers.setdefault(e, []).append((node, i))
             self._alike.setdefault(node.name, []).append(node)
-        return [found[e] for e in graph.outputs]
+        return [sources[e] for e in graph.outputs]
 
     def _add_bodies(self, node: Node, types: Mapping[Entry, Optional[str]],
-                    found: Mapping[Entry, Found]) -> List[Found]:
-        made = []
+                    sources: Mapping[Entry, Found]) -> List[Found]:
+        outputs = []
         for body in node.bodies(types):
-            outside = {name: found[e] for name, e in body.outside.items()}
+            outside = {name: sources[e] for name, e in body.outside.items()}
             numbers = state_variables(node) if body.graph is node.subgraphs[-1] else []
             variables = [n for n in body.graph.nodes() if n.is_variable]
             states = [variables[i] for i in numbers]
-            made.append(self._add(body.graph, body.types, outside, states))
-            self._carried.update(zip(map(Entry, states), made[-1][len(made[-1]) - len(states):]))
+            outputs.append(self._add(body.graph, body.types, outside, states))
+            last = outputs[-1]
+            self._carried.update(zip(map(Entry, states), last[len(last) - len(states):]))
         if node.op != "_cond":
-            return made[-1]
-        return [then + otherwise for then, otherwise in zip(*made[1:])]
+            return outputs[-1]
+        return [then + otherwise for then, otherwise in zip(*outputs[1:])]
 
     def _find_tensors(self) -> List[Tensor]:
         """Returns all tensors that may be counted. Nodes with the same name count as one."""
-        made: Dict[Key, Tensor] = {}
+        tensors: Dict[Key, Tensor] = {}
         for place, nodes in enumerate(self._alike.values()):
             for tensor in (t for node in nodes if node in self._reads
                            for t in self._tensors_of(node, place)):
-                if made.setdefault(tensor.key, tensor) is not tensor:
-                    made[tensor.key].join(tensor)
-        return list(made.values())
+                if tensors.setdefault(tensor.key, tensor) is not tensor:
+                    tensors[tensor.key].join(tensor)
+        return list(tensors.values())
 
     def _tensors_of(self, node: Node, place: int) -> List[Tensor]:
         name = node.name
@@ -147,20 +148,20 @@ class Layout:
             for i, (entry, weight) in enumerate(zip(node.inputs, weights)) if entry in formats]
 
     def _gradients_of(self, entry: Entry) -> List[Key]:
-        found: Dict[Key, None] = {}
+        keys: Dict[Key, None] = {}
         for reader, which in self._readers.get(entry, ()):
             read = reader.inputs[which].node
             while read.op in self._moves and read.op not in _ENDS_GRADIENTS and read.inputs:
                 read = read.inputs[0].node
             if read.op in _ENDS_GRADIENTS:
                 continue
-            found.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in HANDS_ON
+            keys.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in HANDS_ON
                                        else [Key(reader.name, True, which)]))
-        return list(found)
+        return list(keys)
 
-    def _at_first(self, found: Found) -> Found:
+    def _at_first(self, entries: Found) -> Found:
         """Returns the sources in the first iteration of loops."""
-        return [one for e in found
+        return [one for e in entries
                 for one in (self._at_first(self._first[e]) if e in self._first else [e])]
 
     def maker(self, node: Node, which: int) -> Entry:
@@ -262,21 +263,21 @@ class Flow:
     def reads(self) -> Dict[Key, List[Key]]:
         """The counted inputs of each tensor. Tensors that were not counted, such as the gradients
         of a sum, are replaced by their inputs."""
-        found: Dict[Key, List[Key]] = {}
+        reads: Dict[Key, List[Key]] = {}
         for tensor in self._tensors:
-            found[tensor.key] = list(dict.fromkeys(
+            reads[tensor.key] = list(dict.fromkeys(
                 key for read in tensor.reads
-                for key in ([read] if read in self.seen else found.get(read, []))))
-        return found
+                for key in ([read] if read in self.seen else reads.get(read, []))))
+        return reads
 
     @cached_property
     def readers(self) -> Dict[Key, List[Key]]:
         """The forward tensors that read each tensor."""
-        found: Dict[Key, List[Key]] = {}
+        readers: Dict[Key, List[Key]] = {}
         for key in self.seen:
             for read in self.reads[key] if not key.backward else ():
-                found.setdefault(read, []).append(key)
-        return found
+                readers.setdefault(read, []).append(key)
+        return readers
 
     def before(self, tensor: Tensor) -> List[Tensor]:
         """Returns the inputs of a tensor's operator."""
@@ -289,15 +290,15 @@ class Flow:
         It leaves out infinities that did not overflow and that all readers turn into finite
         numbers, such as those of a softmax's mask.
         """
-        made: Dict[Key, Tensor] = {}
+        tensors: Dict[Key, Tensor] = {}
         for key, tensor in reversed([*self.seen.items()]):
             held = self.counts[key]
             if held.stay_finite:
                 continue
             behind = self.readers.get(key, [])
-            if held.overflowed or held.nan or not behind or any(read in made for read in behind):
-                made[key] = tensor
-        return [*made.values()][::-1]
+            if held.overflowed or held.nan or not behind or any(read in tensors for read in behind):
+                tensors[key] = tensor
+        return [*tensors.values()][::-1]
 
     @property
     def goes_forward(self) -> bool:
@@ -318,28 +319,28 @@ class Flow:
         before = {key: [k for k in self.reads[key] + t.carried if k in left]
                   for key, t in left.items()}
         behind: Dict[Key, List[Key]] = {key: [] for key in left}
-        for key, found in before.items():
-            for read in found:
+        for key, inputs in before.items():
+            for read in inputs:
                 behind[read].append(key)
-        made = [t for key, t in left.items() if not before[key]]
-        follow = reached([t.key for t in made], behind)
+        first = [t for key, t in left.items() if not before[key]]
+        follow = reached([t.key for t in first], behind)
         for key, tensor in left.items():
             if key in follow or not before[key]:
                 continue
             round_ = reached([key], behind)
             if round_ >= reached([key], before):
-                made.append(tensor)
+                first.append(tensor)
                 follow |= round_
-        return sorted(made, key=lambda t: t.place)
+        return sorted(first, key=lambda t: t.place)
 
 
 def reached(keys: List[Key], ways: Mapping[Key, List[Key]],
             ends: Callable[[Key], Any] = lambda key: False) -> Set[Key]:
     """All that is reached from some keys, by one step or more, and not through where it ends."""
-    found: Set[Key] = set()
+    visited: Set[Key] = set()
     left = list(keys)
     while left:
-        new = [key for key in ways.get(left.pop(), ()) if key not in found]
-        found.update(new)
+        new = [key for key in ways.get(left.pop(), ()) if key not in visited]
+        visited.update(new)
         left += [key for key in new if not ends(key)]
-    return found
+    return visited

@@ -112,8 +112,8 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     executor = module._exec_group.execs[0]
     for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
         types[name] = dtype_name(array.dtype)
-    found = mixed.types(types)
-    low = next((name for name in TYPES_16BIT if name in found.values()), "")
+    inferred = mixed.types(types)
+    low = next((name for name in TYPES_16BIT if name in inferred.values()), "")
     if not low:
         raise ValueError("the Module is all float32: convert its symbol with "
                          "gluon_amp.convert_symbol")
@@ -127,7 +127,8 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
         return low_if(any(low in read and runs_in(node) == rule for node, read in wanted.values()))
 
     policy = Policy("as its symbol", low_if(low in map(types.get, parameters)), low,
-                    low_in(NORM), low_in(SENSITIVE), low_if(low in map(found.get, mixed.outputs)))
+                    low_in(NORM), low_in(SENSITIVE),
+                    low_if(low in map(inferred.get, mixed.outputs)))
     kept: Set[str] = set()
     differs = _others(clean, types, policy, parameters, kept, wanted)
     while differs and not differs <= kept:
@@ -154,17 +155,17 @@ def _others(clean: Graph, types: Types, policy: Policy, parameters: Set[str], ke
 def _without_casts(graph: Graph, types: Types) -> Graph:
     """Returns the float32 graph: without casts between 16-bit types and float32, and with float32
     variables and constants."""
-    found = graph.types(types)
+    inferred = graph.types(types)
 
     def make(node: Node, inputs: List[Entry]) -> Union[Node, List[Entry]]:
         if node.op in CASTS \
-                and {found[node.inputs[0]], found[Entry(node)]} <= {*TYPES_16BIT, _WIDE}:
+                and {inferred[node.inputs[0]], inferred[Entry(node)]} <= {*TYPES_16BIT, _WIDE}:
             return inputs
-        made = node.like(inputs)
-        made.subgraphs = [_without_casts(b.graph, b.types) for b in node.bodies(found)]
-        if made.attrs.get("dtype") in TYPES_16BIT:
-            made.attrs["dtype"] = _WIDE
-        return made
+        copy = node.like(inputs)
+        copy.subgraphs = [_without_casts(b.graph, b.types) for b in node.bodies(inferred)]
+        if copy.attrs.get("dtype") in TYPES_16BIT:
+            copy.attrs["dtype"] = _WIDE
+        return copy
 
     for node in graph.nodes():
         if node.is_variable and node.attrs.get("__dtype__") in [
@@ -175,13 +176,13 @@ def _without_casts(graph: Graph, types: Types) -> Graph:
 
 def _reads(graph: Graph, types: Types) -> Reads:
     """Returns operators and the types of their inputs, by name, those in loops included."""
-    found, made = graph.types(types), {}
+    inferred, reads = graph.types(types), {}
     for node in graph.nodes():
-        for body in node.bodies(found):
-            made.update(_reads(body.graph, body.types))
+        for body in node.bodies(inferred):
+            reads.update(_reads(body.graph, body.types))
         if not node.is_variable and node.op not in CASTS:
-            made[node.name] = node, tuple(found[e] for e in node.inputs)
-    return made
+            reads[node.name] = node, tuple(inferred[e] for e in node.inputs)
+    return reads
 
 
 def _block_of(module: Module, clean: Graph, policy: Policy, kept: Set[str]) -> Block:
@@ -274,16 +275,16 @@ class HeadLosses:
 
 def _loss(head: Node, output: Array, label: Any = None) -> _Loss:
     """Returns a head's loss in float32, or its output if the label has another shape."""
-    found: Optional[_Loss] = None
+    loss: Optional[_Loss] = None
     if head.op == "SoftmaxOutput":
-        found = _of_softmax(head, output, label)
+        loss = _of_softmax(head, output, label)
     elif head.op in _REGRESSIONS and label.size == output.size:
-        found = _REGRESSIONS[head.op](output, label.reshape(output.shape))
+        loss = _REGRESSIONS[head.op](output, label.reshape(output.shape))
     elif head.op == "SVMOutput" and label.size == len(output):
-        found = _of_svm(head, output, label.reshape(-1))
+        loss = _of_svm(head, output, label.reshape(-1))
     elif head.op in ("MakeLoss", "make_loss"):
-        found = output, mx.nd.ones_like(output)
-    return found or (output, None)
+        loss = output, mx.nd.ones_like(output)
+    return loss or (output, None)
 
 
 _REGRESSIONS: Dict[str, Callable[[Array, Array], _Loss]] = {

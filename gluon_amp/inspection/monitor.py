@@ -174,7 +174,7 @@ class Monitor:
     def _lines(self) -> List[Line]:
         return [tensor_line(self.steps, key, self._observer.inputs[key.node],
                             self._observer.format_of(key), *measured)
-                for key, measured in self._observer.found().items() if self._is_known(key)]
+                for key, measured in self._observer.totals().items() if self._is_known(key)]
 
     def _is_known(self, key: Key) -> bool:
         inputs = self._observer.inputs.get(key.node)
@@ -194,7 +194,7 @@ def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pa
         return None
     if not isinstance(given, Iterable) and not isinstance(given, mx.gluon.Block):
         raise TypeError(f"layers takes blocks and regular expressions. Received: {given!r}")
-    made = []
+    patterns = []
     for layer in [given] if isinstance(given, (str, mx.gluon.Block)) else given:
         if isinstance(layer, mx.gluon.Block):
             layer = re.escape(layer.prefix) + ".*"
@@ -202,10 +202,10 @@ def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pa
             raise TypeError("layers takes blocks and regular expressions. "
                             f"Received: {layer!r}")
         try:
-            made.append(re.compile(layer))
+            patterns.append(re.compile(layer))
         except re.error as error:
             raise ValueError(f"layers: {layer!r} is not a regular expression: {error}") from None
-    if not made:
+    if not patterns:
         raise ValueError("layers is empty. Valid: None for all operators, blocks and regular "
                          "expressions. Received: []")
-    return made
+    return patterns

@@ -50,8 +50,8 @@ def read(path: str, format_: Optional[Format] = None) -> View:
     if format_ or not low:
         formats = {key: judged if each != FLOAT32 or not low else each
                    for key, each in formats.items()}
-        counts = {step: {key: each.as_in(formats[key]) for key, each in found.items()}
-                  for step, found in counts.items()}
+        counts = {step: {key: each.as_in(formats[key]) for key, each in measured.items()}
+                  for step, measured in counts.items()}
     numbers = [*scales]
     as_if = f", as if in {judged.name}" if format_ or not low else ""
     view = View(f"{os.path.basename(path)}, steps {numbers[0]} to {numbers[-1]}{as_if}",
@@ -79,11 +79,11 @@ def _tensors(lines: Dict[Key, Line], formats: Dict[Key, Format]) -> List[Tensor]
 
 def _note_steps_that_are_not_finite(view: View) -> None:
     """Adds a note about overflow: the first step with it, and the first tensor there."""
-    found = [(number, tensor.name) for number, (_, counts) in zip(view.numbers, view.steps)
+    tensors = [(number, tensor.name) for number, (_, counts) in zip(view.numbers, view.steps)
              for tensor in view.tensors
              if tensor.key in counts and not counts[tensor.key].stay_finite]
-    if found:
-        (step, name), many = found[0], len(dict(found))
+    if tensors:
+        (step, name), many = tensors[0], len(dict(tensors))
         view.notes.append(f"{many} of {len(view.steps)} steps {'is' if many == 1 else 'are'} not "
                           f"finite. The first is step {step}, from {name} on")
 

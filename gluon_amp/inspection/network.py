@@ -41,8 +41,8 @@ def _named(net: Network) -> Set[Any]:
 def owners(net: Network, node: str) -> List[Any]:
     """Returns the blocks whose prefix starts a node's name, the innermost first, the network last.
     """
-    found = [block for block in _named(net) if node.startswith(block.prefix)]
-    return [*sorted(found, key=lambda block: -len(block.prefix)), net]
+    blocks = [block for block in _named(net) if node.startswith(block.prefix)]
+    return [*sorted(blocks, key=lambda block: -len(block.prefix)), net]
 
 
 def can_be_named(net: Network, block: Block) -> bool:
@@ -85,39 +85,6 @@ def kept_operators(net: Network) -> List[Operators]:
     """Returns the entry of `keep=` for operators that the network keeps in float32, if any."""
     names = operators_kept(blocks_in(net))
     return [Operators(tuple(sorted(names)), frozenset(names))] if names else []
-
-
-def in_groups(net: Network, names: Iterable[str]) -> List[Set[str]]:
-    """Groups nodes that are kept together: those of a block with parameters. Any other node is a
-    group of one."""
-    groups: Dict[Any, Set[str]] = {}
-    for name in names:
-        groups.setdefault(_with_parameters(net, name) or name, set()).add(name)
-    return list(groups.values())
-
-
-def _with_parameters(net: Network, node: str) -> Any:
-    """Returns the innermost block around a node that has own parameters and can be named."""
-    for block in owners(net, node):
-        if block.params.keys() and can_be_named(net, block):
-            return block
-    return None
-
-
-def keep_line(net: Network, kept: Iterable[str], names: Iterable[str]) -> List[str]:
-    """Returns the value of `keep=`: names of blocks of which all nodes are kept, and of nodes.
-
-    Args:
-        net: the network.
-        kept: the nodes to keep.
-        names: all nodes that may be kept.
-    """
-    made: Dict[str, None] = {}
-    for node in sorted(kept):
-        block = _with_parameters(net, node) or owners(net, node)[0]
-        whole = can_be_named(net, block) and nodes_of(block, names) <= set(kept)
-        made[re.escape(block.name if whole else node)] = None
-    return list(made)
 
 
 # ---- lines of code -------------------------------------------------------------------------------

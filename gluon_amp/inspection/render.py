@@ -1,26 +1,19 @@
-"""The text and the files of an X-ray: page, table, pictures, a line for each tensor and step."""
-import csv
+"""The text and the files of an X-ray: a page, and a line for each tensor and step."""
 import json
 import math
 import os
 import re
-from contextlib import suppress
 from html import escape
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 from urllib.parse import quote
 
-from .._mxnet import np
 from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
-from ..reports.colors import COLORS, GREY, INK
-from ..reports.page import cell, part, table
 from ..reports.page import page as page_of
+from ..reports.page import part, table
 from .tensors import Counts, Tensor, as_pairs
 
 _MOST_SAID = 10  # printed findings
-_COLUMNS = ("place", "tensor", "kind", "operator", "format", "numbers", "zero", "flushed",
-            "subnormal", "overflowed", "not_finite", "smallest", "largest", "bits_below",
-            "bits_above", "own_snr", "snr", "inherited_snr", "without_master")
 # the columns of the page's table, and how it shows their values
 _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0", "{:.2%}"),
           "flushed": ("becomes 0", "{:.2%}"), "subnormal": ("subnormal", "{:.2%}"),
@@ -42,37 +35,37 @@ def verdict(view: Any) -> str:
     nodes = len({finding.node for finding in view.findings if not finding.remedy})
     other = next((f for f in view.findings if f.remedy), None)
     if other is not None and (not nodes or not other.backward):  # the data, or all gradients
-        return f"{view.outcome}: {other.remedy if other.backward else other.said}"
+        return f"{view.outcome}: {other.remedy if other.backward else other.text}"
     operators = "1 operator needs" if nodes == 1 else f"{nodes or 'no'} operators need"
     where = f"; overflow begins in {view.first_overflow.node}" \
         if view.first_overflow and nodes else ""
     return f"{view.outcome}: {operators} float32 beyond those that the policy keeps{where}"
 
 
-def said(view: Any) -> List[Tuple[str, str, str]]:
+def messages(view: Any) -> List[Tuple[str, str, str]]:
     """Returns the lines of the result as (kind, subject, text).
 
     Kinds are "verdict", "good", "error", "warning", "note" and "keep".
     """
-    made = [("verdict", "", verdict(view))] if view.steps else []
+    lines = [("verdict", "", verdict(view))] if view.steps else []
     if view.first_overflow:
         kind = "error" if view.findings else "note"
-        made.append((kind, "First overflow", str(view.first_overflow)))
+        lines.append((kind, "First overflow", str(view.first_overflow)))
     if view.window:
         about, fits = str(view.window).split(": ", 1)
-        made.append(("good" if view.window.low <= view.window.high else "error", about, fits))
-    made += [("note", "", note) for note in view.notes]
-    made += [(f.severity, f.node, f"{f.reason}: {f.said}") for f in view.findings[:_MOST_SAID]]
+        lines.append(("good" if view.window.low <= view.window.high else "error", about, fits))
+    lines += [("note", "", note) for note in view.notes]
+    lines += [(f.severity, f.node, f"{f.reason}: {f.text}") for f in view.findings[:_MOST_SAID]]
     if view.keep:
-        made.append(("keep", "To keep in float32", view.keep_line))
-    return made
+        lines.append(("keep", "To keep in float32", view.keep_line))
+    return lines
 
 
 def text(view: Any) -> str:
     """Returns the result as lines of text."""
     return "\n".join(
         (f"{kind}: " if kind in _TAGGED else "") + (f"{about}: " if about else "") + line
-        for kind, about, line in said(view))
+        for kind, about, line in messages(view))
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -86,20 +79,7 @@ def save(view: Any, folder: str) -> str:
         replace_text(os.path.join(beside, "xray.html"), page(view))
         replace_text(os.path.join(beside, "xray.jsonl"), "".join(
             json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
-        with open(os.path.join(beside, "summary.csv"), "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            writer.writerows([_written(row.get(column)) for column in _COLUMNS]
-                             for row in rows(view))
-        with suppress(ImportError):  # matplotlib is in the extra `tools`
-            _draw(view, beside)
     return os.path.join(folder, "xray.html")
-
-
-def _written(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else cell(str(value))
 
 
 def lines(view: Any) -> Iterator[Dict[str, Any]]:
@@ -138,20 +118,20 @@ def _histogram(counts: Counts) -> Dict[str, Any]:
 def rows(view: Any) -> List[Dict[str, Any]]:
     """Returns the rows of table and page: the tensors, the worst first; then the parameters, and
     the sum of their updates."""
-    made = []
+    rows = []
     for t in view.worst():
         own = t.counts.own_snr if t.is_low else None
-        made.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
+        rows.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
                          t.is_low, node=t.key.node, place=t.place, operator=t.op,
                          own_snr=_as_number(own), snr=_as_number(t.snr),
                          inherited_snr=_as_number(view.inherited(t)),
                          bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
     for weight in view.weights:
-        made.append(_row(weight.name, "weight", weight.format, weight.counts, node=weight.name))
+        rows.append(_row(weight.name, "weight", weight.format, weight.counts, node=weight.name))
         if weight.updates is not None:
-            made.append(_row(weight.name, "update", FLOAT32, weight.updates, node=weight.name,
+            rows.append(_row(weight.name, "update", FLOAT32, weight.updates, node=weight.name,
                              without_master=weight.without_master))
-    return made
+    return rows
 
 
 def _row(name: str, kind: str, format_: Format, counts: Counts, judged_in: Format = FLOAT16,
@@ -181,18 +161,7 @@ def _as_number(value: Optional[float]) -> Optional[float]:
     return None if value is None or not math.isfinite(value) else round(value, 1)
 
 
-# ---- pictures, for papers -----------------------------------------------------------------------
-
-
-def _draw(view: Any, folder: str) -> None:
-    """Writes forward.png and backward.png."""
-    from matplotlib.figure import Figure
-    for name, backward in (("forward", False), ("backward", True)):
-        tensors = [t for t in view.tensors if t.key.backward == backward]
-        if tensors:
-            figure = Figure(figsize=(7.5, 0.8 + min(0.16 * len(tensors), 12)), layout="constrained")
-            _heat(figure.add_subplot(), sorted(tensors, key=lambda t: t.place))
-            figure.savefig(os.path.join(folder, f"{name}.png"), dpi=200)
+# ---- the page -----------------------------------------------------------------------------------
 
 
 def _format_of(tensors: List[Tensor]) -> Format:
@@ -205,26 +174,6 @@ def _edges(format_: Format) -> Tuple[int, int, int]:
     they have fewer digits; above the third, they overflow."""
     return (round(math.log2(format_.smallest)), round(math.log2(format_.smallest_normal)),
             math.floor(math.log2(format_.largest)) + 1)
-
-
-def _heat(axes: Any, tensors: List[Tensor]) -> None:
-    shares = np.array([t.counts.bins[_LOW + 127:_HIGH + 128] / max(t.counts.numbers, 1)
-                       for t in tensors])
-    count = len(tensors)
-    axes.imshow(np.sqrt(shares), aspect="auto", cmap="Blues", vmin=0, vmax=0.6,
-                interpolation="nearest", extent=(_LOW, _HIGH + 1, count - 0.5, -0.5))
-    for edge in _edges(_format_of(tensors)):
-        axes.axvline(edge, color=COLORS["error"], linewidth=0.8)
-    if count <= 75:
-        axes.set_yticks(range(count), [t.name for t in tensors], fontsize=5.5)
-        for label, tensor in zip(axes.get_yticklabels(), tensors):
-            label.set_color(INK if tensor.is_low else GREY)
-    else:
-        axes.set_ylabel("tensors, in order of computation")
-    axes.set_xlabel("exponent, base 2")
-
-
-# ---- the page -----------------------------------------------------------------------------------
 
 
 _ORDER = ("verdict", "keep", "error", "warning", "good", "note")
@@ -295,11 +244,11 @@ def _advice(view: Any) -> str:
     names = {tensor.name for tensor in view.tensors}
 
     def linked(text: str) -> str:
-        return _NAMES.sub(lambda found: f'<a href="#{quote(found[0])}">{found[0]}</a>'
-                          if found[0] in names else found[0], escape(text))
+        return _NAMES.sub(lambda match: f'<a href="#{quote(match[0])}">{match[0]}</a>'
+                          if match[0] in names else match[0], escape(text))
 
     parts = []
-    for kind, about, line in sorted(said(view), key=lambda each: _ORDER.index(each[0])):
+    for kind, about, line in sorted(messages(view), key=lambda each: _ORDER.index(each[0])):
         if kind == "keep":
             parts.append(f"<p>{escape(about)}:</p>\n<div class=code><pre>{escape(line)}</pre>"
                          "<button class=copy>Copy</button></div>")

@@ -28,8 +28,8 @@ def redraw(folder: str, format_: Format) -> str:
 
 def summary(folder: str) -> str:
     """Returns the printed results of an X-ray's folder."""
-    said: str = _lines(folder)[0]["said"]
-    return said
+    text: str = _lines(folder)[0]["text"]
+    return text
 
 
 def read(folder: str, format_: Format) -> View:
@@ -92,15 +92,15 @@ def _findings(tensor: Tensor, factor: float) -> List[Finding]:
         return []
     if tensor.key.backward:
         counts = replace(counts.times(factor), infinite=0, nan=0).as_in(tensor.format)
-    reason, severity, said = "range below", "warning", ""
+    reason, severity, detail = "range below", "warning", ""
     if tensor.is_below(counts):
-        said = f"{tensor.name} would be {said_below(counts, tensor)}"
+        detail = f"{tensor.name} would be {said_below(counts, tensor)}"
     if not counts.stay_finite:
         share = counts.shares(tensor.format, own=True)["overflowed"]
         reason, severity = "range above", "error"
-        said = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
-    return [Finding(tensor.key.node, tensor.name, reason, said, [],
-                    severity=severity)] if said else []
+        detail = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
+    return [Finding(tensor.key.node, tensor.name, reason, detail, [],
+                    severity=severity)] if detail else []
 
 
 def _lines(folder: str) -> List[Dict[str, Any]]:
@@ -111,10 +111,10 @@ def _lines(folder: str) -> List[Dict[str, Any]]:
         raise FileNotFoundError(f"an X-ray's folder holds xray.jsonl{such}. Received: {folder}")
     with open(path, encoding="utf-8") as file:
         try:
-            found = [json.loads(line) for line in file]
-            known = found[0]["version"]
+            lines = [json.loads(line) for line in file]
+            version = lines[0]["version"]
         except (ValueError, KeyError, IndexError, TypeError):
             raise ValueError(f"{path} was not written by xray") from None
-    if known != VERSION:
-        raise ValueError(f"{path} is of version {known}; this gluon_amp reads version {VERSION}")
-    return found
+    if version != VERSION:
+        raise ValueError(f"{path} is of version {version}; this gluon_amp reads version {VERSION}")
+    return lines

@@ -51,13 +51,13 @@ class Batch(NamedTuple):
         if storage_types(parts):
             raise ValueError("batches must have dense arrays only. Received: "
                              f"{', '.join(storage_types(parts).values())} data")
-        made = cls(parts, []) if len(parts) == 1 else cls(parts[:-1], parts[-1:])
+        batch = cls(parts, []) if len(parts) == 1 else cls(parts[:-1], parts[-1:])
         if not parts or not all(isinstance(array, mx.nd.NDArray) and array.size
-                                for array in made.arrays):
+                                for array in batch.arrays):
             raise ValueError("a batch is a tuple of arrays that are not empty: data first, and "
                              "last the label or a list of labels. Received: "
                              f"{[_shown(part) for part in parts]}")
-        return made
+        return batch
 
     @property
     def arrays(self) -> List[Any]:
@@ -183,7 +183,7 @@ class Session:
     def parameter_counts(self) -> Dict[str, Counts]:
         """The counts of the dense 16-bit parameters. Of one that is 0 because its numbers were too
         small, all become 0."""
-        found = {}
+        all_counts = {}
         for name, parameter in self.parameters.items():
             dtype = dtype_name(parameter.dtype)
             if dtype not in TYPES_16BIT or parameter._stype != "default":
@@ -191,8 +191,8 @@ class Session:
             counts = Counts.of_array(to_float32(parameter.data())).as_in(FORMATS[dtype])
             if getattr(parameter, "was_small", False) and counts.zero == counts.numbers:
                 counts = replace(counts, flushed=counts.zero, squares=1.0, error_squares=1.0)
-            found[name] = counts
-        return found
+            all_counts[name] = counts
+        return all_counts
 
     @property
     def is_module(self) -> bool:
@@ -232,9 +232,9 @@ class Session:
         """Adds the graph of a block during its call. Returns its key in `graphs`."""
         which = block, key, str(block._in_format)
         if which not in self.graphs:
-            self.graphs[which] = made = BlockGraph.from_block(self.net, block, arrays)
-            check_device(made.clean, self.policy, on_gpu=False)
-            self.data.update(name for name, array in zip(made.names, arrays) if block is self.net
+            self.graphs[which] = graph = BlockGraph.from_block(self.net, block, arrays)
+            check_device(graph.clean, self.policy, on_gpu=False)
+            self.data.update(name for name, array in zip(graph.names, arrays) if block is self.net
                              or any(array is one for one in self.batches[0].data))
         return which
 
@@ -318,13 +318,13 @@ class NetworkCopy:
 
     def _with_casts(self, which: Any) -> Tuple[Graph, Dict[str, str]]:
         of, types = self.session.graphs[which], self._types_in(which)
-        known = {**types, **dict(zip(of.names, of.dtypes))}
+        given = {**types, **dict(zip(of.names, of.dtypes))}
         if self.policy.is_float32:
-            return insert_casts(of.clean, known, self.policy, types), known
+            return insert_casts(of.clean, given, self.policy, types), given
         wide = wide_constants({name: self.session.parameters[name] for name in types},
                               self.policy)
         weak = getattr(of.block, "weak", types)
-        return insert_casts(of.clean, known, self.policy, weak, self.keep | of.kept, wide), known
+        return insert_casts(of.clean, given, self.policy, weak, self.keep | of.kept, wide), given
 
     def _types_in(self, which: Any) -> Dict[str, str]:
         """Returns the types of a graph's parameters. Those of a kept node are float32 if `keep=`
@@ -389,9 +389,9 @@ class NetworkCopy:
         if name not in self.arrays:
             parameter = self.session.parameters[name]
             value = parameter.data()
-            made = self.arrays[name] = (to_float32(value) if dtype == "float32" else value).copy()
+            copy = self.arrays[name] = (to_float32(value) if dtype == "float32" else value).copy()
             if parameter.grad_req != "null":
-                made.attach_grad()
+                copy.attach_grad()
         return self.arrays[name]
 
     def restore(self) -> None:
@@ -458,10 +458,10 @@ class NetworkCopy:
 def _first_of(batches: Iterable[Any], count: int, who: str) -> List[Any]:
     """Returns the first `count` batches at most."""
     given = iterator(batches, "batches is a list of tuples (data, label), or an iterable of them")
-    found = list(itertools.islice(given, count))
-    if not found:
+    first = list(itertools.islice(given, count))
+    if not first:
         raise ValueError(f"{who} needs at least one batch. Received: none")
-    return found
+    return first
 
 
 def _check(net: Network, who: str) -> None:

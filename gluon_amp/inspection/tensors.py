@@ -108,8 +108,8 @@ class Counts:
     @property
     def range(self) -> Optional[Tuple[int, int]]:
         """The exponents of the smallest and the largest value other than 0."""
-        found = self.bins.nonzero()[0]
-        return (int(found[0]) - _BIAS, int(found[-1]) - _BIAS) if found.size else None
+        exponents = self.bins.nonzero()[0]
+        return (int(exponents[0]) - _BIAS, int(exponents[-1]) - _BIAS) if exponents.size else None
 
     @property
     def middle(self) -> Optional[int]:
@@ -309,12 +309,12 @@ class Tensor:
 # ---- what a step shows --------------------------------------------------------------------------
 
 
-def compare(tensors: Iterable[Tensor], found: Mapping[Key, Counts],
+def compare(tensors: Iterable[Tensor], counts: Mapping[Key, Counts],
             reference: Mapping[Key, Counts], factor: float) -> None:
     """Updates the tensors' SNR of a step against the same step in float32, whose gradients are
     multiplied by a factor."""
     for tensor in tensors:
-        here, there = found.get(tensor.key), reference.get(tensor.key)
+        here, there = counts.get(tensor.key), reference.get(tensor.key)
         if tensor.begins or here is None or there is None \
                 or not 0 < len(there.sample) == len(here.sample):
             continue
@@ -368,9 +368,9 @@ def _correlation(format_: Format, sample: Any, gradients: List[Any]) -> float:
     with np.errstate(invalid="ignore", over="ignore"):
         errors = np.square(np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 1 - format_.fraction),
                                       format_.smallest)) * (size > 0)
-        known = np.isfinite(size) & np.isfinite(squares)
-        both = np.sum(errors * known) * np.sum(squares * known)
-    return float(known.sum() * np.sum(np.where(known, errors * squares, 0.0)) / both) \
+        finite = np.isfinite(size) & np.isfinite(squares)
+        both = np.sum(errors * finite) * np.sum(squares * finite)
+    return float(finite.sum() * np.sum(np.where(finite, errors * squares, 0.0)) / both) \
         if both > 0 and math.isfinite(both) else 1.0
 
 

@@ -84,16 +84,17 @@ class Updates:
 
     def weights(self) -> List[Weight]:
         """Returns the counts of all parameters."""
-        made = []
+        weights = []
         for p in self.parameters:
             added, half = self.added.get(p.name), is_16bit(p.data().dtype)
-            made.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
+            weights.append(Weight(p.name, Counts.of_array(to_float32(p.data())),
                                format=FORMATS[dtype_name(p.data().dtype)]))
             if added is not None:
-                made[-1].updates = Counts.of_engine(added["counts"])[0]
+                weights[-1].updates = Counts.of_engine(added["counts"])[0]
                 if not half or self.master(p) is not None:  # otherwise updates are already lost
-                    made[-1].without_master = added["lost"].item() / max(added["changed"].item(), 1)
-        return made
+                    changed = max(added["changed"].item(), 1)
+                    weights[-1].without_master = added["lost"].item() / changed
+        return weights
 
 
 class TrainerUpdates(Updates):
@@ -126,7 +127,7 @@ class TrainerUpdates(Updates):
         # 0 is the scale of the check of loss heads
         used = [scale for scale, _ in self.observer.passes if scale][-1]
         mean, total = mean_and_total(loss)
-        counts = {key: counts for key, (_, counts) in self.observer.found().items()}
+        counts = {key: counts for key, (_, counts) in self.observer.totals().items()}
         return StepResult(used, mean, True, counts, total)
 
     def release(self) -> None:
@@ -169,33 +170,33 @@ class ModuleUpdates(Updates):
         """Counts the updates by the gradients of the last run, at this loss scale."""
         group, devices = self.module._exec_group, len(self.module._context)
         by_name = self.module._update_on_kvstore
-        made = [(name, name if by_name else i * devices, weights[0].copy()) for i, (
+        updated = [(name, name if by_name else i * devices, weights[0].copy()) for i, (
             name, weights, own) in enumerate(zip(group.param_names, group.param_arrays,
                                                  group.grad_arrays))
                 if own[0] is not None and name in graphs.arrays]
-        names, indices, weights = map(list, zip(*made))
+        names, indices, weights = map(list, zip(*updated))
         gradients = [graphs.arrays[name].grad.astype(weight.dtype, copy=False)
                      for name, weight in zip(names, weights)]
         updater = self._copied_updater()
         optimizer = updater.optimizer
-        for name, index, weight in made:
+        for name, index, weight in updated:
             master = _master_of(updater, index, weight)
             if master is not None:
                 sync_master(master, weight)
             self.last[name] = _wide(weight, master).asnumpy().copy()
         optimizer.rescale_grad *= self._clipped(gradients, optimizer.rescale_grad / scale) / scale
         updater(indices, gradients, weights)
-        self.masters = {name: _master_of(updater, index, weight) for name, index, weight in made}
-        self.count({name: _wide(weight, self.masters[name]) for name, _, weight in made})
+        self.masters = {name: _master_of(updater, index, weight) for name, index, weight in updated}
+        self.count({name: _wide(weight, self.masters[name]) for name, _, weight in updated})
 
     def _copied_updater(self) -> Any:
-        made = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
+        updater = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
         fitting = getattr(self.session.net.module, "_fitting_states", None)  # loaded from a file
-        made.set_states(self.updater.get_states())
+        updater.set_states(self.updater.get_states())
         if fitting:
-            made.states = copy.deepcopy(fitting[1])
-            made.states_synced = dict.fromkeys(made.states, False)
-        return made
+            updater.states = copy.deepcopy(fitting[1])
+            updater.states_synced = dict.fromkeys(updater.states, False)
+        return updater
 
     def _clipped(self, gradients: List[Any], factor: float) -> float:
         """Returns the factor by which `clip_norm` scales the gradients times `factor`."""

@@ -105,14 +105,14 @@ class View:
     @property
     def severity(self) -> str:
         """The worst severity of the findings."""
-        found = {finding.severity for finding in self.findings}
+        severities = {finding.severity for finding in self.findings}
         if self.window and self.window.low > self.window.high:
-            found.add("error")
+            severities.add("error")
         elif self.window and self.window.low > self.training.largest:
-            found.add("warning")
+            severities.add("warning")
         if self.gives_no_advice:
             return "note"
-        return next((kind for kind in ("error", "warning") if kind in found), "good")
+        return next((kind for kind in ("error", "warning") if kind in severities), "good")
 
     @property
     def verdict(self) -> str:
@@ -137,9 +137,7 @@ class View:
         return sorted((t for t in self.tensors if t.counts is not None), key=order)
 
     def save(self, folder: Union[str, os.PathLike[str]]) -> str:
-        """Writes xray.html, summary.csv and xray.jsonl into a new folder.
-
-        With matplotlib it also writes pictures.
+        """Writes xray.html and xray.jsonl into a new folder.
 
         Returns:
             The path of the page.

@@ -86,10 +86,10 @@ def read() -> Dict[Key, Counts]:
     length = ctypes.c_int64()
     names = ctypes.string_at(table.watched_names(ctypes.byref(length)), length.value)
     keys = _keys(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
-    found = dict(zip(keys, Counts.of_engine(taken["counts"])))
-    for counts, sample, size in zip(found.values(), taken["sample"].copy(), taken["samples"]):
+    results = dict(zip(keys, Counts.of_engine(taken["counts"])))
+    for counts, sample, size in zip(results.values(), taken["sample"].copy(), taken["samples"]):
         counts.sample = sample[:size]
-    return found
+    return results
 
 
 @functools.lru_cache(maxsize=4)
@@ -166,13 +166,13 @@ class Observer:
         """Ends a backward pass with this loss scale."""
         deliver_counts(scale)
 
-    def found(self) -> Dict[Key, Tuple[float, Any]]:
+    def totals(self) -> Dict[Key, Tuple[float, Any]]:
         """Returns what was measured of each tensor in all passes, and the last loss scale."""
-        found: Dict[Key, Tuple[float, Any]] = {}
+        totals: Dict[Key, Tuple[float, Any]] = {}
         for scale, measured in self.passes:
             for key, one in measured.items():
-                found[key] = scale, found[key][1] + one if key in found else one
-        return found
+                totals[key] = scale, totals[key][1] + one if key in totals else one
+        return totals
 
 
 class EngineObserver(Observer):

@@ -88,10 +88,10 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         _advise(run, view)
         if at_first and not at_first.fits(training) and view.keep \
                 and all(f.backward for f in view.findings):
-            view.notes += [f"alternatively, without keep=: {said}: {at_first.remedy}"
-                           for said in at_first.notes(training)]
+            view.notes += [f"alternatively, without keep=: {note}: {at_first.remedy}"
+                           for note in at_first.notes(training)]
         if view.window and not any(finding.remedy for finding in view.findings):
-            view.notes += [f"{said}: {view.window.remedy}" for said in view.window.notes(training)]
+            view.notes += [f"{note}: {view.window.remedy}" for note in view.window.notes(training)]
         _find_line(low, session.batches[0], view.first_overflow)
     return view
 
@@ -115,28 +115,28 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
         TypeError, ValueError: as `xray`.
     """
     positive_number(loss_scale, "loss_scale")
-    found, losses = None, set()  # type: Optional[Overflow], Set[float]
+    overflow, losses = None, set()  # type: Optional[Overflow], Set[float]
     with Session(net, [batch], loss_fn, 1, "explain") as session, random_numbers_kept():
         (first,), low = session.batches, session.low()
-        while found is None and len(losses) < _DRAWS:
+        while overflow is None and len(losses) < _DRAWS:
             low.restore()
             ran = low.run(first, loss_scale)
-            found = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
+            overflow = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
                                          session.named_arrays(first, low))
             if ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
-        if found is not None and found.op:
-            found.in_float32 = not session.float32().run(first).sound
-        _find_line(low, first, found)
-    return found
+        if overflow is not None and overflow.op:
+            overflow.in_float32 = not session.float32().run(first).sound
+        _find_line(low, first, overflow)
+    return overflow
 
 
-def _find_line(low: NetworkCopy, batch: Batch, found: Optional[Overflow]) -> None:
+def _find_line(low: NetworkCopy, batch: Batch, overflow: Optional[Overflow]) -> None:
     """Sets the line of code that created the node of an overflow."""
-    if found is not None and found.op:
-        node = low.layout.blamed(Key(found.node, found.backward, 0))
-        found.where = line_of(low.session.net, node, batch.data, low.make)
+    if overflow is not None and overflow.op:
+        node = low.layout.blamed(Key(overflow.node, overflow.backward, 0))
+        overflow.where = line_of(low.session.net, node, batch.data, low.make)
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -198,12 +198,12 @@ class XrayRun:
         names: Dict[str, None] = {}
         kept: Set[str] = set()
         net, again, parameters = self.session.net, view, self.session.parameters
-        known = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
+        all_nodes = [n.name for of in self.session.graphs.values() for n in of.clean.nodes_within()]
         for _ in range(_ROUNDS):
             wanted = [name for finding in again.findings for name in finding.keep]
             before = len(kept)
             for name in sorted(wanted, key=lambda name: name not in parameters):
-                for line, nodes in keep_for(net, name, known).items():
+                for line, nodes in keep_for(net, name, all_nodes).items():
                     if not nodes <= kept:
                         names[line] = None
                         kept |= nodes

@@ -83,7 +83,7 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
 
     groups = compare.groups(runs)
     comparisons = compare.compare(groups)
-    made: List[Section] = []
+    parts: List[Section] = []
     datasets = [of[0].section[0] for of in compare.sections(groups)]
     for of in compare.sections(groups):
         dataset, measure = of[0].section
@@ -92,35 +92,36 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
         target = _reached_by_most(of) if accuracy is None else accuracy
         mine = [c for c in comparisons if c.low.section == of[0].section]
         drawn = []
-        if len(made) < MOST_SECTIONS:
+        if len(parts) < MOST_SECTIONS:
             picture = forest(mine, margin)
             by_time = bool(mine) and all(c.claims_speed for c in mine)
             drawn = [*([picture] if picture else []), *plots(of, target, by_time)]
-        made.append(Section(dataset or measure, headline(mine, margin), group_rows(of, target),
+        parts.append(Section(dataset or measure, headline(mine, margin), group_rows(of, target),
                             run_rows(of, target), drawn))
-    if len(made) > 1:
-        _name_apart(made)
+    if len(parts) > 1:
+        _name_apart(parts)
     notes = remarks(groups, comparisons)
-    if len(made) > MOST_SECTIONS:
-        notes.append(f"Of {len(made)} datasets the first {MOST_SECTIONS} are drawn, and the tables "
-                     "of the first 20 are on the page: give the logs of one to see its plots.")
+    if len(parts) > MOST_SECTIONS:
+        notes.append(f"Of {len(parts)} datasets the first {MOST_SECTIONS} are drawn, and the "
+                     "tables of the first 20 are on the page: give the logs of one to see its "
+                     "plots.")
     verdicts = verdict_rows(comparisons, margin)
-    files = {"report.html": html_page(title, made, verdicts, notes, groups).encode(),
-             "report.md": markdown(title, made, verdicts, notes).encode(),
-             "summary.csv": table_csv([row for section in made for row in section.runs]).encode(),
-             "groups.csv": table_csv([row for section in made for row in section.groups]).encode(),
+    files = {"report.html": html_page(title, parts, verdicts, notes, groups).encode(),
+             "report.md": markdown(title, parts, verdicts, notes).encode(),
+             "summary.csv": table_csv([row for section in parts for row in section.runs]).encode(),
+             "groups.csv": table_csv([row for section in parts for row in section.groups]).encode(),
              "verdicts.csv": table_csv(verdicts).encode()}
-    for section in made:
+    for section in parts:
         for picture in section.plots:
             files[f"{section.prefix}{picture.name}.png"] = picture.png
             files[f"{section.prefix}{picture.name}.svg"] = picture.svg.encode()
     return files
 
 
-def _name_apart(made: List[Any]) -> None:
+def _name_apart(parts: List[Any]) -> None:
     """Makes the file names of each section's plots unique."""
     taken = set()
-    for i, section in enumerate(made):
+    for i, section in enumerate(parts):
         slug = re.sub(r"[^a-z0-9]+", "_", section.title.lower()).strip("_")[:40] or "section"
         section.prefix = f"{slug}-" if f"{slug}-" not in taken else f"{slug}_{i}-"
         taken.add(section.prefix)

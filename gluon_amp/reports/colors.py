@@ -15,8 +15,8 @@ GREY = "#808080"  # of grids and leaders, on either paper
 
 def number_type(dtype: str) -> str:
     """Returns the number type in the name of a type or of a policy: float16 in mixed_float16."""
-    found = re.search(r"bfloat16|tf32|float16|float32", dtype)
-    return found[0] if found else "other"
+    match = re.search(r"bfloat16|tf32|float16|float32", dtype)
+    return match[0] if match else "other"
 
 
 def color(dtype: str) -> str:

@@ -201,33 +201,33 @@ def groups(runs: Sequence[Run]) -> List[Group]:
     Their names have the arguments that differ within a section. A run with two files (its log and
     its log.jsonl, or a copy) counts once.
     """
-    found: Dict[Any, List[Run]] = {}
+    by_recipe: Dict[Any, List[Run]] = {}
     for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
         parts = sorted((name, repr(value)) for name, value in recipe(run).items())
         alone = re.sub(r"[-_ ]?seed[-_ ]?\d+( \[\d+\])?$", "", run.name)
         name = alone if not run.arguments else ""
-        found.setdefault((run.dtype, bool(run.get("amp")), repr(run.get("loss_scale")),
+        by_recipe.setdefault((run.dtype, bool(run.get("amp")), repr(run.get("loss_scale")),
                           run.batch_size, run.dataset, run.measure, run.model, name, *parts),
                          []).append(run)
-    made = [Group(tuple(_each_once(of))) for of in found.values()]
-    return [group for section in sections(made) for group in _named(section)]
+    unnamed = [Group(tuple(_each_once(of))) for of in by_recipe.values()]
+    return [group for section in sections(unnamed) for group in _named(section)]
 
 
 def _each_once(runs: List[Run]) -> List[Run]:
     """Returns the runs without duplicates. Two files with the same results and seed are of one
     training; the one with the most information stays."""
-    known: Dict[Any, Run] = {}
+    by_results: Dict[Any, Run] = {}
     for run in runs:
         results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
                         if epoch.top1 is not None)
         few = not results or len(results) == 1 and run.seed is None  # may be alike by chance
         key = id(run) if few else (run.seed, results)
-        first = known.setdefault(key, run)
+        first = by_results.setdefault(key, run)
         if first is not run:
-            known[key] = best = run if _told(run) > _told(first) else first
+            by_results[key] = best = run if _told(run) > _told(first) else first
             if TWICE not in best.notes:
                 best.notes.append(TWICE)
-    return list(known.values())
+    return list(by_results.values())
 
 
 def _told(run: Run) -> int:
@@ -235,10 +235,10 @@ def _told(run: Run) -> int:
                                 for value in vars(epoch).values())
 
 
-def sections(found: Sequence[Group]) -> List[List[Group]]:
+def sections(all_groups: Sequence[Group]) -> List[List[Group]]:
     """Returns the groups of each dataset and measure."""
     each: Dict[Tuple[str, str], List[Group]] = {}
-    for group in found:
+    for group in all_groups:
         each.setdefault(group.section, []).append(group)
     return list(each.values())
 
@@ -257,11 +257,11 @@ def _by_recipe(section: List[Group]) -> List[str]:
     """Returns names of the arguments in which the groups differ, if these are few: resnet18,
     float16, wd 0.1."""
     recipes = [recipe(group.first) for group in section]
-    known: Dict[str, Set[str]] = {}
+    values_of: Dict[str, Set[str]] = {}
     for each in recipes:
         for argument, value in each.items():
-            known.setdefault(argument, set()).add(repr(value))
-    differ = [argument for argument, values in known.items()
+            values_of.setdefault(argument, set()).add(repr(value))
+    differ = [argument for argument, values in values_of.items()
               if argument not in ("model", "network")
               and (len(values) > 1 or any(argument not in each for each in recipes))]
     if not 0 < len(differ) <= MOST_NAMED:
@@ -276,11 +276,11 @@ def _by_recipe(section: List[Group]) -> List[str]:
 def _name(group: Group, parts: Sequence[str]) -> str:
     """Returns a name of these parts: "model", "dtype", "batch", "scale"."""
     size, scale = group.first.batch_size, group.first.get("loss_scale")
-    said = {"model": group.model, "dtype": "" if group.dtype == "unknown" else group.dtype,
+    words = {"model": group.model, "dtype": "" if group.dtype == "unknown" else group.dtype,
             "batch": f"batch {size}" if size else "",
             "scale": "" if group.dtype == FLOAT32 or scale is None else
             f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"}
-    return ", ".join(filter(None, map(said.get, parts)))
+    return ", ".join(filter(None, map(words.get, parts)))
 
 
 NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"),
@@ -289,17 +289,17 @@ NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"
 
 # ---- comparisons
 
-def compare(found: Sequence[Group]) -> List[Comparison]:
+def compare(all_groups: Sequence[Group]) -> List[Comparison]:
     """Returns a comparison for each group of lower precision with a float32 counterpart, in the
     order of the groups."""
     high: Dict[Any, List[Group]] = {}  # by network, and also by recipe: most find theirs at once
-    for group in found:
+    for group in all_groups:
         if group.dtype == FLOAT32:
             for key in ((group.section, group.model), (group.section, group.model, group.items)):
                 high.setdefault(key, []).append(group)
     compared: List[Comparison] = []
     taken: Counter[int] = Counter()
-    for low in found:
+    for low in all_groups:
         items = low.items
         candidates = high.get((low.section, low.model, items), high.get((low.section, low.model)))
         if low.dtype in (FLOAT32, "unknown") or not candidates:
@@ -313,18 +313,18 @@ def compare(found: Sequence[Group]) -> List[Comparison]:
 def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
     a, b = high.first, low.first
     first, second = recipe(a), recipe(b)
-    found = {key: (a.arguments.get(key), b.arguments.get(key)) for key in {**first, **second}
+    differences = {key: (a.arguments.get(key), b.arguments.get(key)) for key in {**first, **second}
              if first.get(key) != second.get(key)}
     if a.batch_size != b.batch_size:
-        found.setdefault("batch_size", (a.batch_size, b.batch_size))
+        differences.setdefault("batch_size", (a.batch_size, b.batch_size))
     if not set(first) - {"model"} or not set(second) - {"model"}:
-        found["recipe"] = (None if set(first) - {"model"} else NOT_LOGGED,
+        differences["recipe"] = (None if set(first) - {"model"} else NOT_LOGGED,
                            None if set(second) - {"model"} else NOT_LOGGED)
-    elif not found:
+    elif not differences:
         ends = [max((run.validated for run in group.finished), default=0) for group in (high, low)]
         if 0 not in ends and ends[0] != ends[1]:
-            found["epochs"] = (ends[0], ends[1])
-    return found
+            differences["epochs"] = (ends[0], ends[1])
+    return differences
 
 
 def _by_seed(group: Group) -> Dict[str, float]:

@@ -66,24 +66,24 @@ def line(name: str, groups: Sequence[Group], points: Dict[int, List[Point]],
     if not each:
         return None
     x, y = _steps(each) if steps else _table(each)
-    known = np.isfinite(y).sum(0)
-    often = 2 * known >= known.max()  # the mean is not comparable after most runs have ended
-    x, y, known = x[:, often], y[:, often], known[often]
+    counts = np.isfinite(y).sum(0)
+    often = 2 * counts >= counts.max()  # the mean is not comparable after most runs have ended
+    x, y, counts = x[:, often], y[:, often], counts[often]
     first = groups[0]
-    made = Line(name, first.dtype, first.model, len(each), np.nanmean(x, 0), np.nanmean(y, 0),
+    result = Line(name, first.dtype, first.model, len(each), np.nanmean(x, 0), np.nanmean(y, 0),
                 recipes=len(groups))
-    made.is_range = len(groups) == 1 and len(each) > 1 and (steps or len(each) < FEW_RUNS)
-    if len(groups) > 1 or made.is_range:
-        ends = [0.0, 1.0] if made.is_range else [0.05, 0.95]
-        made.band = np.nanquantile(y, ends, axis=0)
-        if steps or not made.is_range:
-            made.y = np.nanquantile(y, 0.5, axis=0)
+    result.is_range = len(groups) == 1 and len(each) > 1 and (steps or len(each) < FEW_RUNS)
+    if len(groups) > 1 or result.is_range:
+        ends = [0.0, 1.0] if result.is_range else [0.05, 0.95]
+        result.band = np.nanquantile(y, ends, axis=0)
+        if steps or not result.is_range:
+            result.y = np.nanquantile(y, 0.5, axis=0)
     elif len(each) > 1:
-        deviation = np.nanstd(y, 0) * np.sqrt(known / np.maximum(known - 1, 1))
-        half = stats.t.ppf(0.975, np.maximum(known - 1, 1)) * deviation / np.sqrt(known)
-        half = np.where(known > 1, half, 0)
-        made.band = np.stack([made.y - half, made.y + half])
-    return made
+        deviation = np.nanstd(y, 0) * np.sqrt(counts / np.maximum(counts - 1, 1))
+        half = stats.t.ppf(0.975, np.maximum(counts - 1, 1)) * deviation / np.sqrt(counts)
+        half = np.where(counts > 1, half, 0)
+        result.band = np.stack([result.y - half, result.y + half])
+    return result
 
 
 def _table(each: List[List[Point]]) -> Tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:

@@ -38,11 +38,11 @@ def read(path: Path, name: str) -> List[Run]:
     run = Run(name, arguments)
     of_epochs: Dict[str, Series] = {}
     of_steps: Dict[str, Series] = {}
-    known = _all_known({tag: tag for tag in scalars})
-    if not known and len(scalars) == 1:
-        known = _all_known(dict.fromkeys(scalars, path.parent.name))
-    validated = {of[0] for tag, of in known.items() if VALIDATION.search(_as_column(tag))}
-    for tag, (quantity, value_of) in known.items():
+    quantities = _all_known({tag: tag for tag in scalars})
+    if not quantities and len(scalars) == 1:
+        quantities = _all_known(dict.fromkeys(scalars, path.parent.name))
+    validated = {of[0] for tag, of in quantities.items() if VALIDATION.search(_as_column(tag))}
+    for tag, (quantity, value_of) in quantities.items():
         if quantity in ("top1", "top5") and not VALIDATION.search(_as_column(tag)):
             if quantity in validated:  # if there is a val_acc, acc is of training
                 continue
@@ -82,8 +82,8 @@ def continues(run: Run, former: Run) -> bool:
 
 def _all_known(names: Dict[str, str]) -> Dict[str, Tuple[str, Any]]:
     """Returns the result of `_known` for each tag that names a quantity."""
-    found = {tag: _known(name) for tag, name in names.items()}
-    return {tag: of for tag, of in found.items() if of}
+    runs = {tag: _known(name) for tag, name in names.items()}
+    return {tag: of for tag, of in runs.items() if of}
 
 
 def _as_column(tag: str) -> str:
@@ -99,10 +99,10 @@ def _known(tag: str) -> Optional[Tuple[str, Any]]:
         return "gradient_norm", float
     if re.search(r"train(ing)?_loss$", name):
         return "loss", float
-    found = quantity_of(name)
-    if not found:
+    match = quantity_of(name)
+    if not match:
         return None
-    quantity = found[1]
+    quantity = match[1]
     return quantity.split()[0], (lambda value: 1 - value) if "accuracy" in quantity else float
 
 
@@ -132,17 +132,17 @@ def _add_steps(run: Run, series: Dict[str, Series]) -> None:
 
 def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
     """Returns values by tag and step, and the run's arguments."""
-    found: Dict[str, Series] = {}
+    series: Dict[str, Series] = {}
     arguments: Dict[str, Any] = {}
     for event in _events(path):
         for value in event.summary.value:
             content = value.simple_value if value.HasField("simple_value") else \
                 _content(value.tensor)
             if isinstance(content, float):
-                found.setdefault(value.tag, {})[event.step] = content
+                series.setdefault(value.tag, {})[event.step] = content
             elif isinstance(content, bytes) and value.tag.split("/")[0] == "arguments":
                 arguments = _arguments(content)
-    return found, arguments
+    return series, arguments
 
 
 def _events(path: Path) -> Iterator[Any]:
@@ -183,10 +183,10 @@ def _content(tensor: Any) -> Optional[Any]:
 
 def _arguments(text: bytes) -> Dict[str, Any]:
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class EventFile:
@@ -203,11 +203,11 @@ class EventFile:
 
     def add(self, step: int, tag: str, value: Union[float, str]) -> None:
         """Adds a number or a text."""
-        made = self._summary.Value(tag=tag)
+        scalar = self._summary.Value(tag=tag)
         if isinstance(value, str):
-            made.metadata.plugin_data.plugin_name = "text"
-            made.tensor.CopyFrom(self._tensor(dtype="DT_STRING", string_val=[value.encode()]))
+            scalar.metadata.plugin_data.plugin_name = "text"
+            scalar.tensor.CopyFrom(self._tensor(dtype="DT_STRING", string_val=[value.encode()]))
         else:
-            made.simple_value = value
+            scalar.simple_value = value
         self._file.add_event(self._event(step=step, wall_time=time.time(),
-                                         summary=self._summary(value=[made])))
+                                         summary=self._summary(value=[scalar])))

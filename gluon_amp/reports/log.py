@@ -145,9 +145,9 @@ class Log:
         return shown
 
     def _write_step(self, values: Dict[str, Any], updated: bool) -> None:
-        found = {**_state_of(self._last, updated), **values}
+        fields = {**_state_of(self._last, updated), **values}
         line = {"epoch": self._epoch, "batch": self._batch - 1, "loss": self._read_losses(),
-                **{name: value() if callable(value) else value for name, value in found.items()}}
+                **{name: value() if callable(value) else value for name, value in fields.items()}}
         if not updated:
             line["skip"] = True
         self._show(self._add("step", line, self.steps - 1))
@@ -178,25 +178,25 @@ class Log:
         if self._losses:
             self._read_losses()
         seconds = self._ended - self._began
-        found: Dict[str, Any] = {"epoch": self._epoch}
+        fields: Dict[str, Any] = {"epoch": self._epoch}
         if self._count:
-            found.update(loss=self._sum / self._count, seconds=seconds)
+            fields.update(loss=self._sum / self._count, seconds=seconds)
         if self._samples and seconds > 0:
-            found["samples_per_second"] = self._samples / seconds
+            fields["samples_per_second"] = self._samples / seconds
         if self._last is not None:
-            found.update(_state_of(self._last, updated=False))
-            del found["gradient_norm"]
-        found.update(values)
-        if "validation_accuracy" in found:
-            accuracy = _plain(found.pop("validation_accuracy"))
+            fields.update(_state_of(self._last, updated=False))
+            del fields["gradient_norm"]
+        fields.update(values)
+        if "validation_accuracy" in fields:
+            accuracy = _plain(fields.pop("validation_accuracy"))
             if accuracy is not None and not isinstance(accuracy, (int, float)):
                 raise TypeError(f"validation_accuracy must be a number. Received: {accuracy!r}")
-            found["err_top1"] = None if accuracy is None else 1 - accuracy
-        if found.get("validation_loss") is not None and _plain(found["validation_loss"]) is None:
+            fields["err_top1"] = None if accuracy is None else 1 - accuracy
+        if fields.get("validation_loss") is not None and _plain(fields["validation_loss"]) is None:
             log.warning("epoch %d: the network's predictions are not finite. They use the batch "
                         "norms' moving averages, which lag in the first steps: a deep float16 "
                         "network may exceed 65504 until they have converged", self._epoch)
-        line = self._add("epoch", {**found, "steps": self.steps}, self._epoch)
+        line = self._add("epoch", {**fields, "steps": self.steps}, self._epoch)
         if self._shows:
             print(file=sys.stderr)
         self._epoch += 1
@@ -263,25 +263,25 @@ class Log:
         """
         with open(path, encoding="utf-8", errors="replace") as file:
             texts = file.read().splitlines(keepends=True)
-        found: List[Any] = []
+        parsed: List[Any] = []
         for number, text in enumerate(texts, 1):
             try:
-                found.append(json.loads(text))
+                parsed.append(json.loads(text))
             except (ValueError, RecursionError):
                 if number == len(texts) > 1 and not text.endswith("\n"):
                     break
                 raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
-        if not found or not isinstance(found[0], dict):
+        if not parsed or not isinstance(parsed[0], dict):
             raise ValueError(f"{path} is damaged: it must have a run's arguments, and then a line "
                              "for each step and epoch")
-        for number, line in enumerate(found[1:], 2):
+        for number, line in enumerate(parsed[1:], 2):
             if not isinstance(line, dict) or type(line.get("epoch")) is not int \
                     or type(line.get("err_top1", 0.0)) not in (int, float, type(None)):
                 raise ValueError(f"{path} is damaged: line {number} is neither a step nor an epoch")
-        arguments = found[0].get("arguments", {})
+        arguments = parsed[0].get("arguments", {})
         if not isinstance(arguments, dict):
             raise ValueError(f"{path} is damaged: its first line must have a run's arguments")
-        return arguments, found[1:]
+        return arguments, parsed[1:]
 
 
 def _plain(value: Any) -> Any:

@@ -13,9 +13,9 @@ LONGEST_CELL = 60  # characters; CSV files have all
 
 def part(name: str, package: str = __package__) -> str:
     """Returns a file of a package's folder `pages`."""
-    found = pkgutil.get_data(package, f"pages/{name}")
-    assert found is not None
-    return found.decode()
+    data = pkgutil.get_data(package, f"pages/{name}")
+    assert data is not None
+    return data.decode()
 
 
 def page(title: str, body: str, script: str) -> str:

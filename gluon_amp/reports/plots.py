@@ -120,8 +120,8 @@ def _within(run: Run, points: Sequence[Tuple[int, int, Optional[float]]]) -> Lis
 
 def _series(name: str, of_epochs: str = "") -> Callable[[Run], List[Point]]:
     def points(run: Run) -> List[Point]:
-        found = _within(run, run.steps.get(name, []))
-        return found or (_epochs(of_epochs)(run) if of_epochs else [])
+        within = _within(run, run.steps.get(name, []))
+        return within or (_epochs(of_epochs)(run) if of_epochs else [])
     return points
 
 
@@ -131,9 +131,9 @@ def _trace(column: int) -> Callable[[Run], List[Point]]:
     def points(run: Run) -> List[Point]:
         if all(scale == 1 for _, _, scale, _ in run.trace):
             return []
-        found = _within(run, [(p[0], p[1], p[column]) for p in run.trace])
-        end = max(run.done, found[-1].x) if found else 0
-        return [*found, Point(end, end, found[-1].y)] if found else []
+        within = _within(run, [(p[0], p[1], p[column]) for p in run.trace])
+        end = max(run.done, within[-1].x) if within else 0
+        return [*within, Point(end, end, within[-1].y)] if within else []
     return points
 
 
@@ -160,13 +160,13 @@ REACHED = Chart("share_reached", "Time to accuracy", "epochs", "share of runs", 
 def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
           by_time: bool = False, charts: Sequence[Chart] = CHARTS) -> List[Plot]:
     """Draws the charts of one section for which the groups have data."""
-    pooled, found = pool(groups), []
+    pooled, drawn = pool(groups), []
     runs = [run for group in groups for run in group.runs]
     for chart in [*charts, *(_metric_charts(runs) if charts is CHARTS else [])]:
         points = {id(run): chart.points(run) for run in runs}
         lines = [line(name, of, points, chart.steps) for name, of in pooled]
         if any(lines) and (chart.always or _varies(lines)):
-            found.append(_draw(_worded(chart, groups[0].first), lines, runs))
+            drawn.append(_draw(_worded(chart, groups[0].first), lines, runs))
     if accuracy and runs[0].is_share and charts is CHARTS \
             and max(len(group.runs) for group in groups) > 2:
         end = max([hours for run in runs for hours in run.hours[-1:]] if by_time else
@@ -175,8 +175,8 @@ def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
             title=f"{REACHED.title}: {100 * accuracy:g} %", x="hours" if by_time else "epochs")
         lines = [reached(name, of, accuracy, by_time, end) for name, of in pooled]
         if any(lines):
-            found.insert(1, _draw(chart, lines, runs))
-    return found
+            drawn.insert(1, _draw(chart, lines, runs))
+    return drawn
 
 
 def _varies(lines: Sequence[Optional[Line]]) -> bool:
@@ -209,8 +209,8 @@ def _metric_charts(runs: Sequence[Run]) -> List[Chart]:
             for name in dict.fromkeys(name for run in runs for name in run.metrics)]
 
 
-def _draw(chart: Chart, found: Sequence[Optional[Line]], runs: Sequence[Run]) -> Plot:
-    lines = [one for one in found if one]
+def _draw(chart: Chart, all_lines: Sequence[Optional[Line]], runs: Sequence[Run]) -> Plot:
+    lines = [one for one in all_lines if one]
     unit, factor = unit_of_time(list(runs)) if chart.x == "hours" else (chart.x, 1.0)
     for one in lines:
         one.x = one.x * factor
@@ -390,16 +390,16 @@ def _hover(figure: Figure, axes: Axes, chart: Chart, unit: str,
 
 def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
     """Draws each difference with its interval, and the margin of equivalence."""
-    found = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
-    if not found:
+    shown = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
+    if not shown:
         return None
-    unit, measured = found[0][1].unit, found[0][0].low.first.measured
+    unit, measured = shown[0][1].unit, shown[0][0].low.first.measured
     with _style():
-        figure = Figure(figsize=(WIDTH, 1.15 + 0.42 * len(found)), layout="constrained")
+        figure = Figure(figsize=(WIDTH, 1.15 + 0.42 * len(shown)), layout="constrained")
         axes = figure.add_subplot()
         axes.axvspan(-margin, margin, color=GREY, alpha=0.15, linewidth=0)
         axes.axvline(0, color=GREY, linewidth=1)
-        for row, (comparison, difference) in enumerate(found):
+        for row, (comparison, difference) in enumerate(shown):
             ink = color(comparison.low.dtype)
             for level, width in ((0.95, 1.2), (0.9, 3.5)):
                 axes.plot(difference.interval(level), (row, row), color=ink, linewidth=width,
@@ -408,17 +408,17 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
             axes.plot(each, [row + 0.22] * len(each), "|", color=ink, alpha=0.6, markersize=5)
             axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
                       color=ink, markersize=6)
-        axes.set_yticks(range(len(found)), [shortened(c.low.name, LONGEST_ROW) for c, _ in found],
+        axes.set_yticks(range(len(shown)), [shortened(c.low.name, LONGEST_ROW) for c, _ in shown],
                         fontsize=8)
-        axes.set_ylim(len(found) - 0.5, -0.6)
+        axes.set_ylim(len(shown) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)
         axes.set_xlabel(unit)
         axes.grid(axis="y", visible=False)
         png, svg = image(figure)
     words = "; ".join(f"{c.low.name} {d.mean:+.2f} {unit} ({d.interval()[0]:+.2f} to "
-                      f"{d.interval()[1]:+.2f})" for c, d in found[:CAPTIONED])
-    more = f"; and {len(found) - CAPTIONED} more" if len(found) > CAPTIONED else ""
-    crosses = " Crosses: recipes differ." if any(c.differences for c, _ in found) else ""
+                      f"{d.interval()[1]:+.2f})" for c, d in shown[:CAPTIONED])
+    more = f"; and {len(shown) - CAPTIONED} more" if len(shown) > CAPTIONED else ""
+    crosses = " Crosses: recipes differ." if any(c.differences for c, _ in shown) else ""
     return Plot("differences", "Difference to float32",
                 f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small "
                 f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} "

@@ -91,18 +91,18 @@ def read_logs(paths: Union[Iterable[Any], str, os.PathLike[str]]) -> List[Run]:
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is a pipe or device, and logs are read twice. Give a file")
         read_one = next((read_ for fits, read_ in READERS if fits(path)), read_log)
-        found = read_one(path, name)
-        if all(run.final is None for run in found):
-            for run in found:
+        runs_in_file = read_one(path, name)
+        if all(run.final is None for run in runs_in_file):
+            for run in runs_in_file:
                 run.take_measure()
-        for run in found:
+        for run in runs_in_file:
             _check(run, path)
         same_folder = read_one is events.read and path.parent == folder
         folder = path.parent if read_one is events.read else None
-        if same_folder and events.continues(found[0], runs[-1]):
-            runs[-1].go_on(found[0])
+        if same_folder and events.continues(runs_in_file[0], runs[-1]):
+            runs[-1].go_on(runs_in_file[0])
         else:
-            runs += found
+            runs += runs_in_file
     _tell_datasets_apart(runs)
     same: Counter[str] = Counter()
     for run in runs:
@@ -238,24 +238,24 @@ class _Reader:
         if line.startswith(b"{") and self._json(line):
             return True
         begin = max(line.rfind(b"[Epoch "), line.rfind(b"Epoch["), 0)
-        for found, read in ((HEADER.search(line), self._arguments),
+        for match, read in ((HEADER.search(line), self._arguments),
                             (RATE.search(line), self._rate),
                             (RESULTS.match(line, begin), self._line_of_results)):
-            if found and read(found):
+            if match and read(match):
                 return True
         return self._precision(line)
 
-    def _arguments(self, found: re.Match[bytes]) -> bool:
+    def _arguments(self, match: re.Match[bytes]) -> bool:
         self.header = {name: _literal(value) for name, value in
-                       ARGUMENT.findall(found[1].decode(errors="replace"))}
+                       ARGUMENT.findall(match[1].decode(errors="replace"))}
         return True
 
-    def _rate(self, found: re.Match[bytes]) -> bool:
-        self.lr = _number(found[1].decode())
+    def _rate(self, match: re.Match[bytes]) -> bool:
+        self.lr = _number(match[1].decode())
         return True
 
-    def _line_of_results(self, found: re.Match[bytes]) -> bool:
-        number, kind, text = found.group(1, 2, 3) if found[1] else found.group(4, 5, 6)
+    def _line_of_results(self, match: re.Match[bytes]) -> bool:
+        number, kind, text = match.group(1, 2, 3) if match[1] else match.group(4, 5, 6)
         values = _values(text.replace(b"Validation-", b""))
         of_detection = text.strip() == b"Validation:"  # what follows is its
         if values or of_detection:
@@ -266,10 +266,10 @@ class _Reader:
 
     def _precision(self, line: bytes) -> bool:
         """Parses a line of detection: mAP follows the lines of the classes."""
-        found = MEAN_PRECISION.fullmatch(line.strip())
-        if not self.runs or not found or not line.endswith(b"\n"):
+        match = MEAN_PRECISION.fullmatch(line.strip())
+        if not self.runs or not match or not line.endswith(b"\n"):
             return False
-        self.epoch.top1, self.runs[-1].measure = 1 - float(found[1]), "mAP"
+        self.epoch.top1, self.runs[-1].measure = 1 - float(match[1]), "mAP"
         self.runs[-1].epochs[self.number] = self.epoch
         return True
 
@@ -391,15 +391,15 @@ def _number(value: Any) -> Optional[float]:
 
 
 def _first(values: Dict[str, float], names: Sequence[str],
-           known: Optional[float]) -> Optional[float]:
+           default: Optional[float]) -> Optional[float]:
     """Returns the value of the first of these names, or else the known value."""
-    return next((values[name] for name in names if name in values), known)
+    return next((values[name] for name in names if name in values), default)
 
 
 def _error(values: Dict[str, float], errors: Sequence[str], accuracies: Sequence[str],
-           known: Optional[float]) -> Optional[float]:
+           default: Optional[float]) -> Optional[float]:
     accuracy = _first(values, accuracies, None)
-    return _first(values, errors, known if accuracy is None else 1 - accuracy)
+    return _first(values, errors, default if accuracy is None else 1 - accuracy)
 
 
 @lru_cache(maxsize=10_000)  # runs have most of their arguments in common

@@ -220,8 +220,8 @@ class Run:
         given = self.get("seed")
         if given is not None:
             return plain(given)
-        found = re.search(r"seed[-_ ]?(\d+)", self.name, re.IGNORECASE)
-        return found[1] if found else None
+        match = re.search(r"seed[-_ ]?(\d+)", self.name, re.IGNORECASE)
+        return match[1] if match else None
 
     @property
     def planned(self) -> Optional[int]:
@@ -255,8 +255,8 @@ class Run:
             return "float16" if amp else FLOAT32
         if given:
             return plain(APEX.get(given, given) if isinstance(given, str) else given)
-        found = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)
-        return f"{found[1].lower()}float{found[2]}" if found else "unknown"
+        match = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)
+        return f"{match[1].lower()}float{match[2]}" if match else "unknown"
 
     @property
     def model(self) -> str:
@@ -274,8 +274,8 @@ class Run:
         try:
             return int(size) * max(1, gpus if isinstance(gpus, int) else 1)
         except (TypeError, ValueError, OverflowError):
-            found = re.search(r"bs(\d{1,9})", self.name)
-            return int(found[1]) if found else None
+            match = re.search(r"bs(\d{1,9})", self.name)
+            return int(match[1]) if match else None
 
     @property
     def last(self) -> Optional[Epoch]:
@@ -290,8 +290,8 @@ class Run:
         None if the direction of the measure is unknown.
         """
         errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
-        known = direction(self.measure) != "direction not known"
-        return min(errors, key=itemgetter(1)) if errors and known else None
+        has_direction = direction(self.measure) != "direction not has_direction"
+        return min(errors, key=itemgetter(1)) if errors and has_direction else None
 
     @property
     def speed(self) -> Optional[float]:
@@ -308,8 +308,8 @@ class Run:
         seconds = [epoch.seconds for epoch in self.epochs.values()]
         if seconds and seconds[-1] is None:  # killed between two lines
             seconds.pop()
-        known = [s for s in seconds if s is not None]
-        return [] if len(known) < len(seconds) else [s / 3600 for s in accumulate(known)]
+        times = [s for s in seconds if s is not None]
+        return [] if len(times) < len(seconds) else [s / 3600 for s in accumulate(times)]
 
     @property
     def dataset(self) -> str:

@@ -39,7 +39,7 @@ def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
     if len(comparisons) > MOST_SENTENCES:
         comparisons = sorted(comparisons, key=lambda comparison: OUTCOMES.index(
             outcomes[id(comparison)]))
-    found = [Verdict(outcomes[id(comparison)], _verdict(comparison, margin), _figure(comparison))
+    verdicts = [Verdict(outcomes[id(comparison)], _verdict(comparison, margin), _figure(comparison))
              for comparison in comparisons[:MOST_SENTENCES]]
     if not comparisons:
         return [Verdict("", "No comparison: it needs float32 runs and runs of lower precision, "
@@ -50,24 +50,24 @@ def headline(comparisons: Sequence[Comparison], margin: float) -> List[Verdict]:
                      for comparison in comparisons)
         chance = f" By chance alone, {tested * LEVEL:.2g} of {tested} tests find a difference." \
             if tested else ""
-        found.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
+        verdicts.insert(0, Verdict("", f"{len(comparisons)} comparisons: " + ", ".join(
             f"{count} {word}" for word, count in counts.most_common())
             + f".{chance} The first {MOST_SENTENCES}:"))
-    return found
+    return verdicts
 
 
 def _figure(comparison: Comparison) -> str:
     """Returns the difference as text; empty if nothing is claimed."""
-    found, low = comparison.difference, comparison.low
-    if found is None or comparison.differences:
+    difference, low = comparison.difference, comparison.low
+    if difference is None or comparison.differences:
         return ""
-    shown = f"{found.mean:+.2f}"
-    direction = "equal" if float(shown) == 0 else "higher" if found.mean > 0 else "lower"
-    return f"{low.name}, {low.first.measured} {shown} {found.unit} ({direction})"
+    shown = f"{difference.mean:+.2f}"
+    direction = "equal" if float(shown) == 0 else "higher" if difference.mean > 0 else "lower"
+    return f"{low.name}, {low.first.measured} {shown} {difference.unit} ({direction})"
 
 
 def _verdict(comparison: Comparison, margin: float) -> str:
-    low, found = comparison.low.name, comparison.difference
+    low, difference = comparison.low.name, comparison.difference
     high = comparison.float32.name
     if comparison.low.model and high.startswith(f"{comparison.low.model}, "):
         high = high[len(f"{comparison.low.model}, "):]  # the name of low includes the model
@@ -76,21 +76,22 @@ def _verdict(comparison: Comparison, margin: float) -> str:
         apart = comparison.factor * (mean(ends[0]) - mean(ends[1]))
         ended = f"The {comparison.low.first.measured} of {low} ends " \
                 f"{from_float32(apart, high, comparison.unit)}"
-    said = f" {ended}, which is no evidence about the type." if ended else ""
+    no_evidence = f" {ended}, which is no evidence about the type." if ended else ""
     if comparison.recipe_unknown:
         return f"The logs do not show whether {low} and {high} have the same recipe: no verdict." \
-               f"{said}"
+               f"{no_evidence}"
     if comparison.differences:
         return f"{low} and {high} have different recipes: no verdict. They differ " \
-               f"in: {comparison.explain()}.{said}"
+               f"in: {comparison.explain()}.{no_evidence}"
     if not ended:
         return f"{low} and {high}: no results to compare."
-    if found is None:
+    if difference is None:
         few = [group.name for group in (comparison.low, comparison.float32)
                if len(group.finished) < 2]
         return f"{ended}. There is one finished run of {' and of '.join(few)}: the variance " \
                "between runs is unknown. Train both with three seeds or more."
-    return sentence(low, high, found, margin, comparison.low.first.measured) + _speed(comparison)
+    measured = comparison.low.first.measured
+    return sentence(low, high, difference, margin, measured) + _speed(comparison)
 
 
 def _speed(comparison: Comparison) -> str:
@@ -116,7 +117,7 @@ def _outcome(comparison: Comparison, margin: float) -> str:
 
 def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells]:
     """Returns one row for each comparison."""
-    found = []
+    rows = []
     several = len({comparison.low.section for comparison in comparisons}) > 1
     for comparison in comparisons:
         difference = comparison.difference
@@ -135,8 +136,8 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
                 f"p within {margin:g}": p_number(difference.p_equivalent(margin)).replace(" ", ""),
                 "seeds needed": _text(difference.seeds_for(margin), "d")})
         row["speedup"] = _text(comparison.speedup, ".2f")
-        found.append(row)
-    return _table(found)
+        rows.append(row)
+    return _table(rows)
 
 
 def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
@@ -145,7 +146,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
     unit, per_hour = unit_of_time(runs)
     accuracy = accuracy if groups[0].first.is_share else None
     metrics = _metrics(runs)
-    found = []
+    rows = []
     for group in groups:
         ends = group.ends
         hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
@@ -170,8 +171,8 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
             row[f"reach {name}"] = f"{len(epochs)} of {len(tried)}"
             row[f"epochs to {name}"] = _text(median(epochs) if epochs else None, "g")
             row[f"{unit} to {name}"] = _text(median(times) * per_hour if times else None, ".3g")
-        found.append(row)
-    return _table(found)
+        rows.append(row)
+    return _table(rows)
 
 
 def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
@@ -181,11 +182,11 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     unit, per_hour = unit_of_time(runs)
     several = len({run.dataset for run in runs}) > 1
     metrics = _metrics(runs)
-    found = []
+    rows = []
     for run in runs:
         last, best, hours = run.last, run.best, run.hours
         to = run.reached(accuracy, by_time=True) if accuracy else None
-        found.append({
+        rows.append({
             "run": run.name,
             "model": run.model,
             "dataset": run.dataset if several else "",
@@ -204,15 +205,15 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
             unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
             f"{unit} to {100 * (accuracy or 0):g} %": _text(
                 None if to is None else to * per_hour, ".3g")})
-    return _table(found)
+    return _table(rows)
 
 
 def _table(rows: List[Cells]) -> List[Cells]:
     """Returns the rows with the same columns, in the order of the longest row, without empty ones.
     """
     columns = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
-    said = [name for name in columns if any(row.get(name) for row in rows)]
-    return [{name: row.get(name, "") for name in said} for row in rows]
+    filled = [name for name in columns if any(row.get(name) for row in rows)]
+    return [{name: row.get(name, "") for name in filled} for row in rows]
 
 
 def _metrics(runs: Sequence[Run]) -> List[str]:
@@ -220,8 +221,8 @@ def _metrics(runs: Sequence[Run]) -> List[str]:
 
 
 def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return mean(numbers) if numbers else None
 
 
 def _value(run: Run, value: Optional[float]) -> str:
@@ -241,14 +242,14 @@ def _text(value: Optional[float], form: str) -> str:
 
 def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[str]:
     """Returns remarks on the comparability of runs; runs with the same remark share a line."""
-    said: Dict[str, List[str]] = {}
+    runs_of: Dict[str, List[str]] = {}
     runs = [run for group in groups for run in group.runs]
     for run in runs:
         for remark in _remarks(run):
-            said.setdefault(remark, []).append(run.name)
-    found = [remark.replace("{}", _names(names, len(runs))) if "{}" in remark else
+            runs_of.setdefault(remark, []).append(run.name)
+    lines = [remark.replace("{}", _names(names, len(runs))) if "{}" in remark else
              (remark if len(names) == len(runs) else f"{_names(names, len(runs))}: {remark}")
-             for remark, names in said.items()]
+             for remark, names in runs_of.items()]
     several = len({group.section for group in groups}) > 1
     for group in groups:
         never = sum(run.final is None for run in group.runs)
@@ -256,23 +257,23 @@ def remarks(groups: Sequence[Group], comparisons: Sequence[Comparison]) -> List[
         for count, what in ((missing, "did not finish"),
                             (never, f"{_one(never, 'was', 'were')} never validated")):
             if count:
-                found.append(f"{group.named(several)}: {count} of {len(group.runs)} runs {what}, "
+                lines.append(f"{group.named(several)}: {count} of {len(group.runs)} runs {what}, "
                              f"and {_one(count, 'is', 'are')} excluded from verdicts.")
     for comparison in comparisons:
         left = comparison.without_partner
         if left:
-            found.append(f"{comparison.low.named(several)} and {comparison.float32.name}: runs "
+            lines.append(f"{comparison.low.named(several)} and {comparison.float32.name}: runs "
                          f"are paired by seed; {left} {_one(left, 'run has', 'runs have')} "
                          f"no partner, and {_one(left, 'is', 'are')} excluded from verdicts.")
     if any(comparison.speedup for comparison in comparisons):
-        found.append("Speedup over float32: the ratio of median samples per second, or else of "
+        lines.append("Speedup over float32: the ratio of median samples per second, or else of "
                      "times. Logs or --claim-speed confirm that each run had its machine to "
                      "itself.")
     elif any(group.speeds for group in groups) and comparisons:
-        found.append("No speedup: it needs runs of one recipe, and logs or --claim-speed that "
+        lines.append("No speedup: it needs runs of one recipe, and logs or --claim-speed that "
                      "confirm that each run had its machine to itself. Times and speeds are those "
                      "of the logs.")
-    return found
+    return lines
 
 
 def _one(count: int, singular: str, plural: str) -> str:
@@ -281,21 +282,21 @@ def _one(count: int, singular: str, plural: str) -> str:
 
 def _remarks(run: Run) -> List[str]:
     """Returns remarks on a run; {} is replaced by the names of runs."""
-    found = []
+    lines = []
     smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
     if smoothed and run.metric:
-        found.append(f"{{}}: trained with {' and '.join(smoothed)}, so the training "
+        lines.append(f"{{}}: trained with {' and '.join(smoothed)}, so the training "
                      f"{run.metric} in its log is of modified labels, and is left out.")
     lost = [number for number, epoch in run.epochs.items() if not epoch.finite]
     if lost:
-        found.append(f"{{}}: the loss is not finite in {len(lost)} of {len(run.epochs)} epochs, "
+        lines.append(f"{{}}: the loss is not finite in {len(lost)} of {len(run.epochs)} epochs, "
                      f"first in epoch {lost[0] + 1}.")
     if run.planned and run.epochs and run.done < run.planned:
-        found.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
+        lines.append(f"{{}}: stopped after {run.done} of {run.planned} epochs.")
     if run.epochs and min(run.epochs) > 0 and not run.get("load_epoch", "resume_epoch"):
-        found.append(f"{{}}: started after {counted(min(run.epochs), 'epoch')}; times count "
+        lines.append(f"{{}}: started after {counted(min(run.epochs), 'epoch')}; times count "
                      "from there.")
-    return found + [note.replace("{}", "{ }") for note in run.notes]
+    return lines + [note.replace("{}", "{ }") for note in run.notes]
 
 
 def _names(names: List[str], all_runs: int) -> str:

@@ -55,7 +55,7 @@ def read(path: Path, name: str) -> List[Run]:
     at = [cell.lower() for cell in header].index("epoch")
     columns = _columns(header, at)
     if not columns:
-        raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "
+        raise ValueError(f"{path} has a column epoch, but right of it no quantity that is earlier: "
                          f"{header}. Known: top1_err, top5_err, accuracy, img_s, seconds, lr, "
                          "loss_scale, skipped, each with any run's name before it (fp16_top1_err)")
     for line, row in rows:
@@ -84,12 +84,12 @@ def read(path: Path, name: str) -> List[Run]:
                     raise ValueError(f"{path}, line {line}: {header[i]} {row[i].strip()} is no "
                                      "share and no percentage")
             epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
-            known = epoch.get(quantity.split()[0])
-            if None not in (known, value) and known != value:
+            earlier = epoch.get(quantity.split()[0])
+            if None not in (earlier, value) and earlier != value:
                 raise ValueError(f"{path}, line {line}: epoch {row[at].strip()} has another "
                                  f"{header[i]} than a line before. What tells runs apart stands "
                                  "left of the column epoch")
-            epoch.put(quantity.split()[0], known if value is None else value)
+            epoch.put(quantity.split()[0], earlier if value is None else value)
     for run in runs.values():
         run.epochs = dict(sorted(run.epochs.items()))
     return list(runs.values())
@@ -98,8 +98,8 @@ def read(path: Path, name: str) -> List[Run]:
 def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
     """Returns the run's name and the quantity of each column right of `epoch` that has one. If
     there are both `val_acc` and `acc`, `acc` is of training and is left out."""
-    found = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
-    columns = {i: of for i, of in found.items() if of}
+    quantities = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
+    columns = {i: of for i, of in quantities.items() if of}
     validated = {of for i, of in columns.items() if VALIDATION.search(header[i])}
     return {i: of for i, of in columns.items() if not (
         of[1].startswith("top") and of in validated and not VALIDATION.search(header[i]))}
@@ -109,14 +109,14 @@ def quantity_of(column: str) -> Optional[Tuple[str, str]]:
     """Returns the run's name, if it precedes the quantity, and the quantity: one of QUANTITIES, or
     the name of another validation metric."""
     for quantity, pattern in QUANTITIES.items():
-        found = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
+        match = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
                              rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", column,
                              re.IGNORECASE)
-        if found:
-            return found[1] or "", quantity
-    found = re.fullmatch(r"(?:(.+?)_)??(?:val|valid|validation|test|eval)_(\w+)", column,
+        if match:
+            return match[1] or "", quantity
+    match = re.fullmatch(r"(?:(.+?)_)??(?:val|valid|validation|test|eval)_(\w+)", column,
                          re.IGNORECASE)
-    return (found[1] or "", found[2].lower()) if found else None
+    return (match[1] or "", match[2].lower()) if match else None
 
 
 def _run(arguments: Dict[str, str], prefix: str, name: str, remarks: List[str]) -> Run:

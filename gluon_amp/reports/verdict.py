@@ -144,46 +144,49 @@ def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
 
 # ---- in words
 
-def sentence(low: str, float32: str, found: Difference, margin: float, measure: str = "") -> str:
+def sentence(low: str, float32: str, difference: Difference, margin: float,
+             measure: str = "") -> str:
     """Returns the result as a sentence for readers without statistics; the claim follows the colon.
     `measure` is the measure if it is not an accuracy."""
     which = f"The {measure} of " if measure else ""
-    return f"{which}{low} ends {_ends(found, float32)}: {conclusion(found, margin)}."
+    return f"{which}{low} ends {_ends(difference, float32)}: {conclusion(difference, margin)}."
 
 
-def outcome(found: Difference, margin: float) -> str:
+def outcome(difference: Difference, margin: float) -> str:
     """Returns the same in one or two words."""
-    different = found.p is not None and found.p < LEVEL or found.p is None and found.mean != 0
-    if found.p_equivalent(margin) < LEVEL:
+    p = difference.p
+    different = difference.mean != 0 if p is None else p < LEVEL
+    if difference.p_equivalent(margin) < LEVEL:
         return "different, within the margin" if different else "the same"
     return "different" if different else "undecided"
 
 
-def conclusion(found: Difference, margin: float) -> str:
-    within = f"within {in_points(margin, found.unit)}"
-    tests = f"two one-sided tests, {p_text(found, margin)}"
-    word = outcome(found, margin)
+def conclusion(difference: Difference, margin: float) -> str:
+    within = f"within {in_points(margin, difference.unit)}"
+    tests = f"two one-sided tests, {p_text(difference, margin)}"
+    word = outcome(difference, margin)
     if word == "the same":
         return f"the same {within} ({tests})"
     if word == "different, within the margin":
         return f"different, but equivalent {within} ({tests})"
-    seeds, kind = found.seeds_for(margin), "paired seeds" if found.paired else "seeds of each"
+    seeds = difference.seeds_for(margin)
+    kind = "paired seeds" if difference.paired else "seeds of each"
     needed = f"{seeds:,} {kind} would show {margin:g}, were there no difference" if seeds else \
         f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
     if word == "different":
         return f"different, and not shown to be {within} ({tests})"
-    return f"the same within {found.shown_within} {found.unit}, not shown {within} ({tests}); " \
-           f"{needed}"
+    return f"the same within {difference.shown_within} {difference.unit}, not shown {within} " \
+           f"({tests}); {needed}"
 
 
-def _ends(found: Difference, float32: str) -> str:
-    low, high = found.interval()
-    seeds = f"{found.counted} {'paired seeds' if found.paired else 'seeds of each'}"
-    seeds = f"{found.counted} seeds" if " and " in found.counted else seeds
-    distance = from_float32(found.mean, float32, found.unit)
-    if found.p is None:
+def _ends(difference: Difference, float32: str) -> str:
+    low, high = difference.interval()
+    seeds = f"{difference.counted} {'paired seeds' if difference.paired else 'seeds of each'}"
+    seeds = f"{difference.counted} seeds" if " and " in difference.counted else seeds
+    distance = from_float32(difference.mean, float32, difference.unit)
+    if difference.p is None:
         return f"{distance} in each of {seeds}"
-    return f"{distance} (95 % interval {low:.2f} to {high:.2f}, {seeds}, {_p(found.p)})"
+    return f"{distance} (95 % interval {low:.2f} to {high:.2f}, {seeds}, {_p(difference.p)})"
 
 
 def from_float32(points: float, float32: str, unit: str = "points") -> str:
@@ -197,8 +200,8 @@ def in_points(margin: float, unit: str = "points") -> str:
     return f"{margin:g} {'point' if margin == 1 and unit == 'points' else unit}"
 
 
-def p_text(found: Difference, margin: float) -> str:
-    return _p(found.p_equivalent(margin))
+def p_text(difference: Difference, margin: float) -> str:
+    return _p(difference.p_equivalent(margin))
 
 
 def p_number(p: float) -> str:

@@ -1,6 +1,5 @@
 """Inputs of an X-ray: data and weights that are not finite, batches with several labels, networks
 that have not run, trainers of any kind."""
-import csv
 import json
 
 import gluon_amp as amp
@@ -9,6 +8,7 @@ import numpy as np
 import processes
 import pytest
 from gluon_amp.formats import FORMATS
+from gluon_amp.inspection import render
 from gluon_amp.inspection.saved import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -176,8 +176,7 @@ def test_files_hold_weights_and_updates(tmp_path):
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
     view = amp.xray(net, rows(1), LOSS, trainer)
     view.save(str(tmp_path / "xray"))
-    with open(tmp_path / "xray" / "summary.csv", encoding="utf-8") as file:
-        table = {(row["tensor"], row["kind"]): row for row in csv.DictReader(file)}
+    table = {(row["tensor"], row["kind"]): row for row in render.rows(view)}
     lines = [json.loads(line)
              for line in (tmp_path / "xray" / "xray.jsonl").read_text().splitlines()]
     held = {(line["parameter"], line["kind"]): line for line in lines if "parameter" in line}
