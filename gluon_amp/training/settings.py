@@ -20,7 +20,7 @@ _MOST = 2 ** 31 - 1  # updates
 _MOST_AT_ONCE = 10 ** 6  # steps of a FactorScheduler in one update
 # Attributes of an optimizer that belong to this process, or that files hold elsewhere.
 _OTHERS = {"param_dict", "idx2name", "sym_info", "aggregate_num", "allow_np_array", "weight_types",
-           "_master_sync", "_prepared", "_index_update_count", "lr_scheduler", "trainer_state"}
+           "_master_sync", "_launches", "_index_update_count", "lr_scheduler", "trainer_state"}
 _SCHEDULERS: Dict[Any, Mapping[str, Any]] = {type(made): vars(made) for made in (
     mx.lr_scheduler.FactorScheduler(1), mx.lr_scheduler.MultiFactorScheduler([1]),
     mx.lr_scheduler.PolyScheduler(1), mx.lr_scheduler.CosineScheduler(1),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from arrays import numbers
 from gluon_amp.cpu import library
-from gluon_amp.training.optimizer import FUSED_RULES
+from gluon_amp.training.optimizer import ROWS
 from halves import halves
 
 pytestmark = pytest.mark.sanitize
@@ -73,7 +73,7 @@ def assert_as_in_float32(name, settings, calls):
     settings = {"learning_rate": 0.05, **settings}
     weights, mine = train(amp.optimizer(name, **settings), "float16")
     assert calls == [("_gluon_amp_update", len(SIZES))] * 4
-    _, stock = train(mx.optimizer.create(name, **decimal(settings)), "float32")
+    _, stock = train(mx.optimizer.create(name, **settings), "float32")
     for weight, ours, theirs in zip(weights, mine, stock):
         assert len(ours) == len(theirs)
         for our, their in zip(ours, theirs):
@@ -87,16 +87,6 @@ def assert_as_in_float32(name, settings, calls):
         assert len(ours) == len(theirs)
         for our, their in zip(ours, theirs):
             np.testing.assert_array_equal(our, their)
-
-
-def decimal(settings):
-    """MXNet parses the decimal form of 1/192 as gluon_amp passes it."""
-    if "rescale_grad" in settings:
-        made = amp.optimizer("sgd", rescale_grad=settings["rescale_grad"])
-        updater, weight = mx.optimizer.Updater(made), mx.nd.ones(1)
-        updater(0, weight, weight)
-        settings = {**settings, "rescale_grad": made.rescale_grad}
-    return settings
 
 
 @pytest.mark.vectorized
@@ -173,20 +163,6 @@ def test_other_optimizers_use_mxnet_updates(optimizer, in_one_pass):
     assert all((weight.asnumpy() < 1).all() for weight in weights)
 
 
-@pytest.mark.parametrize("name", ["adam", "nag", "rmsprop"])
-def test_optimizer_saved_without_aggregation_continues(name):
-    update = mx.optimizer.Updater(amp.optimizer(name, momentum=0.9) if name == "nag"
-                                  else amp.optimizer(name))
-    weights, gradients = ([mx.nd.ones((2, 3), dtype="float16") for _ in range(3)]
-                          for _ in range(2))
-    update([0, 1, 2], gradients, weights)
-    update.optimizer.aggregate_num = 0  # as before aggregation in gluon_amp
-    update.set_states(update.get_states(dump_optimizer=True))
-    before = weights[2].asnumpy()
-    update([0, 1, 2], gradients, weights)
-    assert (weights[2].asnumpy() < before).all()
-
-
 @pytest.mark.parametrize("name", ["adam", "lamb", "sgd"])
 @pytest.mark.parametrize(("size", "calls"), [("4", [4, 3]), ("1", [1] * 7)])
 def test_mxnet_variable_sets_weights_per_call(name, size, calls, monkeypatch, in_one_pass):
@@ -213,4 +189,4 @@ def test_mismatched_arrays_are_refused():
 
 def test_every_update_rule_is_tested():
     tested = {amp.training.optimizer.optimizer_class(name) for name, _ in OPTIMIZERS}
-    assert tested == set(FUSED_RULES)
+    assert tested == {cls for cls, row in ROWS.items() if row.rules}

@@ -255,13 +255,12 @@ def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer, settings):
         net, schedule = network(GPU), mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.05)
         net[0].weight.lr_mult, net[4].bias.wd_mult = 0.5, 0.0
         made = cls(learning_rate=0.05, lr_scheduler=schedule, clip_gradient=0.5, wd=0.01,
-                   **settings)
-        trainer = amp.Trainer(net.collect_params(), made, loss_scale=amp.DynamicLossScale(256))
+                   multi_precision=True, **settings)
+        trainer = amp.Trainer(net.collect_params(), made, loss_scale=amp.DynamicLossScale(16))
         for i, (images, labels) in enumerate(batches(9)):
             if i == 2:
                 images[0, 0, 0, 0] = np.inf
             if i == 4:
-                net[0].weight.set_data(net[0].weight.data() * 0.5)
                 made.clip_gradient = None
             if i == 5:
                 made.momentum = 0.0
@@ -270,17 +269,31 @@ def test_prepared_update_has_the_bits_of_mxnets_updater(optimizer, settings):
                             labels.as_in_context(GPU[0]))
             trainer.backward(loss)
             if i == 6:
-                trainer.clip_norm(0.01, 32)
+                trainer.clip_norm(0.1, 32)
             trainer.step(32 if i < 8 else 64)
         states = [s for i, s in sorted(trainer._updaters[0].states.items())]
         arrays = [*weights(net, GPU[0]), *(a.asnumpy() for a in flat(states))]
         return arrays, trainer.skipped, trainer.learning_rate
 
-    # the rules are those of MXNet's classes alone
-    (prepared, *counts), (plain, *same) = train(base), train(type("Own", (base,), {}))
+    # a class with master weights of its own stays MXNet's
+    own = type("Own", (base,), {"update_multi_precision": base.update_multi_precision})
+    (prepared, *counts), (plain, *same) = train(base), train(own)
     assert counts == same == [1, 0.05 / 8]
+    assert len(prepared) == len(plain)
     for one, other in zip(prepared, plain):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "nag", "lamb", "signum"])
+def test_written_weights_replace_master_weights(optimizer):
+    net, trainer, _ = train(GPU, 3, optimizer=optimizer)
+    net[0].weight.set_data(mx.nd.full(net[0].weight.shape, 0.3))
+    before = trainer.master(net[4].weight).asnumpy()
+    trainer.set_learning_rate(0)
+    for batch in batches(2):
+        step(net, trainer, *batch, GPU)
+    assert (trainer.master(net[0].weight).asnumpy() == np.float16(0.3)).all()
+    assert np.array_equal(trainer.master(net[4].weight).asnumpy(), before)
 
 
 def test_calls_run_in_order_with_and_without_the_engine(monkeypatch):
