@@ -9,7 +9,7 @@ from mxnet import autograd
 from .._mxnet import mx
 from ..annotations import Array, Parameter
 from ..checks import same_objects, whole_number
-from ..cpu.arrays import in_launches, is_16bit, to_float32
+from ..cpu.arrays import in_launches, is_16bit
 from . import masters
 from .trainer import Trainer
 
@@ -40,7 +40,8 @@ class AveragedWeights:
         count: the number of weights that have been averaged.
 
     Raises:
-        ValueError: `decay` is not between 0 and 1, or a parameter is sparse.
+        ValueError: `decay` is not between 0 and 1, a parameter is sparse, or the Trainer does not
+            have its master weights.
     """
 
     def __init__(self, trainer: Trainer, decay: Optional[float] = None, every: int = 1) -> None:
@@ -48,18 +49,22 @@ class AveragedWeights:
         if not isinstance(trainer, Trainer):
             raise TypeError("AveragedWeights takes a gluon_amp.Trainer. Received: "
                             f"{type(trainer).__module__}.{type(trainer).__name__}")
-        given: Any = decay  # mypy takes no float for a Real
-        if given is not None and not (isinstance(given, numbers.Real) and 0 < float(given) < 1):
+        number: Any = decay  # mypy takes no float for a Real
+        if number is not None and not (isinstance(number, numbers.Real) and 0 < float(number) < 1):
             raise ValueError("decay must be a number between 0 and 1, or None. Received: "
                              f"{decay!r}")
         sparse = [p.name for p in trainer._params if p._stype != "default"]
         if sparse:
             raise ValueError(f"AveragedWeights takes dense parameters. Received sparse: {sparse}")
+        for parameter in trainer._params:
+            if is_16bit(parameter.dtype) and parameter.grad_req != "null":
+                masters.check(trainer, parameter)
         self.trainer = trainer
         self.decay = None if decay is None else float(decay)
         self.every = whole_number(every, "every", 1)
         self.updates = self.count = 0  # of the Trainer, and of the averages
         self._averages: Dict[int, Any] = {}  # by the numbers of parameters in the Trainer
+        self._counts: Dict[int, int] = {}  # of each parameter's updates, after the last step
         # in the `with` block, arrays of the training and their values
         self._before: Optional[List[Tuple[Any, Any]]] = None
         # parameters, their arrays, and the values of their master weights
@@ -68,19 +73,22 @@ class AveragedWeights:
 
     def value(self, parameter: Parameter) -> Array:
         """Returns the average of a parameter, or the parameter's weights before any update."""
-        made = self.trainer.master(parameter)  # which raises if the Trainer lacks the parameter
-        found = self._averages.get(self.trainer._param2idx[parameter.name])
-        if found is not None:
-            found.copyto(made.as_nd_ndarray())
-        return made
+        value = self.trainer.master(parameter)  # which raises if the Trainer lacks the parameter
+        average = self._averages.get(self.trainer._param2idx[parameter.name])
+        if average is not None:
+            average.copyto(value.as_nd_ndarray())
+        return value
 
     def _note_update(self) -> None:
         """Counts an update of the Trainer, and averages if it is due."""
         self.updates += 1
+        counts = self.trainer._optimizer._all_index_update_counts
+        before, self._counts = self._counts, dict(
+            counts.get(self.trainer._contexts[0].device_id, ()))
         if self.updates % self.every:
             return
         share = 1 / (self.count + 1) if self.decay is None or not self.count else 1 - self.decay
-        new = [(i, array, self._averages.get(i)) for i, array in self._weights()]
+        new = [(i, array, self._averages.get(i)) for i, array in self._weights(before)]
         for i, array, average in new:
             if average is None:
                 self._averages[i] = array.copy()
@@ -89,13 +97,15 @@ class AveragedWeights:
             _blend([pair for pair in pairs if str(pair[0].dtype) == dtype], share)
         self.count += 1
 
-    def _weights(self) -> Iterator[Tuple[int, Any]]:
-        """Yields numbers and master weights, on the first device, of parameters that are trained or
-        have been."""
+    def _weights(self, before: Dict[int, int]) -> Iterator[Tuple[int, Any]]:
+        """Yields numbers and float32 weights, on the first device, of parameters that are trained
+        or have been. Those that the last step has not updated may have been written since."""
         for i, parameter in enumerate(self.trainer._params):
             if parameter.grad_req != "null" or i in self._averages:
-                weight = masters.live(self.trainer, parameter)[0].as_nd_ndarray()
-                yield i, to_float32(weight) if is_16bit(weight.dtype) else weight
+                updated = parameter.grad_req != "null" and self._counts.get(i) != before.get(i)
+                weight = masters.live(self.trainer, parameter)[0] if updated \
+                    else masters.read(self.trainer, parameter)
+                yield i, weight.as_nd_ndarray()
 
     @property
     def _applied(self) -> bool:
@@ -111,11 +121,15 @@ class AveragedWeights:
         arrays = {id(array): array for p in parameters
                   for array in [*p.list_data(), *masters.live(self.trainer, p)]}
         copies = {key: array.copy() for key, array in arrays.items()}
-        self._before = [(array, copies[key]) for key, array in arrays.items()]
-        self._given = [(p, p.list_data(), [copies[id(a)] for a in masters.live(self.trainer, p)])
-                       for p in parameters]
-        for i, average in self._averages.items():
-            masters.write(self.trainer, self.trainer._params[i], average)
+        try:
+            self._before = [(array, copies[key]) for key, array in arrays.items()]
+            self._given = [(p, p.list_data(), [copies[id(a)] for a in
+                                               masters.live(self.trainer, p)]) for p in parameters]
+            for i, average in self._averages.items():
+                masters.write(self.trainer, self.trainer._params[i], average)
+        except BaseException:  # also KeyboardInterrupt
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

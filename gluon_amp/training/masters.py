@@ -4,9 +4,23 @@ from typing import Any, Dict, List, Sequence, Union
 from .._mxnet import mx
 from ..annotations import Parameter
 from ..cpu.arrays import TYPES_16BIT, is_16bit, narrow, sync_master, to_float32
-from .optimizer import master_in
+from .optimizer import has_masters, master_in
 
 Trainer = Any  # trainer.py imports this module
+
+
+def check(trainer: Trainer, parameter: Parameter) -> None:
+    """Refuses a 16-bit parameter whose master weights the Trainer does not have."""
+    optimizer = trainer._optimizer
+    reason = ""
+    if trainer._update_on_kvstore or trainer._kvstore_params["update_on_kvstore"]:
+        reason = "servers update it"
+    elif not optimizer.multi_precision:
+        reason = "its optimizer has multi_precision=False"
+    elif not has_masters(optimizer):
+        reason = f"{type(optimizer).__name__} manages them itself, and does not show them"
+    if reason:
+        raise ValueError(f"{parameter.name} has no master weights here, because {reason}")
 
 
 def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[Any]:
@@ -26,22 +40,17 @@ def live(trainer: Trainer, parameter: Parameter, create: bool = False) -> List[A
     if not is_16bit(weights[0].dtype) \
             or parameter.grad_req == "null" and not _was_trained(trainer, number):
         return weights
-    optimizer = trainer._optimizer
-    if trainer._update_on_kvstore or not optimizer.multi_precision:
-        reason = "servers update it" if trainer._update_on_kvstore else \
-            "its optimizer has multi_precision=False"
-        raise ValueError(f"{name} has no master weights here, because {reason}")
+    check(trainer, parameter)
     masters = []
     for updater, weight in zip(trainer._updaters, weights):
         if create and number not in updater.states:
-            updater.states[number] = optimizer.create_state_multi_precision(number, weight)
-            updater.states_synced[number] = True
-        state = updater.states.get(number)
-        found = master_in(optimizer, state)
-        if found is None and (create or state is not None):
-            raise ValueError(f"{type(optimizer).__name__} manages the master weights of {name} "
-                             "itself, and does not show them")
-        masters.append(weight if found is None else found)
+            updater.states[number] = \
+                trainer._optimizer.create_state_multi_precision(number, weight)
+        elif number in updater.states and not updater.states_synced[number]:  # of a file
+            updater.states[number] = updater.sync_state_context(updater.states[number], weight.ctx)
+        updater.states_synced[number] = True
+        master = master_in(trainer._optimizer, updater.states.get(number))
+        masters.append(weight if master is None else master)
     return masters
 
 
@@ -54,11 +63,11 @@ def _was_trained(trainer: Trainer, number: int) -> bool:
 
 def read(trainer: Trainer, parameter: Parameter) -> Any:
     """Returns a float32 copy of a parameter's master weights on its first device."""
-    found, weight = live(trainer, parameter)[0], parameter.list_data()[0]
-    if found is weight:
+    master, weight = live(trainer, parameter)[0], parameter.list_data()[0]
+    if master is weight:
         copied = to_float32(weight) if is_16bit(weight.dtype) else weight.copy()
     else:
-        copied = found.copy()
+        copied = master.copy()
         sync_master(copied, weight)  # as the next step does after a write to the weight
     classic = copied.as_nd_ndarray()
     return classic.as_np_ndarray() if isinstance(weight, mx.np.ndarray) else classic
@@ -77,18 +86,18 @@ def write(trainer: Trainer, parameter: Parameter, value: Any) -> None:
         narrow(master, weight)
 
 
-def trainers_of(given: Union[Trainer, Sequence[Trainer], None],
+def trainers_of(masters: Union[Trainer, Sequence[Trainer], None],
                 net: mx.gluon.Block) -> Dict[Any, Trainer]:
     """Returns the Trainer of each parameter, of one or several Trainers in `masters=`."""
-    if given is None:
+    if masters is None:
         return {}
-    trainers = list(given) if isinstance(given, (list, tuple)) else [given]
-    wrong = [type(one).__name__ for one in trainers if not hasattr(one, "master")]
+    trainers = list(masters) if isinstance(masters, (list, tuple)) else [masters]
+    wrong = [type(trainer).__name__ for trainer in trainers if not hasattr(trainer, "master")]
     if wrong:
         raise TypeError("masters takes a gluon_amp.Trainer, or a list of these. Received: "
                         f"{', '.join(wrong)}")
-    found = {parameter: trainer for trainer in trainers for parameter in trainer._params}
-    if found and not found.keys() & set(net.collect_params().values()):
+    by_parameter = {parameter: trainer for trainer in trainers for parameter in trainer._params}
+    if by_parameter and not by_parameter.keys() & set(net.collect_params().values()):
         raise ValueError("masters takes the Trainer of this network. Received: one that trains "
                          "none of its parameters")
-    return found
+    return by_parameter

@@ -470,3 +470,129 @@ def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weight
     net.save_parameters(str(tmp_path / "net.params"), masters=trainer)
     with averaged:
         assert net[0](nd.ones((1, 4))).shape == (1, 4)
+
+
+@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(policy, devices,
+                                                                              tmp_path):
+    files = [str(tmp_path / name) for name in ("net.params", "net.states", "masters.params", "net")]
+
+    def start():
+        net = network(policy, devices)
+        trainer = trainer_of(net, "adam")
+        return net, trainer, amp.AveragedWeights(trainer, 0.5)
+
+    net, trainer, averaged = start()
+    train(net, trainer, 3)
+    amp.freeze(net[0])
+    train(net, trainer, 2)
+    net.save_parameters(files[0])
+    trainer.save_states(files[1])
+    other, resumed, loaded = start()
+    amp.freeze(other[0])
+    other.load_parameters(files[0], ctx=devices)
+    resumed.load_states(files[1])
+    expected = trainer.master(net[0].weight).asnumpy()
+    assert np.array_equal(resumed.master(other[0].weight).asnumpy(), expected)
+    other.hybridize()
+    other(array(np.ones((1, 4), "float32")).as_in_context(devices[0]))
+    other.save_parameters(files[2], masters=resumed)
+    assert np.array_equal(nd.load(files[2])["0.weight"].asnumpy(), expected)
+    other.export(files[3], masters=resumed)
+    assert np.array_equal(nd.load(f"{files[3]}-0000.params")[f"arg:{other[0].weight.name}"]
+                          .asnumpy(), expected)
+    for one, its_trainer in ((net, trainer), (other, resumed)):
+        train(one, its_trainer, 2, begin=5)
+    for p, q in zip(net.collect_params().values(), other.collect_params().values()):
+        if p._differentiable:
+            assert np.array_equal(averaged.value(p).asnumpy(), loaded.value(q).asnumpy())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("write", ["set_data", "load_parameters"])
+def test_averages_of_a_frozen_layer_follow_writes(write, policy, tmp_path):
+    net = network(policy)
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 2)
+    amp.freeze(net[0])
+    value = net[0].weight.data() * 0 + 0.25
+    if write == "set_data":
+        net[0].weight.set_data(value)
+    else:
+        other = network(policy)
+        other[0].weight.set_data(value)
+        other.save_parameters(str(tmp_path / "net.params"))
+        net.load_parameters(str(tmp_path / "net.params"))
+    train(net, trainer, 30)
+    np.testing.assert_allclose(averaged.value(net[0].weight).asnumpy(), 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:])
+def test_averages_of_a_weight_that_steps_do_not_reach_follow_writes(policy):
+    net = network(policy)
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 2)
+    for step in range(30):
+        if step == 1:
+            net[2].weight.set_data(net[2].weight.data() * 0 + 0.25)
+        with autograd.record():
+            loss = net[0](array(np.ones((4, 4), "float32"))).mean()
+        trainer.backward(loss)
+        trainer.step(1, ignore_stale_grad=True)
+    np.testing.assert_allclose(averaged.value(net[2].weight).asnumpy(), 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_error_at_the_beginning_of_a_with_block_restores_the_training(policy, error, monkeypatch):
+    net = network(policy)
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, 3)
+    before, calls = (weights(net), masters(net, trainer)), []
+    write = amp.training.masters.write
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise error
+        write(*args)
+
+    monkeypatch.setattr(amp.training.masters, "write", interrupted)
+    with pytest.raises(error), averaged:
+        pass
+    monkeypatch.undo()
+    after = weights(net), masters(net, trainer)
+    for name, arrays in before[0].items():
+        assert all(np.array_equal(a, b) for a, b in zip(arrays, after[0][name]))
+        assert np.array_equal(before[1][name], after[1][name])
+    train(net, trainer, 1)
+    with averaged:
+        assert np.array_equal(masters(net, trainer)["0.weight"],
+                              averaged.value(net[0].weight).asnumpy())
+
+
+class OwnMasters(mx.optimizer.SGD):
+    """With master weights that nobody else reads."""
+
+    def update_multi_precision(self, *args):
+        super().update_multi_precision(*args)
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_averages_without_master_weights_are_refused_at_their_creation(policy):
+    net = network(policy)
+    for optimizer, why in ((amp.optimizer("sgd", multi_precision=False), "multi_precision=False"),
+                           (OwnMasters(multi_precision=True), "OwnMasters manages them itself")):
+        trainer = amp.Trainer(net.collect_params(), optimizer)
+        with pytest.raises(ValueError, match=f"no master weights here, because .*{why}"):
+            amp.AveragedWeights(trainer)
+        assert not trainer._averaged
+    wide = network("mixed_float16")
+    trainer = amp.Trainer(wide.collect_params(), amp.optimizer("sgd", multi_precision=False))
+    averaged = amp.AveragedWeights(trainer)
+    train(wide, trainer, 1)
+    assert averaged.count == 1
