@@ -132,7 +132,8 @@ def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
                              f"Received: {_layout(state)}. Is it a file of a network of other "
                              "types or sizes? Its parameters may load without its states")
         fitting[i] = state
-    maker.weight_types = getattr(made, "weight_types", {})
+    if hasattr(made, "weight_types"):
+        maker.weight_types = made.weight_types
     return fitting
 
 

@@ -417,7 +417,7 @@ class Launches:
         """Synchronizes master weights, and widens gradients."""
         if self._with_masters[0]:
             self._optimizer._master_sync.sync(*self._with_masters)
-            self._optimizer._master_sync.record(*self._with_masters)  # if the step is skipped
+            self.record()  # if the step is skipped
         if self._widened:
             wide = widen_all([grad for grad, *_ in self._widened])
             self._calls_of_widened = library.Calls([
@@ -443,8 +443,12 @@ class Launches:
             self._calls_of_widened.run(attributes[at:])
             self._narrow()
             self._calls_of_widened = library.Calls([])  # frees the widened gradients
+        self.record()
+
+    def record(self) -> None:
+        """Records that master weights and weights agree."""
         if self._with_masters[0]:
-            optimizer._master_sync.record(*self._with_masters)
+            self._optimizer._master_sync.record(*self._with_masters)
 
     def _attributes_of(self, operator: str, indices: Sequence[Index], settings: Dict[str, Any],
                        before: Dict[Any, library.Attributes]) -> library.Attributes:
@@ -479,13 +483,14 @@ def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
     optimizer, states = updater.optimizer, updater.states
     if isinstance(optimizer, _WithMasters) and optimizer._row.rules \
             and weights[0].ctx.device_type == "gpu":
-        for index, weight in zip(indices, weights):
-            if index not in states:
-                states[index] = optimizer.create_state_multi_precision(index,
-                                                                       weight.as_nd_ndarray())
-                updater.states_synced[index] = True
+        new = [pair for pair in zip(indices, weights) if pair[0] not in states]
+        for index, weight in new:
+            states[index] = optimizer.create_state_multi_precision(index, weight.as_nd_ndarray())
+            updater.states_synced[index] = True
         launches = optimizer._launches_of(indices, grads, weights, [states[i] for i in indices])
         if launches is not None and all(updater.states_synced[index] for index in indices):
+            if len(new) == len(indices):
+                launches.record()
             launches.begin()
             return launches.run
     return functools.partial(updater, indices, grads, weights)
