@@ -10,6 +10,7 @@ import gluon_amp as amp
 import image_classification as recipe
 import images
 import recipes
+from matplotlib.figure import Figure
 
 
 def main(arguments=None):
@@ -40,16 +41,29 @@ def main(arguments=None):
     batches = Batches(args, ranks, loader, device)
     if args.xray and ranks.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
-    found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps,
-                        None if ranks.rank else args.plot)
+    found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps)
     if ranks.rank:
         return
     if not found.rates:
         print("no rate has a finite loss")
         return
+    draw(found, args.plot)
     print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {args.plot}")
     print("proposed: " + ("none, the loss did not fall" if found.suggestion is None
                           else f"{found.suggestion:.2g}"))
+
+
+def draw(found, path):
+    figure = Figure(layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(found.rates, found.losses)
+    if found.suggestion is not None:
+        axes.axvline(found.suggestion, linestyle="--", label=f"{found.suggestion:.2g}")
+        axes.legend()
+    first, highest = found.losses[0], max(found.losses)
+    axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss",
+             ylim=(None, min(highest, first + abs(first))))
+    figure.savefig(path)
 
 
 class Batches:

@@ -218,7 +218,6 @@ def demo():
 
 open("log.csv", "w").write("epoch,fp16_top1_err\\n0,0.5\\n")
 refused(lambda: amp.report(["log.csv"], "report"))
-refused(lambda: amp.lr_find(net, trainer, None, [], plot="rates.png"))
 refused(lambda: amp.Monitor(net, trainer, "monitor.jsonl", tensorboard="events"))
 refused(lambda: amp.export_onnx(amp.restore(net), "net.onnx", (1, 3)))
 refused(demo)

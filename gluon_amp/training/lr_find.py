@@ -13,26 +13,19 @@ Afterwards the network, the Trainer and the loss scale are restored. Accumulated
 from __future__ import annotations
 
 import copy
-import logging
 import math
-import os
 import struct
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator, List, Optional, Union
+from typing import Any, Iterable, Iterator, List, Optional
 
 from .._mxnet import mx, np
 from ..annotations import LossFunction, Network
 from ..annotations import Trainer as GluonTrainer
-from ..checks import imports_of, iterator, positive_number, whole_number
-from ..files import check_target, replace_file
+from ..checks import iterator, positive_number, whole_number
 from .gradients import clear_added
 from .loss_scale import LossScaleError
 from .trainer import Trainer
-
-log = logging.getLogger("gluon_amp")
-
-Path = Union[str, "os.PathLike[str]"]
 
 _SMOOTHING = 0.9
 _DIVERGED = 4.0
@@ -51,46 +44,9 @@ class LearningRates:
     losses: List[float]
     suggestion: Optional[float]
 
-    def plot(self, path: Path) -> None:
-        """Draws the loss over the rate into a PNG or SVG file.
-
-        Raises:
-            ValueError: no rate has a finite loss, or the file has another suffix.
-        """
-        kind = _kind_of(path)
-        if not self.rates:
-            raise ValueError("no rate has a finite loss: there is nothing to draw")
-        figure = _figure_class()(figsize=(7, 4.2), layout="constrained")
-        axes = figure.add_subplot()
-        axes.plot(self.rates, self.losses, color="#0072b2", linewidth=2)
-        if self.suggestion is not None:
-            at = self.losses[self.rates.index(self.suggestion)]
-            axes.plot([self.suggestion], [at], "o", color="#d55e00", markersize=8)
-            axes.annotate(f"{self.suggestion:.2g}", (self.suggestion, at), (8, 8),
-                          textcoords="offset points", color="#d55e00")
-        axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss",
-                 ylim=(None, min(max(self.losses), self.losses[0] + abs(self.losses[0]))))
-        axes.grid(alpha=0.3)
-        replace_file(os.fspath(path), lambda p: figure.savefig(p, format=kind, dpi=150))
-
-
-def _kind_of(path: Path) -> str:
-    """Returns the type of the file to draw: png or svg."""
-    kind = os.path.splitext(path)[1].lower()
-    if kind not in (".png", ".svg"):
-        raise ValueError(f"a plot is a file with the suffix .png or .svg. Received: {str(path)!r}")
-    return kind[1:]
-
-
-def _figure_class() -> Any:
-    with imports_of("tools", "plot"):
-        from matplotlib.figure import Figure
-    return Figure
-
 
 def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches: Iterable[Any],
-            start: float = 1e-6, end: float = 10.0, steps: int = 100,
-            plot: Optional[Path] = None) -> LearningRates:
+            start: float = 1e-6, end: float = 10.0, steps: int = 100) -> LearningRates:
     """Runs a learning rate range test and proposes a rate.
 
     It stops early if the loss diverges. Network, trainer and loss scale do not change.
@@ -104,7 +60,6 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
         start: the first learning rate.
         end: the last learning rate.
         steps: the number of rates, one step each.
-        plot: the path of a PNG or SVG file to draw, if a rate has a finite loss.
 
     Returns:
         A `LearningRates`.
@@ -112,7 +67,6 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
     Raises:
         TypeError: an argument has another type.
         ValueError: `start` is not below `end`, there are fewer than 10 steps, or no batches.
-        OSError: the folder of `plot` does not exist.
     """
     if not isinstance(net, mx.gluon.Block):
         raise TypeError(f"net must be a gluon Block. Received: {type(net).__name__}")
@@ -122,10 +76,6 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
     if positive_number(start, "start") >= positive_number(end, "end"):
         raise ValueError(f"start must be below end. Received: start={start!r}, end={end!r}")
     whole_number(steps, "steps", least=10)
-    if plot is not None:  # errors come before the sweep
-        _kind_of(plot)
-        check_target(os.fspath(plot))
-        _figure_class()
     rates: List[float] = []
     losses: List[float] = []
     average, best = 0.0, math.inf
@@ -145,12 +95,7 @@ def lr_find(net: Network, trainer: GluonTrainer, loss_fn: LossFunction, batches:
             best = min(best, smooth)
             rates.append(rate)
             losses.append(smooth)
-    found = LearningRates(rates, losses, _steepest(rates, losses))
-    if plot is not None and rates:
-        found.plot(plot)
-    elif plot is not None:
-        log.warning("lr_find: no rate has a finite loss, so %s is not drawn", plot)
-    return found
+    return LearningRates(rates, losses, _steepest(rates, losses))
 
 
 def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
