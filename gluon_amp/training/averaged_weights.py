@@ -68,7 +68,7 @@ class AveragedWeights:
         # in the `with` block, arrays of the training and their values
         self._before: Optional[List[Tuple[Any, Any]]] = None
         # parameters, their arrays, and the values of their master weights
-        self._given: List[Tuple[Parameter, List[Any], List[Any]]] = []
+        self._lists: List[Tuple[Parameter, List[Any], List[Any]]] = []
         trainer._averaged.append(self)
 
     def value(self, parameter: Parameter) -> Array:
@@ -123,7 +123,7 @@ class AveragedWeights:
         copies = {key: array.copy() for key, array in arrays.items()}
         try:
             self._before = [(array, copies[key]) for key, array in arrays.items()]
-            self._given = [(p, p.list_data(), [copies[id(a)] for a in
+            self._lists = [(p, p.list_data(), [copies[id(a)] for a in
                                                masters.live(self.trainer, p)]) for p in parameters]
             for i, average in self._averages.items():
                 masters.write(self.trainer, self.trainer._params[i], average)
@@ -135,11 +135,11 @@ class AveragedWeights:
     def __exit__(self, *error: object) -> None:
         for array, before in self._before or ():
             before.copyto(array)
-        for parameter, given, values in self._given:
-            if not same_objects(parameter.list_data(), given):  # cast or moved in the block
+        for parameter, arrays, values in self._lists:
+            if not same_objects(parameter.list_data(), arrays):  # cast or moved in the block
                 for i, array in enumerate(parameter.list_data()):
                     values[min(i, len(values) - 1)].astype(array.dtype).copyto(array)
-        self._before, self._given = None, []
+        self._before, self._lists = None, []
 
     # ---- files
 
@@ -160,10 +160,10 @@ class AveragedWeights:
             if not (isinstance(i, int) and 0 <= i < len(self.trainer._params)):
                 raise ValueError(f"it holds the average of parameter number {i!r:.20}")
             parameter = self.trainer._params[i]
-            known = tuple(n for n in parameter.shape or () if n > 0)
+            shape = tuple(n for n in parameter.shape or () if n > 0)
             if not isinstance(array, mx.nd.NDArray) or is_16bit(array.dtype) \
-                    or len(known) == len(array.shape) and known != array.shape:
-                raise ValueError(f"it holds another average than of {parameter.name}, {known}")
+                    or len(shape) == len(array.shape) and shape != array.shape:
+                raise ValueError(f"it holds another average than of {parameter.name}, {shape}")
 
     def _load(self, state: Optional[Dict[str, Any]]) -> None:
         """Loads a state that `_check` accepts; None restarts."""

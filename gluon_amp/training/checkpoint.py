@@ -17,8 +17,6 @@ from .optimizer import is_of_mxnet, master_in, with_masters
 from .settings import restored, settings_of
 from .step import Step
 
-_LONGEST_NAME = 10 ** 4  # whose numbers are compared as numbers
-
 
 def save(fname: str, updater: Updater, step: Step, saves_scheduler: bool = True,
          **others: Any) -> None:
@@ -75,17 +73,18 @@ def check_here(updater: Optional[Updater]) -> None:
                          "MXNET_UPDATE_ON_KVSTORE=0")
 
 
-def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]], maker: Optimizer) -> None:
+def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]],
+         optimizer: Optimizer) -> None:
     """Sets the states and the optimizer of updaters of MXNet, on any device. A scheduler of the
     user's class stays the script's object."""
     mine = updaters[0].optimizer.lr_scheduler
-    if type(mine) is type(maker.lr_scheduler) and not is_of_mxnet(type(mine)) \
+    if type(mine) is type(optimizer.lr_scheduler) and not is_of_mxnet(type(mine)) \
             and hasattr(mine, "__dict__"):
-        vars(mine).update(vars(maker.lr_scheduler))
-        maker.lr_scheduler = mine
-    for updater, one in zip(updaters, states):
-        updater.states, updater.states_synced = one, dict.fromkeys(one, False)
-        updater.optimizer = maker
+        vars(mine).update(vars(optimizer.lr_scheduler))
+        optimizer.lr_scheduler = mine
+    for updater, of_updater in zip(updaters, states):
+        updater.states, updater.states_synced = of_updater, dict.fromkeys(of_updater, False)
+        updater.optimizer = optimizer
 
 
 @contextmanager
@@ -99,7 +98,7 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
+def fit_states(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
                weights: Mapping[Any, Tuple[str, Any]]) -> Dict[Any, Any]:
     """Returns states for these weights. That of a float32 weight becomes one of a 16-bit weight,
     with a master weight; any other layout than that of a new state is refused.
@@ -107,11 +106,11 @@ def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
     Args:
         fname: the path of the file.
         states: its states.
-        maker: its optimizer.
+        optimizer: its optimizer, which gets the types of the weights.
         weights: for each index a parameter's name, and its array, or the Parameter if it has none
             yet.
     """
-    made = with_masters(copy.deepcopy(maker))  # it may change in `create_state`
+    copied = with_masters(copy.deepcopy(optimizer))  # it may change in `create_state`
     fitting = {}
     for i, state in states.items():
         if i not in weights:
@@ -122,9 +121,9 @@ def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
             weight = _stand_in(weight, state)
         with warnings.catch_warnings():  # MXNet warns about float16 weights without master weights
             warnings.simplefilter("ignore")
-            new = made.create_state_multi_precision(i, weight)
-        master = master_in(made, new) if is_16bit(weight.dtype) else None
-        if master is not None and _layout(state) == _layout(made.create_state(i, master)):
+            new = copied.create_state_multi_precision(i, weight)
+        master = master_in(copied, new) if is_16bit(weight.dtype) else None
+        if master is not None and _layout(state) == _layout(copied.create_state(i, master)):
             state = tuple(part if part is master else state for part in new)
         if _layout(state) != _layout(new):
             raise ValueError(f"{fname} does not fit {name}, {weight.shape}, "
@@ -132,19 +131,19 @@ def fit_states(fname: str, states: Dict[Any, Any], maker: Optimizer,
                              f"Received: {_layout(state)}. Is it a file of a network of other "
                              "types or sizes? Its parameters may load without its states")
         fitting[i] = state
-    if hasattr(made, "weight_types"):
-        maker.weight_types = made.weight_types
+    if hasattr(copied, "weight_types"):
+        optimizer.weight_types = copied.weight_types
     return fitting
 
 
 def _stand_in(parameter: "mx.gluon.Parameter", state: object) -> Array:
     """Returns an array for a parameter whose shape is not complete yet: zeros in the shape of the
     largest array of its state."""
-    known = parameter.shape
-    shapes = [array.shape for array in _arrays_in(state) if known is None or
-              len(array.shape) == len(known)
-              and all(n in (0, -1, here) for n, here in zip(known, array.shape))]
-    shape = max(shapes or [(1,) * len(known or (1,))], key=np.prod)
+    dimensions = parameter.shape
+    shapes = [array.shape for array in _arrays_in(state) if dimensions is None or
+              len(array.shape) == len(dimensions)
+              and all(n in (0, -1, here) for n, here in zip(dimensions, array.shape))]
+    shape = max(shapes or [(1,) * len(dimensions or (1,))], key=np.prod)
     return mx.nd.zeros(shape, stype=parameter._stype).astype(parameter.dtype)
 
 
@@ -170,38 +169,37 @@ def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
     """
     before = max(len(numbered) // max(len(trained), 1), 1)  # the number of devices in the file
     if set(numbered) == {name for _, name in trained}:
-        own = {i: numbered[name] for i, name in trained}
+        values = {i: numbered[name] for i, name in trained}
     elif before != devices and set(numbered) == {i * before + k for i, _ in trained
                                                  for k in range(before)}:
-        own = {i: numbered[i * before] for i, _ in trained}
+        values = {i: numbered[i * before] for i, _ in trained}
     else:
         return numbered
     if not devices:
-        return {name: own[i] for i, name in trained}
-    return {i * devices + k: copy.deepcopy(own[i]) for i, _ in trained for k in range(devices)}
+        return {name: values[i] for i, name in trained}
+    return {i * devices + k: copy.deepcopy(values[i]) for i, _ in trained for k in range(devices)}
 
 
-def carry_counts(maker: Optimizer, devices: Sequence[int],
+def carry_counts(optimizer: Optimizer, devices: Sequence[int],
                  numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
     """Copies the counts of updates to each device. MXNet counts for each device; on a device that
     the file lacks, Adam's step would restart at 0.
 
     Args:
-        maker: the file's optimizer.
+        optimizer: the file's optimizer.
         devices: the device ids.
         numbered: renumbers the counts.
     """
-    saved = maker._all_index_update_counts
+    saved = optimizer._all_index_update_counts
     together = {index: count for counts in saved.values() for index, count in counts.items()}
-    maker._all_index_update_counts = {
+    optimizer._all_index_update_counts = {
         device: numbered({**together, **saved.get(device, {})}) for device in {0, *devices}}
-    maker._index_update_count = maker._all_index_update_counts[0]
+    optimizer._index_update_count = optimizer._all_index_update_counts[0]
 
 
 def check_order(saved: Sequence[str], names: Sequence[str]) -> None:
     """Refuses a file with the same number of parameters in another order."""
-    if len(saved) == len(names) and (max(map(len, saved)) > _LONGEST_NAME
-                                     or order_of(saved) != order_of(names)):
+    if len(saved) == len(names) and order_of(saved) != order_of(names):
         raise ValueError(f"it holds the parameters in another order, {', '.join(saved[:3]):.200}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "
                          "Give the network a prefix, when saving, too")

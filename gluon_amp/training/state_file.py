@@ -163,9 +163,9 @@ def array(kind: str, raw: bytearray) -> Any:
         Exception: the bytes are not one array of this kind.
     """
     _check_array(kind, raw)
-    made: Any = KINDS[kind](None)
-    made.__setstate__({"handle": raw})
-    return made
+    empty: Any = KINDS[kind](None)
+    empty.__setstate__({"handle": raw})
+    return empty
 
 
 def _check_array(kind: str, raw: bytearray) -> None:
