@@ -273,10 +273,8 @@ def check_rescales(optimizer: Optimizer) -> None:
         return
 
     def updated(gradient: float, rescale_grad: float) -> Any:
-        probe = copy.copy(optimizer)
-        vars(probe).update(copy.deepcopy({name: value for name, value in vars(optimizer).items()
-                                          if name != "param_dict"}))
-        probe.param_dict, probe.rescale_grad = {}, rescale_grad
+        probe = copy.deepcopy(optimizer)
+        probe.rescale_grad = rescale_grad
         weight, gradients = mx.nd.array([1, -2]), mx.nd.array([gradient, gradient])
         if mx.util.is_np_array():
             weight, gradients = weight.as_np_ndarray(), gradients.as_np_ndarray()
@@ -686,7 +684,7 @@ class _WithMasters:
     def __getstate__(self) -> Any:
         state = super().__getstate__()
         for name in ("_master_sync", "_launches"):
-            state.pop(name)
+            state.pop(name, None)
         return state
 
     def __setstate__(self, state: object) -> None:

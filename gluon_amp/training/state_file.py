@@ -4,14 +4,12 @@
     JSON: optimizer, scheduler, states, loss scale and counters
     the arrays in the order of the JSON, in MXNet's binary format, each of which states its shape
 
-JSON has no tuples, no keys other than texts, and no arrays. An object with one of these keys is
-{"$tuple": [...]}, {"$dict": [[key, value], ...]}, {"$array": [kind, number of bytes]}, or, for
-numpy's numbers and arrays, {"$numpy": [type, numbers]}.
+JSON has no tuples, no keys other than texts, and no arrays: they are {"$tuple": [...]},
+{"$dict": [[key, value], ...]} and {"$array": [kind, number of bytes]}.
 """
 import hashlib
 import json
 import math
-import re
 import struct
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -21,7 +19,6 @@ from ..files import replace_file
 MAGIC = b"gluon_amp states 1 "
 _LARGEST = 1 << 60  # hashes of larger integers collide
 KINDS = {"nd": mx.nd.NDArray, "row_sparse": mx.nd.sparse.RowSparseNDArray, "np": mx.np.ndarray}
-_NUMPY_TYPES = re.compile("bool|u?int(8|16|32|64)|float(16|32|64)")
 _DIGEST = 64  # characters
 
 
@@ -87,8 +84,6 @@ def parse(data: bytes) -> Saved:
             return tuple(content)
         if tag == "$dict":
             return {check_key(key): item for key, item in content}
-        if tag == "$numpy" and _NUMPY_TYPES.fullmatch(content[0]):
-            return np.array(content[1], content[0])[()]
         if tag == "$array":
             kind, length = content
             raw = bytearray(memoryview(data)[at:at + max(exactly(length, int), 0)])
@@ -109,6 +104,8 @@ def parse(data: bytes) -> Saved:
 
 def _encoded(value: Any, what: str, arrays: List[bytes]) -> Any:
     """Returns a value for JSON, and appends the bytes of its arrays to a list."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, float, str)) \
             or isinstance(value, int) and abs(value) < _LARGEST:
         return value
@@ -119,8 +116,6 @@ def _encoded(value: Any, what: str, arrays: List[bytes]) -> Any:
         pairs = [(key, _encoded(item, f"{what}.{key}", arrays)) for key, item in value.items()]
         is_plain = all(type(key) is str and not key.startswith("$") for key in value)
         return dict(pairs) if is_plain else {"$dict": pairs}
-    if isinstance(value, (np.generic, np.ndarray)) and _NUMPY_TYPES.fullmatch(value.dtype.name):
-        return {"$numpy": [value.dtype.name, value.tolist()]}
     for kind, cls in KINDS.items():
         if type(value) is cls:
             arrays.append(value.__getstate__()["handle"])

@@ -462,7 +462,7 @@ def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weight
     train(net, trainer, 2)
     amp.convert(amp.freeze(net[0]))
     with autograd.record():
-        loss = net[1](net[0](nd.ones((2, 4)))).square()
+        loss = net[1](net[0](nd.ones((2, 4)))) ** 2
     trainer.backward(loss)
     assert trainer.step(2)
     rounded = net[0].weight.data().astype("float32").asnumpy()
@@ -472,6 +472,7 @@ def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weight
         assert net[0](nd.ones((1, 4))).shape == (1, 4)
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(policy, devices,
@@ -509,6 +510,7 @@ def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(po
             assert np.array_equal(averaged.value(p).asnumpy(), loaded.value(q).asnumpy())
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write", ["set_data", "load_parameters"])
 def test_averages_of_a_frozen_layer_follow_writes(write, policy, tmp_path):
@@ -529,6 +531,7 @@ def test_averages_of_a_frozen_layer_follow_writes(write, policy, tmp_path):
     np.testing.assert_allclose(averaged.value(net[0].weight).asnumpy(), 0.25, rtol=1e-6)
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_averages_of_a_weight_that_steps_do_not_reach_follow_writes(policy):
     net = network(policy)
@@ -545,6 +548,7 @@ def test_averages_of_a_weight_that_steps_do_not_reach_follow_writes(policy):
     np.testing.assert_allclose(averaged.value(net[2].weight).asnumpy(), 0.25, rtol=1e-6)
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_error_at_the_beginning_of_a_with_block_restores_the_training(policy, error, monkeypatch):
@@ -582,6 +586,7 @@ class OwnMasters(mx.optimizer.SGD):
         super().update_multi_precision(*args)
 
 
+@pytest.mark.numpy
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_averages_without_master_weights_are_refused_at_their_creation(policy):
     net = network(policy)
