@@ -9,8 +9,10 @@ Modules of this package import `mx` and `np` from here.
 """
 import functools
 import multiprocessing
+import numbers
 import os
 import re
+import struct
 import sys
 import threading
 from contextlib import contextmanager
@@ -25,6 +27,9 @@ from .cuda import load, wheel
 # Held while a graph is recorded, and during a backward pass: MXNet has no locks for either, and
 # graphs of different threads share the nodes of parameters.
 GRAPH_LOCK = threading.RLock()
+
+# Whether defects of MXNet are repaired, in float32 too (docs/import.md).
+REPAIRS = os.environ.get("GLUON_AMP_REPAIRS") != "off"
 
 # System libraries of MXNet's wheels, and their packages in Debian and Ubuntu.
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
@@ -90,9 +95,13 @@ def _import_mxnet() -> Any:
     load.check()
     if _numpy.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
+    if not hasattr(np.ndarray, "tostring"):
+        _pack_labels(mxnet.recordio)
     _refuse_symbols(mxnet.autograd.Function, mxnet.sym.Symbol)
-    _leave_batch_unknown(mxnet.gluon.rnn.rnn_layer._RNNLayer, mxnet)
-    mxnet.gluon.data.dataloader.multiprocessing = _ForkedWorkers()
+    if REPAIRS:
+        _leave_batch_unknown(mxnet.gluon.rnn.rnn_layer._RNNLayer, mxnet)
+    if sys.version_info >= (3, 14) or multiprocessing.get_start_method(True) == "forkserver":
+        mxnet.gluon.data.dataloader.multiprocessing = _ForkedWorkers()
     _add_advice(mxnet.base, sys.modules["mxnet._ffi._ctypes.function"])
     return mxnet
 
@@ -184,6 +193,19 @@ def _leave_batch_unknown(layer: Any, mxnet: Any) -> None:
                     **kwargs: Any) -> Any:
         unknown = batch_size == 0 and func is mxnet.sym.zeros and mxnet.util.is_np_shape()
         return original(self, -1 if unknown else batch_size, func, **kwargs)
+
+
+def _pack_labels(recordio: Any) -> None:
+    """Lets MXNet pack records with several labels: it calls arrays' `tostring`, which numpy 2.3
+    has removed."""
+    @replace(recordio, "pack")
+    def pack(header: Any, s: bytes, *, original: Any) -> bytes:
+        _, label, number, more = header
+        if isinstance(label, numbers.Number):
+            return bytes(original(header, s))
+        labels = np.asarray(label, np.float32)
+        return struct.pack(recordio._IR_FORMAT, labels.size, 0, number, more) \
+            + labels.tobytes() + s
 
 
 def _sum_in_float64(metric: Any) -> None:

@@ -140,12 +140,6 @@ def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleTy
         own["__import__"] = builtins.__import__
 
 
-def _with_tobytes(loader: SourceFileLoader, name: str) -> types.CodeType:
-    """Returns a module's code with `tobytes` for arrays' `tostring`, which numpy 2.3 removed."""
-    source = loader.get_source(name) or ""
-    return compile(source.replace(".tostring()", ".tobytes()"), loader.path, "exec")
-
-
 class _Finder:
     """Finds the modules of `PACKAGES` with the finders after it, and patches their import."""
 
@@ -159,9 +153,6 @@ class _Finder:
         if isinstance(loader, (SourceFileLoader, SourcelessFileLoader)):
             loader.exec_module = functools.partial(  # type: ignore[method-assign]
                 _execute, loader.exec_module)
-        if name == "mxnet.recordio" and isinstance(loader, SourceFileLoader):
-            loader.get_code = functools.partial(  # type: ignore[method-assign]
-                _with_tobytes, loader)
         return spec
 
 

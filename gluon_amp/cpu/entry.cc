@@ -3,8 +3,6 @@
 // Before any registration, `probe` checks that MXNet's layout is that of native.h. It only reads bytes and
 // calls no function that depends on the layout. Each check is a function of bytes, so that tests can pass
 // wrong ones.
-#include <omp.h>
-#include <pthread.h>
 
 #include <cstdio>
 #include <cstring>
@@ -12,8 +10,8 @@
 #include <set>
 
 #include "dispatch/attributes.h"
-#include "dispatch/loops.h"
 #include "dispatch/plan.h"
+#include "dispatch/repairs.h"
 #include "dispatch/user_code.h"
 #include "dispatch/watch.h"
 #include "gpu.h"
@@ -89,8 +87,8 @@ const char* probe(const void* symbol, const void* variable, int64_t operators) {
 char why[512];
 
 // Dispatches MXNet's operators and registers ours. Returns 0; or -1, with the reason in `reason` and MXNet's
-// operators as they were.
-int start(const char* isa, int count, const char** names, int constants, const char** constant_names) {
+// operators as they were. `repairs`: whether defects of MXNet are repaired.
+int start(const char* isa, int count, const char** names, int constants, const char** constant_names, int repairs) {
   try {
     const bool avx512 = !std::strcmp(isa, "avx512"), avx2 = !std::strcmp(isa, "avx2");
     kernels = avx512 ? kernels_for_avx512() : avx2 ? kernels_for_avx2() : kernels_for_portable();
@@ -101,16 +99,12 @@ int start(const char* isa, int count, const char** names, int constants, const c
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
     set_constants(constants, constant_names);
+    if (repairs) repair();
     replace_gpu_functions();
-    // A fork has one thread, and its parallel loops would wait for the others of the parent's pool. Threads that it
-    // starts have pools of their own.
-    pthread_atfork(nullptr, nullptr, [] { omp_set_num_threads(1); });
     register_training();
     register_gpu_norms();
     dispatch_operators(count, names);
     plan_by_type();
-    guard_user_code();
-    initialize_loops();
     undo.clear();
     return 0;
   } catch (const std::exception& error) {
@@ -121,6 +115,11 @@ int start(const char* isa, int count, const char** names, int constants, const c
 }
 
 const char* reason() { return why; }
+
+const char* list_repairs() {
+  static const std::string rows = repair_rows();
+  return rows.c_str();
+}
 
 const char* operators() {
   static thread_local std::string made;
@@ -419,7 +418,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
   using namespace gluon_amp;
   static const Function functions[] = {
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
-      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(operators), FUNCTION(settings),
+      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(list_repairs), FUNCTION(operators), FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
       FUNCTION(graph_operators), FUNCTION(facts_on_gradients), FUNCTION(copy_all), FUNCTION(watched),
       FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count), FUNCTION(count_updates),

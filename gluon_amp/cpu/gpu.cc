@@ -2,10 +2,10 @@
 //
 // - The state of MXNet's Dropout records that values were dropped, and its backward pass resets the record. A
 //   second backward pass through the same graph would drop nothing. Here the record stays.
-// - A channels-last convolution on a node with the setting `engine` reads a weight in MXNet's order, without a
+// - A channels-last convolution with the setting `plain_weight` reads a weight in MXNet's order, without a
 //   transpose (graph/channels_last.py), and so does its backward pass.
-// - batch_dot of float16 arrays on a node with the setting `engine` accumulates in float32, like all other float16
-//   products; MXNet's accumulates in float16.
+// - batch_dot of float16 arrays with the setting `float32_sums` accumulates in float32, like all other float16 products;
+//   MXNet's accumulates in float16.
 #include <algorithm>
 #include <limits>
 
@@ -32,19 +32,6 @@ struct DropoutState {
   mxnet::TShape axes;
   bool passes;  // nothing was dropped
 };
-
-void keep_masks(nnvm::Op& backward) {
-  const auto* found = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
-  if (!found) return;
-  set<mxnet::FStatefulCompute>(
-      backward, "FStatefulCompute<gpu>",
-      [original = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
-        bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
-        const bool passed = passes;
-        original(state, call...);
-        passes = passed;
-      });
-}
 
 // ---- batch_dot ---------------------------------------------------------------------
 
@@ -82,7 +69,7 @@ void add_in_float32(nnvm::Op& op) {
       op, "FCompute<gpu>",
       [original = mxnet::FCompute(*found)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
                                          const auto& req, const auto& out) {
-        if (!is_16bit(out[0]) || !settings_of(attrs).own_kernel || !size(in[0]) || !size(in[1]))
+        if (!is_16bit(out[0]) || !settings_of(attrs).float32_sums || !size(in[0]) || !size(in[1]))
           return original(attrs, context, in, req, out);
         if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
       });
@@ -108,7 +95,7 @@ mxnet::FInferShape& mxnets_shapes() {
 }
 
 bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
-  if (!settings_of(attrs).own_kernel) return call_original(mxnets_shapes(), attrs, in, out);
+  if (!settings_of(attrs).plain_weight) return call_original(mxnets_shapes(), attrs, in, out);
   mxnet::TShape& weight = (*in)[1];
   if (weight.ndim() == 4) weight = channels_last(weight);
   const bool done = call_original(mxnets_shapes(), attrs, in, out);
@@ -124,7 +111,7 @@ void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
                        [original = mxnet::FCompute(*found), weight, gradient](
                            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-                         if (!settings_of(attrs).own_kernel) return original(attrs, context, in, req, out);
+                         if (!settings_of(attrs).plain_weight) return original(attrs, context, in, req, out);
                          std::vector<TBlob> inputs = in, outputs = out;
                          inputs[weight] = channels_last(in[weight]);
                          if (gradient >= 0) outputs[gradient] = channels_last(out[gradient]);
@@ -147,9 +134,22 @@ int dropout_fits(const unsigned char* state) {
          state[offsetof(DropoutState, passes)] == 1;
 }
 
+void keep_masks() {
+  auto& backward = const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout"));
+  const auto* found = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
+  if (!found) return;
+  set<mxnet::FStatefulCompute>(
+      backward, "FStatefulCompute<gpu>",
+      [original = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
+        bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
+        const bool passed = passes;
+        original(state, call...);
+        passes = passed;
+      });
+}
+
 void replace_gpu_functions() {
   add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));
-  keep_masks(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout")));
   nnvm::Op& convolution = const_cast<nnvm::Op&>(*nnvm::Op::Get("Convolution"));
   mxnets_shapes() = *get<mxnet::FInferShape>(&convolution, "FInferShape");
   set<mxnet::FInferShape>(convolution, "FInferShape", by_value(&shapes_in_mxnets_order));

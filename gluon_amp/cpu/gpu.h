@@ -1,4 +1,4 @@
-// Two of MXNet's GPU functions (gpu.cc), operators for GPUs (gpu_norms.cc), and calls of operators (gpu_calls.cc).
+// Some of MXNet's GPU functions (gpu.cc), operators for GPUs (gpu_norms.cc), and calls of operators (gpu_calls.cc).
 #pragma once
 #include "engine.h"
 
@@ -11,6 +11,7 @@ struct GpuStream {
 };
 
 void replace_gpu_functions();
+void keep_masks();  // a repair: a second backward pass through Dropout drops the same values
 void register_gpu_norms();
 
 // The state of a Dropout of MXNet with p = 0.25, which always drops, along the axes 1 and 2.

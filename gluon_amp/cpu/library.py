@@ -39,7 +39,7 @@ from typing import (
 from mxnet._ctypes.ndarray import _imperative_invoke
 from mxnet.ndarray.sparse import _ndarray_cls
 
-from .._mxnet import mx, np, replace
+from .._mxnet import REPAIRS, mx, np, replace
 from .._numpy import CORE
 from ..annotations import DType
 from . import bfloat16
@@ -201,9 +201,10 @@ def _start() -> Any:
                           f"float16 cannot run on a CPU: {said.decode()}")
     constants = [*CONSTANTS, *(f"{name}.{key}" for name in RANGES for key in ("start", "stop"))]
     if engine.start(variant.encode(), len(names), _encoded(names),
-                    len(constants), _encoded(constants)) < 0:
+                    len(constants), _encoded(constants), REPAIRS) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
-    _end_after_user_code(engine)
+    if REPAIRS:
+        _end_after_user_code(engine)
     engine.variant = variant
     return engine
 
@@ -217,6 +218,13 @@ def _end_after_user_code(engine: Any) -> None:
     def end_and_notify(*, original: Any) -> Any:
         engine.end_user_code()
         return original()
+
+
+def repairs() -> List[Tuple[str, FrozenSet[str], str]]:
+    """Returns the defects of MXNet that the engine repairs (dispatch/repairs.cc): what is wrong,
+    the operators, and a test."""
+    rows = (row.split("\t") for row in table().list_repairs().decode().splitlines())
+    return [(defect, frozenset(names.split()), test) for defect, names, test in rows]
 
 
 def _encoded(names: Sequence[str]) -> Any:

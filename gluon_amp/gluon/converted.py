@@ -43,14 +43,17 @@ from mxnet.gluon.block import _BlockScope, _flatten, _regroup
 from .._mxnet import GRAPH_LOCK, mx
 from ..annotations import Array, Block, Context, Network, Parameter, Symbol
 from ..checks import listed
+from ..cpu import library
 from ..cpu.arrays import dtype_name, is_16bit
 from ..files import replace_file
 from ..graph.build import (
+    FINITE_AVERAGES,
     build,
     cached_op,
     check_device,
     check_trains_on_cpus,
     devices_that_wait,
+    keep_averages_finite,
 )
 from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.channels_last import channels_last
@@ -279,13 +282,41 @@ class PolicyHybridBlock(PolicyBlock):
         if count:
             one = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
             try:
-                return self._get_graph(*[one] * count)
+                self._get_graph(*[one] * count)
+                return self._cached_graph
             except Exception as error:  # the user's code may read shapes or values
                 log.debug("%s cannot be traced: %r", self.name, error)
             finally:
                 self._clear_cached_op()
         first = "" if self._active else f"call {self.name}.hybridize(), and "
         raise RuntimeError(f"export needs the graph: {first}run {self.name} on data once first")
+
+
+class Float32HybridBlock(PolicyHybridBlock):
+    """The base of the HybridBlocks of float32 policies. They run MXNet's code, but their moving
+    averages stay finite: a step that is skipped changes nothing for good."""
+
+    def _get_graph(self, *args: Any) -> Any:
+        """Returns MXNet's graph, for its CachedOp with settings; `export` writes it without."""
+        data, symbol = super()._get_graph(*args)
+        graph = Graph.read(symbol)
+        if self._backend or not keep_averages_finite(graph):
+            return data, symbol
+        with_settings = graph.symbol()
+        is_numpy = isinstance(symbol, mx.sym.numpy._Symbol)
+        return data, with_settings.as_np_ndarray() if is_numpy else with_settings
+
+
+class Float32Norm(Float32HybridBlock):
+    """The base of the batch norms of float32 policies."""
+
+    def hybrid_forward(self, F: Any, x: Array, *args: Any, **parameters: Any) -> Any:
+        norm = self
+        if isinstance(x, mx.nd.NDArray) and library.started():  # without a graph
+            norm = object.__new__(original_class(type(self)))
+            vars(norm).update(vars(self), _kwargs={
+                **self._kwargs, library.SETTINGS: library.settings_attribute(FINITE_AVERAGES)})
+        return original_class(type(self)).hybrid_forward(norm, F, x, *args, **parameters)
 
 
 def _fixed_inputs(block: Any) -> Optional[int]:
@@ -748,7 +779,7 @@ def _states(net: Block) -> Iterator[State]:
 def converted_class(cls: type, mixed: bool) -> type:
     """Returns the converted subclass of a block's class, for mixed precision or for float32. It has
     the same name."""
-    front = _OURS[mixed, issubclass(cls, mx.gluon.HybridBlock)]
+    front = _front(cls, mixed)
     contents: Dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
@@ -781,12 +812,20 @@ class _ConvertedTypeFirst(_ConvertedType):
     classes still precede it in the method resolution order. Attribute lookup is slower."""
 
     def mro(cls) -> List[type]:
-        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS.values()))
+        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS))
 
 
-# by whether they are of mixed precision, and whether they are hybrid
-_OURS = {(False, False): PolicyBlock, (False, True): PolicyHybridBlock,
-         (True, False): ConvertedBlock, (True, True): ConvertedHybridBlock}
+_OURS = (PolicyBlock, Float32HybridBlock, Float32Norm, ConvertedBlock, ConvertedHybridBlock)
+
+
+def _front(cls: type, mixed: bool) -> Any:
+    """Returns which of our classes precedes a block's class."""
+    if not issubclass(cls, mx.gluon.HybridBlock):
+        return ConvertedBlock if mixed else PolicyBlock
+    if mixed:
+        return ConvertedHybridBlock
+    is_norm = issubclass(cls, mx.gluon.nn.basic_layers._BatchNorm)
+    return Float32Norm if is_norm else Float32HybridBlock
 
 
 def original_class(converted: type) -> Any:

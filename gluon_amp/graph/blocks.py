@@ -34,7 +34,7 @@ def setting(node: Node, outputs: int, blocked: Set[Entry]) -> Dict[str, str]:
     """Returns the setting of a node, 1 for each blocked input and output; none where nothing is."""
     letters = ["".join(str(int(e in blocked)) for e in entries)
                for entries in (node.inputs, [Entry(node, i) for i in range(outputs)])]
-    return {"blocked": " ".join(letters)} if "1" in "".join(letters) else {}
+    return {"layouts": " ".join(letters)} if "1" in "".join(letters) else {}
 
 
 def _with_one_layout(blocked: Set[Entry], nodes: List[Node]) -> Set[Entry]:

@@ -29,6 +29,9 @@ from .operators import BATCH_NORMS
 # Operators that draw a mask or update statistics: recomputation in the backward pass
 # (__force_mirroring__) would change the result.
 _RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
+# Operators with moving averages, which the engine keeps finite.
+_AVERAGING = frozenset(["IdentityAttachKLSparseReg", *BATCH_NORMS])
+FINITE_AVERAGES = {"finite_averages": "1"}
 
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
@@ -72,6 +75,15 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
     return mx.nd.CachedOp(symbol, [*places, *flags]), inputs
 
 
+def keep_averages_finite(graph: Graph) -> bool:
+    """Gives the operators with moving averages their setting, in place; returns whether there are
+    any. Without the engine, does nothing."""
+    averaging = [node for node in graph.nodes_within() if node.op in _AVERAGING]
+    for node in averaging if library.started() else ():
+        node.settings.update(FINITE_AVERAGES)
+    return library.started() and bool(averaging)
+
+
 class _GraphBuilder:
     """The builder of one graph, or of the body of a loop."""
 
@@ -96,7 +108,7 @@ class _GraphBuilder:
             if not self._casts_parameters(node):
                 return self._rewritten(node, inputs)
             made = self._rewritten(node, [inputs[0], *(e.node.inputs[0] for e in inputs[1:])])
-            made.settings["parameters"] = "1"
+            made.settings["float32_parameters"] = "1"
             return made
         return self.graph.rewrite(make)
 
@@ -136,8 +148,12 @@ class _GraphBuilder:
         entries = [*node.inputs, *(Entry(node, i) for i in range(self.count[node]))]
         if node.op in _RUN_ONCE and any(map(self._is_16bit, entries)):
             new.attrs.pop("__force_mirroring__", None)
-        if _is_better_in_the_engine(node) or node in self.without_casts:
-            new.settings["engine"] = "1"
+        if _is_better_in_the_engine(node):
+            new.settings["in_engine"] = "1"
+        if node in self.without_casts:
+            new.settings["float32_sums"] = "1"
+        if node.op in _AVERAGING:
+            new.settings.update(FINITE_AVERAGES)
         if self.blocked:
             new.settings.update(setting(node, self.count[node], self.blocked))
         if self.counts and _runs_engine(node) and (not self.chosen or self.chosen(node.name)) \

@@ -71,7 +71,7 @@ class _ChannelsLast:
         made = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
         if node.op in ("Convolution", "Deconvolution"):
             if self._reads_mxnets_order(node):
-                made.settings["engine"] = "1"
+                made.settings["plain_weight"] = "1"
             else:
                 made.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
         if node.op in ("Convolution", "Deconvolution", "Pooling"):

@@ -72,7 +72,8 @@ def _norms_before_relus(graph: Graph, types: Mapping[Entry, Optional[str]]
 def _is_norm(entry: Entry, types: Mapping[Entry, Optional[str]]) -> bool:
     """Whether an entry is the result of a channels-last batch norm of trained statistics."""
     node = entry.node
-    return node.op == "BatchNorm" and entry.output == 0 and not node.settings \
+    return node.op == "BatchNorm" and entry.output == 0 \
+        and {*node.settings} <= {"finite_averages"} \
         and types[node.inputs[0]] == "float16" and types[node.inputs[1]] == "float32" \
         and node.attrs.get("axis", "1") in ("3", "-1") \
         and node.attrs.get("fix_gamma", "True") in ("False", "0") \

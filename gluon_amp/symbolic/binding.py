@@ -31,7 +31,13 @@ from .._mxnet import environment, keeping_graphs, mx
 from ..annotations import Context, DType, Symbol
 from ..cpu import library
 from ..cpu.arrays import TYPES_16BIT, array_type, dtype_name
-from ..graph.build import build, check_device, check_trains_on_cpus, devices_that_wait
+from ..graph.build import (
+    build,
+    check_device,
+    check_trains_on_cpus,
+    devices_that_wait,
+    keep_averages_finite,
+)
 from ..graph.channels_last import channels_last
 from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
@@ -136,7 +142,8 @@ class Bindable(mx.sym.Symbol):
         trains = any(request != "null" for request in requests.values())
         is_scaled = trains and self.decide_scale(low)
         frozen = _freeze(graph, requests)
-        if not (low or frozen or is_scaled):
+        averages = keep_averages_finite(graph)
+        if not (low or frozen or averages or is_scaled):
             return super().simple_bind(ctx, grad_req, type_dict, **kwargs)
         shapes = {name: shape for name, shape in kwargs.items() if isinstance(shape, tuple)}
         options = {name: value for name, value in kwargs.items() if name not in shapes}

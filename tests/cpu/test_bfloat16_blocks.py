@@ -145,7 +145,7 @@ def blocked(net, *shape):
     net(nd.zeros(shape))
     graph, types = net.mixed_graph(["float32"])
     return [n.op for n in build(graph, types, POLICIES["mixed_bfloat16"], blocks=True).nodes()
-            if "blocked" in n.settings]
+            if "layouts" in n.settings]
 
 
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True},
@@ -222,7 +222,7 @@ def test_outputs_have_plain_layout():
     graph, types = net.mixed_graph(["float32"])
     built: Graph = build(graph, types, POLICIES["mixed_bfloat16"], blocks=True)
     for output in built.outputs:
-        _, outputs = output.node.settings.get("blocked", "0 0").split()
+        _, outputs = output.node.settings.get("layouts", "0 0").split()
         assert outputs[output.output] == "0"
 
 

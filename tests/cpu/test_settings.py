@@ -60,7 +60,7 @@ def test_networks_share_entries():
     for _ in range(3):
         train_all()
     for number in range(10_000):
-        library.settings_attribute({"engine": "1", "watch": f"dense{number}"})
+        library.settings_attribute({"in_engine": "1", "watch": f"dense{number}"})
     assert library.table().settings_count() <= count + 1
 
 

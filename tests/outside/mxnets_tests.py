@@ -1,14 +1,15 @@
 """`make -C tests mxnet MXNET_TESTS=FOLDER`: runs MXNet 1.9.1's own tests with `amp.Trainer` and
 `amp.Module` in place of MXNet's, without a loss scale and with one.
 
-Tests that pass with MXNet's pass without a loss scale. With one, a test may fail with an error
-listed in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for example.
+Tests that pass with MXNet alone pass after the import of gluon_amp, too. Those that pass with
+MXNet's Trainer and Module pass without a loss scale. With one, a test may fail with an error listed
+in mxnets_tests.txt: MXNet's tests call `loss.backward()`, for example.
 
 `make -C tests mxnet-numpy MXNET_TESTS=FOLDER`: runs MXNet's tests that involve numpy, unmodified,
 with the installed numpy. Tests that fail with it are listed in mxnets_tests_numpy.txt.
 
-As a plugin of pytest, this file runs them as GLUON_AMP_IN_PLACE selects: "mxnet", "None" or a loss
-scale; or "numpy".
+As a plugin of pytest, this file runs them as GLUON_AMP_IN_PLACE selects: "alone" without
+gluon_amp, "mxnet" with MXNet's Trainer and Module, "None" or a loss scale; or "numpy".
 """
 import inspect
 import json
@@ -23,6 +24,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))
+from mxnet_alone import MXNET_ALONE  # noqa: E402
+
 FILES = ("test_gluon_trainer.py", "test_module.py", "test_loss.py", "test_gluon.py")
 NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/models.py",
           "train/test_bucketing.py")
@@ -43,10 +47,14 @@ NUMPY_FILES = tuple(f"test_{name}.py" for name in """
 # ---- the plugin of pytest
 
 
-def prepare(folders):
-    """Imports MXNet so that its tests in these folders can be imported."""
+def prepare(folders, alone=False):
+    """Imports MXNet so that its tests in these folders can be imported; `alone`: not gluon_amp."""
     _make_nose()
-    from gluon_amp import _numpy
+    if alone:
+        exec(MXNET_ALONE)
+        _numpy = sys.modules["_numpy"]
+    else:
+        from gluon_amp import _numpy
     _numpy.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
     _wrap_around(_numpy.AS_IT_WAS)
     import mxnet as mx
@@ -55,7 +63,10 @@ def prepare(folders):
 
 def pytest_configure(config):
     arm = os.environ["GLUON_AMP_IN_PLACE"]
-    mx = prepare(map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep)))
+    folders = map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep))
+    mx = prepare(folders, arm == "alone")
+    if arm == "alone":
+        return
     import gluon_amp as amp
     if arm in ("mxnet", "numpy"):
         return
@@ -186,10 +197,12 @@ def main(folder, what):
     folder = Path(folder).resolve()
     if what == "numpy":
         with_this_numpy(folder)
-    with_mxnet = {name for name, (outcome, _) in run(folder, "mxnet").items()
-                  if outcome == "passed"}
-    print(f"with MXNet's Trainer and Module {len(with_mxnet)} tests pass", flush=True)
-    wrong = []
+    alone, with_mxnet = (
+        {name for name, (outcome, _) in run(folder, arm).items() if outcome == "passed"}
+        for arm in ("alone", "mxnet"))
+    print(f"with MXNet alone {len(alone)} tests pass, and with its Trainer and Module after the "
+          f"import of gluon_amp {len(with_mxnet)}", flush=True)
+    wrong = [f"{name} passes with MXNet alone only" for name in sorted(alone - with_mxnet)]
     for arm in ARMS:
         outcomes = run(folder, arm)
         failed = {name: outcomes.get(name, ("", "it did not run"))[1] for name in with_mxnet

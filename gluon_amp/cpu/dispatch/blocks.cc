@@ -27,11 +27,12 @@ void put_in_blocks(const TBlob& made, const TBlob& to, Write write) {
 }  // namespace
 
 Blocked::Blocked(const Settings& settings, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs) {
-  if (settings.blocked_inputs.empty() && settings.blocked_outputs.empty()) return;
+  const Layouts& layouts = settings.layouts;
+  if (!layouts.any()) return;
   for (size_t i = 0; i < ins.size(); ++i)
-    in.push_back(letter_at(settings.blocked_inputs, i, '0') == '1' && has_blocks(ins[i]));
+    in.push_back(letter_at(layouts.inputs, i, '0') == '1' && has_blocks(ins[i]));
   for (size_t i = 0; i < outs.size(); ++i)
-    out.push_back(letter_at(settings.blocked_outputs, i, '0') == '1' && has_blocks(outs[i]));
+    out.push_back(letter_at(layouts.outputs, i, '0') == '1' && has_blocks(outs[i]));
 }
 
 bool Blocked::any() const {

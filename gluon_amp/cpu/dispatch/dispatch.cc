@@ -1,20 +1,19 @@
 // Dispatches MXNet's operators on type.
 //
 // The CPU functions of MXNet's operators are replaced. The new functions run the engine if an input or output
-// is float16 or bfloat16, or if the node has a setting, and MXNet's function otherwise. Sparse arrays always
-// go to MXNet's function. Operator attributes that CPUs and GPUs share are wrapped only if a setting or a
-// defect of MXNet requires it.
+// is float16 or bfloat16, or if the node has a setting, and MXNet's function otherwise, as if nothing were replaced
+// (but see repairs.h). Sparse arrays always go to MXNet's function.
 #include <algorithm>
-#include <cstring>
 #include <sstream>
 
+#include "dispatch/arrays.h"
 #include "dispatch/attributes.h"
-#include "dispatch/moving_averages.h"
 #include "dispatch/blocks.h"
 #include "dispatch/gradients.h"
+#include "dispatch/moving_averages.h"
 #include "dispatch/plan.h"
+#include "dispatch/repairs.h"
 #include "dispatch/watch.h"
-#include "onednn/depth.h"
 
 namespace gluon_amp {
 
@@ -26,117 +25,9 @@ std::map<const nnvm::Op*, const Operator*> dispatched;
 
 // ---- which calls the engine runs -----------------------------------------------------------
 
-int type_of(const TBlob& array) { return array.type_flag_; }
-int type_of(const NDArray& array) { return array.dtype(); }
-
-// The 16-bit type of any array, or kNoType16.
-template <class T>
-int type16_of(const std::vector<T>& in, const std::vector<T>& out) {
-  int found = kNoType16;
-  for (auto* arrays : {&in, &out})
-    for (const T& array : *arrays)
-      if (is_16bit(type_of(array))) found = std::max(found, type_of(array));
-  return found;
-}
-
 // MXNet's code copies float16 values as fast, so the engine runs such operators only with a setting.
 bool engine_runs(const Operator& op, const Settings& settings, int type16) {
-  return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !op.is(kMoves)) || has_settings(settings);
-}
-
-bool all_dense(const std::vector<TBlob>&) { return true; }
-bool all_dense(const std::vector<NDArray>& arrays) {
-  return std::all_of(arrays.begin(), arrays.end(), [](const NDArray& array) {
-    return array.storage_type() == mxnet::kDefaultStorage;
-  });
-}
-
-// Arrays in the plain layout. Inputs in oneDNN's blocked layout are copied, and so are outputs with kAddTo,
-// whose data the copy replaces.
-const std::vector<TBlob>& plain(const std::vector<TBlob>& in, std::vector<NDArray>*) { return in; }
-std::vector<TBlob> plain(const std::vector<NDArray>& in, std::vector<NDArray>* copies) {
-  std::vector<TBlob> made;
-  copies->reserve(in.size());
-  for (const NDArray& array : in) {
-    if (array.IsMKLDNNData()) copies->push_back(array.Reorder2Default());
-    made.push_back(array.IsMKLDNNData() ? copies->back().data() : array.data());
-  }
-  return made;
-}
-
-const std::vector<TBlob>& plain_outputs(const std::vector<TBlob>& out, const std::vector<OpReqType>&) { return out; }
-std::vector<TBlob> plain_outputs(const std::vector<NDArray>& out, const std::vector<OpReqType>& req) {
-  std::vector<TBlob> made;
-  for (size_t i = 0; i < out.size(); ++i) {
-    auto& array = const_cast<NDArray&>(out[i]);
-    if (array.IsMKLDNNData()) {
-      const NDArray held = array.Reorder2Default();
-      array.InvalidateMKLDNNData();
-      if (req[i] == mxnet::kAddTo)
-        kernels->copy(held.data().dptr_, array.data().dptr_, size(held.data()) * sizeof(float));
-    }
-    made.push_back(array.data());
-  }
-  return made;
-}
-
-// ---- empty arrays -----------------------------------------------------------------------
-//
-// Much of MXNet's code, in float32 too, divides by the size of an axis, or reads an array that has no elements. If that
-// size is 0, the process ends, or a result depends on other memory.
-
-const mxnet::TShape& shape_of(const TBlob& array) { return array.shape_; }
-const mxnet::TShape& shape_of(const NDArray& array) { return array.shape(); }
-
-template <class T>
-bool is_empty(const T& array) {
-  return shape_of(array).Size() == 0;
-}
-
-// Whether MXNet's code does not support empty inputs where a result is not empty. `attrs`: null for operators with state,
-// which do not depend on them.
-bool refuses_empty(const Operator& op, const NodeAttrs* attrs, int type_of_result) {
-  const std::string& name = op.name();
-  const bool is_integer = type_of_result != mshadow::kFloat32 && type_of_result != mshadow::kFloat64 &&
-                          !is_16bit(type_of_result);
-  if (name == "dot") return flag(*attrs, "transpose_a", false) || flag(*attrs, "transpose_b", false);
-  if (name == "_npi_average") return flag(*attrs, "returned", false);
-  if (name == "_npi_std" || name == "_npi_var" || name == "moments") return is_integer;
-  return op.is(kRefusesEmpty);
-}
-
-template <class T>
-[[noreturn]] void refuse_empty(const Operator& op, const std::vector<T>& in, const T& result) {
-  std::ostringstream said;
-  said << op.name() << " takes no empty arrays, unless its results are empty, too. Received: inputs of the shapes";
-  for (const T& array : in) said << " " << shape_of(array);
-  said << ", which give a result of the shape " << shape_of(result);
-  throw dmlc::Error(said.str());
-}
-
-// Whether all results of a call are empty, so that no code has to run; hidden ones are zeros. Throws if MXNet's code
-// does not support the empty inputs.
-template <class T>
-bool is_empty_call(const Operator& op, const NodeAttrs* attrs, const std::vector<T>& in,
-                   const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  const bool any_input = std::any_of(in.begin(), in.end(), is_empty<T>);
-  if (!any_input && std::none_of(out.begin(), out.end(), is_empty<T>)) return false;
-  const size_t visible = op.visible && attrs ? op.visible(*attrs) : out.size();
-  bool requested = false;
-  for (size_t i = 0; i < visible; ++i) {
-    if (req[i] == mxnet::kNullOp) continue;
-    requested = true;
-    if (is_empty(out[i])) continue;
-    if (any_input && refuses_empty(op, attrs, type_of(out[i]))) refuse_empty(op, in, out[i]);
-    return false;
-  }
-  if (!requested || !all_dense(out)) return false;
-  if (op.name() == "take" && word(*attrs, "mode", "clip") == "raise") return false;  // which checks its indices
-  const auto& arrays = plain_outputs(out, req);
-  for (size_t i = visible; i < arrays.size(); ++i)
-    if (req[i] != mxnet::kNullOp && !is_empty(arrays[i]))
-      std::memset(arrays[i].dptr_, 0, size(arrays[i]) * bytes_of(arrays[i].type_flag_));
-  return true;
+  return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !op.is(kMoves)) || settings.needs_engine();
 }
 
 // ---- one call ----------------------------------------------------------------------------
@@ -197,32 +88,18 @@ void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& s
 template <class F, class T>
 void compute(const Operator& op, const F& original, const NodeAttrs& attrs, const OpContext& context,
              const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  if (is_empty_call(op, &attrs, in, req, out)) return;
-  const FiniteAverages finite(op, in);
   const Settings& settings = settings_of(attrs);
   const int type16 = type16_of(in, out);
+  const bool acts = type16 != kNoType16 || has_settings(settings);
+  if (!acts && !repairs_empty_calls) return original(attrs, context, in, req, out);
+  if (is_empty_call(op, &attrs, in, req, out)) return;
+  if (!acts) return original(attrs, context, in, req, out);
+  const FiniteAverages finite(op, in);
   if (!engine_runs(op, settings, type16) || !all_dense(in) || !all_dense(out))
     return original(attrs, context, in, req, out);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
   run_stateless(op, attrs, settings, type16, context, inputs, req, plain_outputs(out, req));
-}
-
-// The second output of max pooling has the indices of maxima for the backward pass. MXNet's code writes them
-// in training only; a recorded prediction needs them too.
-bool is_pooling(const Operator& op) {
-  static const nnvm::Op* const pooling = nnvm::Op::Get("Pooling");
-  return op.nnvm_op == pooling;
-}
-
-void compute_ex(const Operator& op, const NodeAttrs& attrs, const OpContext& context,
-                const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
-                const std::vector<NDArray>& out) {
-  if (context.is_train || req.size() < 2 || req[1] == mxnet::kNullOp || !is_pooling(op))
-    return compute(op, op.compute_ex, attrs, context, in, req, out);
-  OpContext training = context;
-  training.is_train = true;
-  compute(op, op.compute_ex, attrs, training, in, req, out);
 }
 
 // ---- operators with state ----------------------------------------------------------------
@@ -326,9 +203,10 @@ template <class F, class T>
 void run_stateful(const Operator& op, const F& original, const OpStatePtr& state, const OpContext& context,
               const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
   OperatorState* made = state_of<OperatorState>(state);
+  if (!made && !repairs_empty_calls) return original(state, context, in, req, out);
   if (is_empty_call(op, made ? &made->attrs() : nullptr, in, req, out)) return;
-  const FiniteAverages finite(op, in);
   if (!made) return original(state, context, in, req, out);
+  const FiniteAverages finite(op, in);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
   made->run(op, bool(op.create_state), context, inputs, req, plain_outputs(out, req));
@@ -356,8 +234,6 @@ Operator read_operator(const nnvm::Op* x) {
   op.nnvm_op = x;
   op.compute = attribute<mxnet::FCompute>(x, "FCompute<cpu>");
   op.compute_ex = attribute<mxnet::FComputeEx>(x, "FComputeEx<cpu>");
-  if (op.compute_ex && (x->name == "_backward_Convolution" || x->name == "_backward_Deconvolution"))
-    op.compute_ex = with_right_depth(op.compute_ex, x->name == "_backward_Deconvolution");
   op.stateful = attribute<mxnet::FStatefulCompute>(x, "FStatefulCompute<cpu>");
   op.stateful_ex = attribute<mxnet::FStatefulComputeEx>(x, "FStatefulComputeEx<cpu>");
   op.create_state = attribute<mxnet::FCreateOpState>(x, "FCreateOpState");
@@ -377,7 +253,7 @@ void replace_functions(const Operator& op, nnvm::Op& target) {
   if (op.compute)
     set<mxnet::FCompute>(target, "FCompute<cpu>", [x](const auto&... call) { compute(*x, x->compute, call...); });
   if (op.compute_ex)
-    set<mxnet::FComputeEx>(target, "FComputeEx<cpu>", [x](const auto&... call) { compute_ex(*x, call...); });
+    set<mxnet::FComputeEx>(target, "FComputeEx<cpu>", [x](const auto&... call) { compute(*x, x->compute_ex, call...); });
   if (op.create_state) set<mxnet::FCreateOpState>(target, "FCreateOpState", by_value(&create_state));
   if (op.stateful)
     set<mxnet::FStatefulCompute>(target, "FStatefulCompute<cpu>",
@@ -406,12 +282,12 @@ std::vector<std::pair<int, int>> in_place_options(const Operator& op, const Node
   return made;
 }
 
-// hard_sigmoid's gradient is not its head gradient, as MXNet declares.
-void clear_identity(nnvm::Op& target) {
+// MXNet skips operators whose output is their input, in place.
+void wrap_identities(nnvm::Op& target) {
   set<nnvm::FInplaceIdentity>(
       target, "FInplaceIdentity",
       [original = *get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")](const NodeAttrs& attrs) {
-        return std::vector<bool>(original(attrs).size(), false);
+        return is_planned(attrs) ? std::vector<bool>(original(attrs).size(), false) : original(attrs);
       });
 }
 
@@ -484,12 +360,10 @@ void dispatch(nnvm::Op& target) {
   if (op->types) set<nnvm::FInferType>(target, "FInferType", by_value(&infer_types));
   if (target.name == "_identity_with_attr_like_rhs")
     set<mxnet::FInferShape>(target, "FInferShape", by_value(&infer_identity));
-  if (target.name == "_backward_hard_sigmoid") clear_identity(target);
+  if (target.name == "_backward_hard_sigmoid") wrap_identities(target);
   else if (!get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")) wrap_in_place_options(*op, target);
   if (const auto* g = get<nnvm::FGradient>(&target, "FGradient"))
-    set<nnvm::FGradient>(target, "FGradient", [original = target.name == "_backward_FullyConnected"
-                                               ? nnvm::FGradient(gradient_of_dense_gradient)
-                                               : nnvm::FGradient(*g)](const auto&... node) {
+    set<nnvm::FGradient>(target, "FGradient", [original = nnvm::FGradient(*g)](const auto&... node) {
       return gradient(original, node...);
     });
 }

@@ -18,41 +18,38 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
 // The settings of a gradient's node. A gradient has the layout of its tensor.
 Settings gradient_settings(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
                            const Entries& made) {
-  const Settings& from = settings_of(forward->attrs);
-  Settings to = from;
-  to.is_gradient = true;
-  to.blocked_inputs.clear();
-  to.blocked_outputs.clear();
-  to.gradients_of.clear();
+  const Settings& settings = settings_of(forward->attrs);
+  const Layouts& from = settings.layouts;
   const auto& forward_inputs = inputs_of(forward.get());
+  Layouts to;
   for (auto& entry : inputs_of(node.get())) {
-    char blocked = entry.node == forward ? letter_at(from.blocked_outputs, entry.index, '0') : '0';
+    char layout = entry.node == forward ? letter_at(from.outputs, entry.index, '0') : '0';
     for (size_t i = 0; i < above.size(); ++i)
-      if (same(entry, above[i])) blocked = letter_at(from.blocked_outputs, i, '0');
+      if (same(entry, above[i])) layout = letter_at(from.outputs, i, '0');
     for (size_t i = 0; i < forward_inputs.size(); ++i)
-      if (same(entry, forward_inputs[i])) blocked = letter_at(from.blocked_inputs, i, '0');
-    to.blocked_inputs += blocked;
+      if (same(entry, forward_inputs[i])) layout = letter_at(from.inputs, i, '0');
+    to.inputs += layout;
   }
+  std::vector<int> gradients_of;
   for (size_t i = 0; i < made.size(); ++i) {
     if (made[i].node != node) continue;
-    const size_t at = made[i].index, count = std::max(to.gradients_of.size(), at + 1);
-    to.blocked_outputs.resize(count, '0');
-    to.gradients_of.resize(count, -1);
-    to.blocked_outputs[at] = letter_at(from.blocked_inputs, i, '0');
-    to.gradients_of[at] = static_cast<int>(i);
+    const size_t at = made[i].index, count = std::max(gradients_of.size(), at + 1);
+    to.outputs.resize(count, '0');
+    gradients_of.resize(count, -1);
+    to.outputs[at] = letter_at(from.inputs, i, '0');
+    gradients_of[at] = static_cast<int>(i);
   }
-  if (from.blocked_inputs.empty()) {
-    to.blocked_inputs.clear();
-    to.blocked_outputs.clear();
-  }
-  return to;
+  Settings result = settings;
+  result.layouts = from.any() ? to : Layouts();
+  result.counts.gradients_of = gradients_of;
+  return result;
 }
 
 // All of a gradient's settings that the graph determines, besides those of the forward node.
 std::string key_of(const Settings& settings) {
   std::ostringstream key;
-  key << settings.blocked_inputs << ' ' << settings.blocked_outputs;
-  for (int i : settings.gradients_of) key << ' ' << i;
+  key << settings.layouts.inputs << ' ' << settings.layouts.outputs;
+  for (int i : *settings.counts.gradients_of) key << ' ' << i;
   return key.str();
 }
 

@@ -67,12 +67,15 @@ class Reader {
 Settings parsed(const std::string& text) {
   Reader read(text);
   Settings made;
-  made.own_kernel = read.flag("engine");
-  made.float32_parameters = read.flag("parameters");
+  made.in_engine = read.flag("in_engine");
+  made.float32_parameters = read.flag("float32_parameters");
+  made.float32_sums = read.flag("float32_sums");
+  made.plain_weight = read.flag("plain_weight");
   made.loss_scale = read.flag("loss_scale");
-  read.words("blocked") >> made.blocked_inputs >> made.blocked_outputs;
+  made.finite_averages = read.flag("finite_averages");
+  read.words("layouts") >> made.layouts.inputs >> made.layouts.outputs;
   const std::string counts = read.text("counts");
-  if (!counts.empty()) made.counts = counts == "samples" ? Settings::kSamples : Settings::kAll;
+  if (!counts.empty()) made.counts.what = counts == "samples" ? Counting::kSamples : Counting::kAll;
   read.check_all_read();
   return made;
 }

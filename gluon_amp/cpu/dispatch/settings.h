@@ -4,6 +4,8 @@
 // An entry is parsed once and never freed, so a node may run, or its gradient be built, at any time and on any
 // thread. The table has an entry for each kind of node, not for each network: names of nodes are not in entries.
 #pragma once
+#include <optional>
+
 #include "native.h"
 
 namespace gluon_amp {
@@ -14,18 +16,36 @@ using nnvm::NodeAttrs;
 // name under which watch.cc counts the node's values, if it does.
 constexpr char kSettings[] = "__gluon_amp__";
 
-struct Settings {
-  bool own_kernel = false;  // a hand-written kernel may run on float32 arrays; on a GPU see gpu.cc
+// Which arrays have their channels in blocks (blocks.h): for each 1, else 0. Missing ones have not.
+struct Layouts {
+  std::string inputs, outputs;
 
+  bool any() const { return !inputs.empty() || !outputs.empty(); }
+};
+
+// What watch.cc takes of the outputs.
+struct Counting {
+  enum { kNothing, kSamples, kAll } what = kNothing;
+  // of a gradient's node: for each output, the forward node's input of which it is the gradient, or -1
+  std::optional<std::vector<int>> gradients_of;
+};
+
+struct Settings {
+  bool in_engine = false;  // the engine runs it on float32 arrays, too
   bool float32_parameters = false;  // a convolution or a dense layer of bfloat16 data, which rounds parameters
+  bool float32_sums = false;  // batch_dot of float16 arrays accumulates in float32 on a GPU (gpu.cc)
+  bool plain_weight = false;  // a channels-last convolution on a GPU reads a weight in MXNet's order (gpu.cc)
   // _identity_with_attr_like_rhs(x, s) before a loss head returns x. Its gradient is multiplied by the loss
   // scale s, an array of one element.
   bool loss_scale = false;
-  std::string blocked_inputs, blocked_outputs;  // 1: an array with its channels in blocks (blocks.h)
+  bool finite_averages = false;  // moving averages stay finite, of float32 arrays, too (moving_averages.h)
+  Layouts layouts;
+  Counting counts;
 
-  enum { kNothing, kSamples, kAll } counts = kNothing;  // what watch.cc takes of the outputs
-  bool is_gradient = false;
-  std::vector<int> gradients_of;  // for each output, the forward node's input of which it is the gradient, or -1
+  // Whether the engine runs the node whatever the types of its arrays.
+  bool needs_engine() const {
+    return in_engine || float32_parameters || loss_scale || layouts.any() || counts.what != Counting::kNothing;
+  }
 };
 
 // A character of a selection; '1' or '0' where it is too short.

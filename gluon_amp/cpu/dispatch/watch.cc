@@ -47,13 +47,13 @@ void take_sample(const TBlob& from, WatchedRow* row) {
 
 Watch::Watch(const Call& call, const std::vector<int>* inputs)
     : call_(call), inputs_(inputs),
-      counted_(call.settings.counts == Settings::kNothing ? 0 : call.out.size()) {
+      counted_(call.settings.counts.what == Counting::kNothing ? 0 : call.out.size()) {
   if (*this) current = this;
-  floats_too = call.settings.counts == Settings::kSamples;
+  floats_too = call.settings.counts.what == Counting::kSamples;
 }
 
 Watch::~Watch() {
-  if (call_.settings.counts == Settings::kNothing) return;
+  if (call_.settings.counts.what == Counting::kNothing) return;
   current = nullptr;
   floats_too = false;
   const std::string name = watched_name(call_.attrs);

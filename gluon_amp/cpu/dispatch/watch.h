@@ -16,12 +16,12 @@ class Watch {
   // `inputs`: in a backward pass, for each output the forward node's input of which it is the gradient.
   Watch(const Call& call, const std::vector<int>* inputs);
   explicit Watch(const Call& call)
-      : Watch(call, call.settings.is_gradient ? &call.settings.gradients_of : nullptr) {}
+      : Watch(call, call.settings.counts.gradients_of ? &*call.settings.counts.gradients_of : nullptr) {}
   ~Watch();
   Watch(const Watch&) = delete;
 
   // Whether it counts.
-  explicit operator bool() const { return call_.settings.counts == Settings::kAll; }
+  explicit operator bool() const { return call_.settings.counts.what == Counting::kAll; }
 
  private:
   friend Counts* counts_of(const void*);

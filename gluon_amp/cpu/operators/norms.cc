@@ -55,7 +55,7 @@ bool batch_norm_gradient(const Call& call) {
 
 // Over the last axis, of 16-bit numbers, or of floats if the node has that setting.
 bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
-  if (!is_16bit(x) && !(is_float(x) && (kernels_take_floats() || call.settings.own_kernel))) return false;
+  if (!is_16bit(x) && !(is_float(x) && (kernels_take_floats() || call.settings.in_engine))) return false;
   if (x.ndim() == 0 || axis_of(call.attrs, "axis", -1, x.ndim()) != x.ndim() - 1) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;

@@ -67,10 +67,11 @@ bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
   return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
 }
 
-// Max pooling of 16-bit numbers in predictions; training also needs the indices of maxima.
+// Max pooling of 16-bit numbers in predictions; gradients also need the indices of maxima.
 bool predicts_maximum(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
-  return fits(x, y) && is_16bit(y) && x.ndim() == 4 && !call.context.is_train && has_channels_first(call) &&
+  const bool is_recorded = call.context.is_train || (call.req.size() > 1 && call.write(1) != kNothing);
+  return fits(x, y) && is_16bit(y) && x.ndim() == 4 && !is_recorded && has_channels_first(call) &&
          word(call.attrs, "pool_type", "max") == "max" && !flag(call.attrs, "global_pool", false) &&
          x.shape_[3] >= 8;  // vectors would be half empty
 }

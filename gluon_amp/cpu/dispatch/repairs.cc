@@ -1,0 +1,108 @@
+#include "dispatch/repairs.h"
+
+#include <omp.h>
+#include <pthread.h>
+
+#include <sstream>
+
+#include "dispatch/gradients.h"
+#include "dispatch/loops.h"
+#include "dispatch/user_code.h"
+#include "gpu.h"
+#include "onednn/depth.h"
+
+namespace gluon_amp {
+
+bool repairs_empty_calls = false;
+
+namespace {
+
+nnvm::Op& op_named(const char* name) { return const_cast<nnvm::Op&>(*nnvm::Op::Get(name)); }
+
+void repair_weight_gradients() {
+  for (const char* name : {"_backward_Convolution", "_backward_Deconvolution"}) {
+    nnvm::Op& op = op_named(name);
+    if (const auto* original = get<mxnet::FComputeEx>(&op, "FComputeEx<cpu>"))
+      set<mxnet::FComputeEx>(op, "FComputeEx<cpu>",
+                             with_right_depth(*original, op.name == "_backward_Deconvolution"));
+  }
+}
+
+void repair_dense_gradients() {
+  set<nnvm::FGradient>(op_named("_backward_FullyConnected"), "FGradient", gradient_of_dense_gradient);
+}
+
+void repair_hard_sigmoid() {
+  set<nnvm::FInplaceIdentity>(op_named("_backward_hard_sigmoid"), "FInplaceIdentity",
+                              [](const NodeAttrs&) { return std::vector<bool>{false}; });
+}
+
+void repair_pooling() {
+  nnvm::Op& op = op_named("Pooling");
+  set<mxnet::FComputeEx>(
+      op, "FComputeEx<cpu>",
+      [original = mxnet::FComputeEx(*get<mxnet::FComputeEx>(&op, "FComputeEx<cpu>"))](
+          const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
+          const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+        OpContext recorded = context;
+        recorded.is_train |= req.size() > 1 && req[1] != mxnet::kNullOp;
+        original(attrs, recorded, in, req, out);
+      });
+}
+
+void repair_empty_calls() {
+  repairs_empty_calls = true;
+  undo.push_back([] { repairs_empty_calls = false; });
+}
+
+// A fork has one thread. Threads that it starts have pools of their own.
+void repair_forks() {
+  static const int once = pthread_atfork(nullptr, nullptr, [] { omp_set_num_threads(1); });
+  static_cast<void>(once);
+}
+
+const struct {
+  const char *defect, *operators, *test;
+  void (*repair)();
+} kRepairs[] = {
+    {"A weight gradient of three axes has products of other planes, and planes that are not initialized; "
+     "a layer without a bias writes a weight gradient that was not requested",
+     "_backward_Convolution _backward_Deconvolution",
+     "tests/cpu/test_weight_gradients.py::test_gradients_of_three_axes", repair_weight_gradients},
+    {"The gradient of a dense layer's gradient lacks the part of the layer's head gradient",
+     "_backward_FullyConnected",
+     "tests/cpu/test_engine_networks.py::test_second_gradients_of_dense_layers_match_numeric_ones",
+     repair_dense_gradients},
+    {"The gradient of hard_sigmoid is the head gradient, or overwrites it where others read it",
+     "_backward_hard_sigmoid",
+     "tests/cpu/test_repairs.py::test_gradient_of_hard_sigmoid", repair_hard_sigmoid},
+    {"Max pooling that is recorded in predict mode does not write the indices that its gradient reads", "Pooling",
+     "tests/cpu/test_repairs.py::test_gradient_of_recorded_prediction_of_pooling", repair_pooling},
+    {"Operators of empty arrays divide by zero or read beyond arrays: they return empty results, or raise an error",
+     "all", "tests/cpu/test_engine_types.py::test_calls_with_empty_results_return", repair_empty_calls},
+    {"Loops and conditions leave rows and gradients uninitialized, or stop at the gradient of Embedding's indices",
+     "_while_loop _backward_while_loop _backward_cond _backward_Embedding",
+     "tests/cpu/test_loops.py::test_rows_of_rounds_that_do_not_run_are_zero", initialize_loops},
+    {"Operators of the user's Python read freed copies of oneDNN's arrays; a process that exits meanwhile waits for "
+     "ever or aborts", "Custom _backward_Custom _backward_CustomFunction",
+     "tests/cpu/test_user_code.py::test_process_exits_after_its_custom_operators", guard_user_code},
+    {"A second backward pass through Dropout on a GPU drops nothing", "_backward_Dropout",
+     "tests/software_gpu/recorded/test_gpu_networks.py::"
+     "test_dropout_costs_as_in_float32_and_supports_repeated_backward", keep_masks},
+    {"A forked process waits for ever for the threads of its parent", "all",
+     "tests/cpu/test_engine_safe.py::test_fork_of_an_engine_without_threads_computes", repair_forks},
+};
+
+}  // namespace
+
+void repair() {
+  for (const auto& row : kRepairs) row.repair();
+}
+
+std::string repair_rows() {
+  std::ostringstream rows;
+  for (const auto& row : kRepairs) rows << row.defect << '\t' << row.operators << '\t' << row.test << '\n';
+  return rows.str();
+}
+
+}  // namespace gluon_amp
