@@ -6,7 +6,10 @@
 
 #include <cstdio>
 #include <cstring>
-#include <functional>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <set>
 
 #include "dispatch/attributes.h"
@@ -224,30 +227,16 @@ mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
   return found.grad_req == mxnet::kNullOp ? nullptr : &found;
 }
 
-// The number of an operator in graph_operators: a CachedOp, and each type of the user's operators, is an operator.
-int64_t number_of(const nnvm::NodeAttrs& attrs) {
-  static const nnvm::Op *const cached = nnvm::Op::Get("_CachedOp"), *const safe = nnvm::Op::Get("_CachedOpThreadSafe"),
-                        *const custom = nnvm::Op::Get("Custom");
-  if (attrs.op == custom) return std::hash<std::string>()(custom_parameters(attrs).type);
-  return reinterpret_cast<int64_t>(attrs.op == cached || attrs.op == safe ? parameters_of(attrs) : attrs.op);
-}
-
-// Writes a number for each operator in the graphs of these losses, up to `most`, to `into`. Returns how many
-// there are.
-int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t most) {
-  std::set<int64_t> operators;
-  for (const auto& node : recorded(losses, count)) operators.insert(number_of(node->attrs));
-  int64_t written = 0;
-  for (int64_t one : operators)
-    if (written < most) into[written++] = one;
-  return operators.size();
+// Whether an operator calls the user's Python.
+bool is_user_code(const nnvm::Op* op) {
+  static const std::set<std::string> names{"Custom", "_npi_Custom", "_NDArray", "_Native"};
+  return op && names.count(op->name);
 }
 
 // Whether the gradient of an operator of the user's Python is declared to read no incoming one.
 bool ignores_incoming(const nnvm::ObjectPtr& node) {
-  static const std::set<std::string> user_code{"Custom", "_npi_Custom", "_NDArray", "_Native"};
   const nnvm::Op* const op = node->attrs.op;
-  if (!op || !user_code.count(op->name)) return false;
+  if (!is_user_code(op)) return false;
   const auto* gradient = get<nnvm::FGradient>(op, "FGradient");
   if (!gradient) return false;
   const uint32_t outputs = op->get_num_outputs ? op->get_num_outputs(node->attrs) : op->num_outputs;
@@ -255,6 +244,47 @@ bool ignores_incoming(const nnvm::ObjectPtr& node) {
   for (const auto& made : nodes_of((*gradient)(node, Outputs(outputs, nnvm::NodeEntry{incoming, 0, 0}))))
     if (made == incoming) return false;
   return true;
+}
+
+// The number of a CachedOp in this process. Its address does not identify it: a new one may be at a freed address.
+int64_t number_of(const std::shared_ptr<const void>& cached) {
+  struct Numbered {
+    std::weak_ptr<const void> op;
+    int64_t number;
+  };
+  static std::mutex mutex;
+  static std::map<const void*, Numbered> numbers;
+  static int64_t last = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = numbers.find(cached.get());
+  if (found != numbers.end() && !found->second.op.expired()) return found->second.number;
+  for (auto at = numbers.begin(); at != numbers.end();)
+    at = at->second.op.expired() ? numbers.erase(at) : std::next(at);
+  numbers[cached.get()] = {cached, --last};
+  return last;
+}
+
+// The number of an operator in graph_operators: an address for MXNet's operators, a negative number for each CachedOp,
+// 0 or 1 for an operator of the user's Python, whose gradient reads or ignores the incoming one.
+int64_t number_of(const nnvm::ObjectPtr& node) {
+  static const nnvm::Op *const cached = nnvm::Op::Get("_CachedOp"), *const safe = nnvm::Op::Get("_CachedOpThreadSafe");
+  const nnvm::Op* const op = node->attrs.op;
+  if (op == cached || op == safe) return number_of(cached_op(node->attrs));
+  return is_user_code(op) ? ignores_incoming(node) : reinterpret_cast<int64_t>(op);
+}
+
+// `op` is the handle of MXNet's C API for a CachedOp.
+int64_t cached_op_number(const std::shared_ptr<const void>* op) { return number_of(*op); }
+
+// Writes a number for each operator in the graphs of these losses, up to `most`, to `into`. Returns how many
+// there are.
+int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t most) {
+  std::set<int64_t> operators;
+  for (const auto& node : recorded(losses, count)) operators.insert(number_of(node));
+  int64_t written = 0;
+  for (int64_t one : operators)
+    if (written < most) into[written++] = one;
+  return operators.size();
 }
 
 // What training/backward.py reads of nodes, those of loops' bodies included, in lines of a word and the node's name:
@@ -267,7 +297,7 @@ void add_facts(const Outputs& outputs, const std::set<mxnet::Engine::VarHandle>&
     const auto* its = trained(node);
     if (its && gradients.count(its->out_grads.at(0).var())) add("trained");
     if (ignores_incoming(node)) add("ignores");
-    if (node->attrs.op && node->attrs.op->name == "_CachedOp") add(std::to_string(number_of(node->attrs)));
+    if (node->attrs.op && node->attrs.op->name == "_CachedOp") add(std::to_string(number_of(node)));
     for (const auto& body : bodies_of(node->attrs)) add_facts(body->outputs, gradients, facts);
   }
 }
@@ -420,10 +450,10 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
       FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(list_repairs), FUNCTION(operators), FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
-      FUNCTION(graph_operators), FUNCTION(facts_on_gradients), FUNCTION(copy_all), FUNCTION(watched),
-      FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count), FUNCTION(count_updates),
-      FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks), FUNCTION(new_calls),
-      FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
+      FUNCTION(graph_operators), FUNCTION(cached_op_number), FUNCTION(facts_on_gradients), FUNCTION(copy_all),
+      FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
+      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks),
+      FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
       FUNCTION(free_attributes), {}};
   return functions;
 }

@@ -309,7 +309,9 @@ def marks(weights: Sequence["mx.nd.NDArray"], clear: bool = False) -> Sequence[i
 
 def graph_operators(losses: Sequence["mx.nd.NDArray"]) -> FrozenSet[int]:
     """Returns numbers of the operators in the graphs that autograd has recorded for these losses.
-    Each hybridized block is an operator. Without the engine, all operators have one number."""
+    Each hybridized block is an operator; all operators of the user's Python have one of two
+    numbers, by whether their gradients read the incoming one. Without the engine, all operators
+    have one number."""
     if _table is None:
         return frozenset([0])
     most = _MOST_OPERATORS
@@ -366,7 +368,7 @@ def _keep_symbols() -> None:
         def __init__(self, symbol: "mx.sym.Symbol", *args: Any, **kwargs: Any) -> None:
             super().__init__(symbol, *args, **kwargs)
             self.symbol = symbol
-            _cached_ops[c_int64.from_address(self.handle.value).value] = self
+            _cached_ops[_table.cached_op_number(self.handle)] = self
     mx.nd.CachedOp = CachedOp
 
 

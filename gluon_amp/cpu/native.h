@@ -347,6 +347,11 @@ inline const void* parameters_of(const nnvm::NodeAttrs& attrs) {
   return *reinterpret_cast<const void* const*>(parsed + sizeof(void*));
 }
 
+inline const std::shared_ptr<const void>& cached_op(const nnvm::NodeAttrs& attrs) {
+  return *reinterpret_cast<const std::shared_ptr<const void>*>(
+      reinterpret_cast<const char*>(&attrs.parsed) - 8 + sizeof(void*));
+}
+
 inline const CustomParameters& custom_parameters(const nnvm::NodeAttrs& attrs) {
   return *static_cast<const CustomParameters*>(parameters_of(attrs));
 }

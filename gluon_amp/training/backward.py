@@ -27,7 +27,6 @@ from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import HEADS, STOPS, USER_CODE
 from .step import Stage, Step
 
-
 def run_backward(losses: List["mx.nd.NDArray"], scale: Optional[float] = None,
                  retain_graph: bool = False) -> None:
     """Runs MXNet's backward pass, in one thread at a time, with head gradients of the scale."""
@@ -90,19 +89,28 @@ def check_losses(losses: List[Any]) -> None:
 # ---- loss heads
 
 def check_loss_heads(steps: Sequence[Step], losses: List[Any]) -> None:
-    """Refuses graphs with loss heads that ignore the incoming gradient, and so the loss scale. It
-    reads graphs with new operators only."""
+    """Refuses graphs with loss heads that ignore the incoming gradient, and so the loss scale.
+
+    A graph is read if it has an operator that is in no earlier graph without any loss head.
+    """
     new = graph_operators(losses)
     if all(new <= step.checked for step in steps):
         return
     gradients = [gradient.own for step in steps for gradient in step.read()]
-    heads = set().union(*(_loss_heads(mx.autograd.get_symbol(loss.as_nd_ndarray()), gradients)
-                          for loss in losses))
+    heads: Set[str] = set()
+    has_heads = False  # also those whose gradients reach nothing that is trained
+    for loss in losses:
+        symbol = mx.autograd.get_symbol(loss.as_nd_ndarray())
+        facts, graph = facts_on_gradients(symbol, gradients), Graph.read(symbol)
+        heads |= heads_within(graph, graph.variables() if facts.trained is None else facts.trained,
+                              facts)
+        has_heads = has_heads or _has_heads(graph, facts)
     if heads:
         raise ValueError(unscaled_head_error("the network or the loss", heads,
                                              "a loss of gluon.loss, amp.Module, or "))
-    for step in steps:
-        step.checked |= new
+    if not has_heads:
+        for step in steps:
+            step.checked |= new
 
 
 def unscaled_head_error(where: str, operators: Iterable[str], remedy: str = "") -> str:
@@ -112,18 +120,11 @@ def unscaled_head_error(where: str, operators: Iterable[str], remedy: str = "") 
            f"they lack. Valid: {remedy}loss_scale=None"
 
 
-def _loss_heads(symbol: Symbol, gradients: Sequence["mx.nd.NDArray"]) -> Set[str]:
-    """Returns the operators of loss heads in a graph that autograd has recorded, and in its
-    hybridized blocks, whose gradients reach one of these arrays. Without the engine these are all
-    variables, and heads in hybridized blocks and the user's operators are trusted."""
-    facts = facts_on_gradients(symbol, gradients)
-    graph = Graph.read(symbol)
-    return heads_within(graph, graph.variables() if facts.trained is None else facts.trained, facts)
-
-
 def heads_within(graph: Graph, trained: Collection[str], facts: Facts,
                  scaled: AbstractSet[Node] = frozenset()) -> Set[str]:
-    """Returns the operators of loss heads in a graph, besides those that are `scaled`.
+    """Returns the operators of loss heads in a graph, and in its hybridized blocks, whose gradients
+    reach a trained variable, besides those that are `scaled`. Without the engine all variables
+    count as trained, and heads in hybridized blocks and the user's operators are trusted.
 
     Args:
         graph: the graph.
@@ -146,6 +147,13 @@ def heads_within(graph: Graph, trained: Collection[str], facts: Facts,
         if node not in scaled and _ignores(node, facts, passes):
             heads.add(node.op)
     return heads
+
+
+def _has_heads(graph: Graph, facts: Facts) -> bool:
+    """Whether an operator of a graph or of its hybridized blocks ignores the incoming gradient."""
+    return any(node.op in HEADS or node.op in USER_CODE and node.name in facts.ignoring
+               or any(_has_heads(inner, inner_facts) for inner, inner_facts, _ in _inner(node, facts))
+               for node in graph.nodes())
 
 
 def _reached_by_gradients(graph: Graph) -> Set[Node]:

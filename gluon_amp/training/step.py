@@ -89,7 +89,7 @@ class Step:
         skipped: the number of skipped steps.
         skipped_in_a_row: the number of those since the last update.
         updated: whether the last step updated.
-        checked: the operators of graphs without loss heads that ignore the loss scale.
+        checked: the operators of graphs without any loss head that ignores the loss scale.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         averages: the moving averages that the step keeps finite; None on a CPU.

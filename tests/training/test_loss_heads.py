@@ -272,3 +272,65 @@ def test_loss_of_gluon_is_accepted_in_every_kind_of_block():
     for kind in KINDS:
         net = network(lambda F, x, layer: layer(x), kind, dense())
         assert step(net, loss_fn=lambda out: loss_fn(out, nd.zeros(4)))
+
+
+def test_head_that_first_reached_nothing_is_refused_when_it_does():
+    """The second graph has no operators but those of the first."""
+    for kind in ("plain", "hybridized"):
+        layer, head = dense(), Calling(lambda F, x: F.SoftmaxOutput(x, F.zeros((4,))))
+        layer.initialize()
+        head(nd.ones((4, 3)))
+        if kind == "hybridized":
+            head.hybridize()
+        trainer = amp.Trainer(layer.collect_params(), "sgd", loss_scale=64)
+
+        def loss(arrange, layer=layer, head=head):
+            with autograd.record():
+                out = layer(nd.ones((4, 3)))
+                return (arrange(head(out)) * out).sum()
+
+        trainer.backward(loss(nd.BlockGrad))
+        assert trainer.step(4)
+        with pytest.raises(ValueError, match=SOFTMAX):
+            trainer.backward(loss(lambda out: out))
+
+
+@mx.operator.register("half_square_by_argument")
+class ByArgument(HalfSquareProp):
+    def __init__(self, head):
+        super().__init__()
+        self.ignores = head == "yes"
+
+    def declare_backward_dependency(self, out_grad, in_data, out_data):
+        return in_data if self.ignores else [*out_grad, *in_data]
+
+
+def test_custom_operator_is_checked_for_each_argument():
+    net = nn.Dense(3, in_units=3)
+    net.initialize()
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+
+    def loss(head):
+        with autograd.record():
+            return nd.Custom(net(nd.ones((4, 3))), op_type="half_square_by_argument", head=head)
+
+    trainer.backward(loss("no"))
+    assert trainer.step(4)
+    with pytest.raises(ValueError, match=CUSTOM):
+        trainer.backward(loss("yes"))
+
+
+def test_operators_of_a_freed_graph_have_other_numbers():
+    """MXNet's allocator may reuse the address of a freed CachedOp."""
+    x = nd.ones(3)
+    x.attach_grad()
+    numbers = set()
+    for _ in range(50):
+        op = mx.nd.CachedOp(mx.sym.exp(mx.sym.exp(mx.sym.square(mx.sym.var("x")))))
+        with autograd.record():
+            y = op(x)
+        numbers.add(library.graph_operators([y]))
+        with autograd.record():
+            assert library.graph_operators([op(x)]) in numbers
+        del op, y
+    assert len(numbers) == 50
