@@ -1,5 +1,6 @@
 """`python -m gluon_amp SCRIPT` runs a script for old versions of numpy unchanged, with
-`--dtype float16` in mixed precision (tools/switch.py); anything else is the command `gluon-amp`.
+`--dtype float16` in mixed precision (tools/switch.py), and with `--loss-scale none` without a loss
+scale; anything else is the command `gluon-amp`.
 
 The script runs like `python SCRIPT`, with gluon_amp imported first, so MXNet imports with any
 numpy. For the script, the modules in its folder and MXNet, numpy has the names that it removed.
@@ -7,7 +8,7 @@ numpy. For the script, the modules in its folder and MXNet, numpy has the names 
 import runpy
 import sys
 from pathlib import Path
-from typing import List
+from typing import Dict, List, Tuple
 
 from . import _numpy
 from .tools.cli import main
@@ -32,11 +33,11 @@ def _is_script(arguments: List[str]) -> bool:
     return bool(arguments) and (arguments[0].endswith(".py") or "/" in arguments[0])
 
 
-def _run_in(dtype: str, path: str, arguments: List[str]) -> None:
+def _run_in(dtype: str, loss_scale: str, path: str, arguments: List[str]) -> None:
     """Runs a script in a policy."""
     from .tools.switch import install
     try:
-        switch = install(dtype)
+        switch = install(dtype, loss_scale)
     except ValueError as error:
         sys.exit(f"gluon-amp: --dtype: {error}")
     try:
@@ -50,15 +51,27 @@ def _run_in(dtype: str, path: str, arguments: List[str]) -> None:
                  "amp.Trainer")
 
 
+def _options(arguments: List[str]) -> Tuple[Dict[str, str], List[str]]:
+    """Returns the values of --dtype and --loss-scale before the script, and what follows them."""
+    values: Dict[str, str] = {}
+    while arguments:
+        option, equals, value = arguments[0].partition("=")
+        if option not in ("--dtype", "--loss-scale"):
+            break
+        values[option] = value if equals else "".join(arguments[1:2])
+        arguments = arguments[1 if equals else 2:]
+    return values, arguments
+
+
 if __name__ == "__main__":
-    option, equals, value = (sys.argv[1:2] or [""])[0].partition("=")
-    if option == "--dtype":
-        given = [value, *sys.argv[2:]] if equals else sys.argv[2:]
-        if not _is_script(given[1:]):
+    options, rest = _options(sys.argv[1:])
+    if options:
+        if "--dtype" not in options or not _is_script(rest):
             sys.exit("gluon-amp: --dtype takes a policy and a script: python -m gluon_amp --dtype "
-                     f"float16 train.py. Received: {' '.join(sys.argv[1:])}")
-        _run_in(given[0], given[1], given[2:])
-    elif _is_script(sys.argv[1:]):  # no subcommand
-        _run(sys.argv[1], sys.argv[2:])
+                     "float16 [--loss-scale none] train.py. Received: "
+                     f"{' '.join(sys.argv[1:])}")
+        _run_in(options["--dtype"], options.get("--loss-scale", "auto"), rest[0], rest[1:])
+    elif _is_script(rest):  # no subcommand
+        _run(rest[0], rest[1:])
     else:
         sys.exit(main())

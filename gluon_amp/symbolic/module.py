@@ -33,7 +33,12 @@ from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import backward_pass, scale_of_pass, unscaled_head_error
+from ..training.backward import (
+    NO_LOSS_SCALE,
+    backward_pass,
+    scale_of_pass,
+    unscaled_head_error,
+)
 from ..training.gradients import Gradient
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
@@ -199,7 +204,8 @@ class _Module(Trained):
         module = self._module()
         if self._step.scaling and out_grads is None and not module._symbol.has_loss:
             raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
-                             f"backward. Valid: {', '.join(sorted(LOSSES))}. Received outputs: "
+                             f"backward. Valid: {', '.join(sorted(LOSSES))}; or, for a loss of "
+                             f"your own, {NO_LOSS_SCALE}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
         executors = module._exec_group.execs
         if self._step.scaling and scale_of_pass([self._step]) != 1:

@@ -1,23 +1,24 @@
 """`python -m gluon_amp --dtype float16 train.py`: mixed precision for a script without an edit.
 
 While the script runs, MXNet's Trainer and Module are gluon_amp's, `hybridize` converts the networks
-of the Trainer, and `backward` is the Trainer's. A script with several Trainers, or several backward
-passes for a step, is refused with what to write instead.
+of the Trainer, and `backward` is the Trainer's. A script with several Trainers, with several
+backward passes for a step, or that reads scaled gradients, is refused with what to write instead.
 """
 from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator, List, NoReturn, Optional
+from typing import Any, Iterator, List, NoReturn
 from weakref import ref
 
 from .._mxnet import mx
-from ..checks import listed
+from ..checks import listed, positive_number
 from ..gluon.convert import convert
 from ..gluon.converted import ConvertedBlock, blocks_in
 from ..policy import Policy, get_policy
 from ..symbolic.convert import convert_symbol
 from ..symbolic.module import BucketingModule, Module
+from ..training.loss_scale import GivenLossScale
 from ..training.trainer import Trainer
 
 
@@ -28,13 +29,13 @@ class Switch:
         trains: the script's one Trainer or Module; None before the script creates it.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, loss_scale: GivenLossScale) -> None:
+        self.policy, self.loss_scale = policy, loss_scale
         self.trains: Any = None
         self._hybridized: List[ref[Any]] = []
         self._passes = 0  # backward passes since the last step
         self._nested = False  # within a call that the switch has replaced
-        self.loss_scale: Optional[str] = "auto"
+        self._gradients_scale = 1.0  # of the last backward pass
 
     def begin(self, one: Any) -> None:
         """Notes the script's Trainer or Module when it begins to train."""
@@ -95,6 +96,19 @@ class Switch:
                         "graph")
         with self.own_calls():
             self.trains.backward(losses, retain_graph)
+        self._gradients_scale = self.trains.loss_scale
+
+    def check_reads_gradients(self) -> None:
+        """Refuses a read of gradients that are multiplied by a loss scale."""
+        if self._gradients_scale != 1 and not self._nested:
+            self.refuse(
+                "the script reads gradients, which are multiplied by the loss scale, "
+                f"{self._gradients_scale:g}. Valid: --loss-scale none after --dtype "
+                f"{self.policy.name}, which scales nothing",
+                "amp.convert(net), and amp.Trainer for gluon.Trainer, with clip_norm= to clip "
+                "gradients; trainer.gradient_norm after trainer.step is their norm, and trainer."
+                "unscale() between trainer.allreduce_grads() and trainer.update(batch_size) "
+                "returns them unscaled")
 
     def stepped(self) -> None:
         self._passes = 0
@@ -114,17 +128,32 @@ class Switch:
             self._nested = before
 
 
-def install(name: str) -> Switch:
+def install(name: str, loss_scale: str = "auto") -> Switch:
     """Replaces MXNet's classes and functions for the rest of the process.
 
+    Args:
+        name: a policy.
+        loss_scale: "auto", "none", "dynamic" or a number, as for `Trainer`.
+
     Raises:
-        ValueError: the policy is unknown.
+        ValueError: the policy or the loss scale is not valid.
     """
-    switch = Switch(get_policy(name))
+    switch = Switch(get_policy(name), _loss_scale(loss_scale))
     if not switch.policy.is_float32:
         _replace_functions(switch)
         _replace_classes(switch)
     return switch
+
+
+def _loss_scale(text: str) -> GivenLossScale:
+    if text in ("none", "auto", "dynamic"):
+        return None if text == "none" else text
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("--loss-scale is auto, none, dynamic or a positive number. "
+                         f"Received: {text}") from None
+    return positive_number(number, "--loss-scale")
 
 
 def _replace_functions(switch: Switch) -> None:
@@ -157,6 +186,21 @@ def _replace_functions(switch: Switch) -> None:
             one(self, out_grad, retain_graph, train_mode)
 
     mx.autograd.backward, mx.nd.NDArray.backward = backward, backward_of
+    _refuse_reads_of_gradients(switch)
+
+
+def _refuse_reads_of_gradients(switch: Switch) -> None:
+    """Checks all that returns gradients to a script."""
+    def checked(original: Any) -> Any:
+        def read(*args: Any, **kwargs: Any) -> Any:
+            switch.check_reads_gradients()
+            return original(*args, **kwargs)
+        return read
+
+    parameter = mx.gluon.Parameter
+    parameter.grad, parameter.list_grad = checked(parameter.grad), checked(parameter.list_grad)
+    for array in (mx.nd.NDArray, mx.np.ndarray):
+        array.grad = property(checked(array.grad.fget))
 
 
 def _replace_classes(switch: Switch) -> None:
@@ -177,7 +221,12 @@ def _replace_classes(switch: Switch) -> None:
 
         def update(self, *args: Any, **kwargs: Any) -> bool:
             switch.stepped()
-            return super().update(*args, **kwargs)
+            with switch.own_calls():
+                return super().update(*args, **kwargs)
+
+        def allreduce_grads(self) -> None:
+            with switch.own_calls():
+                super().allreduce_grads()
 
     class SwitchedModule(Module):
         """gluon_amp's Module of the converted symbol."""

@@ -27,6 +27,10 @@ from ..graph.graph import VARIABLE, Entry, Graph, Node
 from ..graph.operators import HEADS, STOPS, USER_CODE
 from .step import Stage, Step
 
+# how to train without a loss scale, for error messages
+NO_LOSS_SCALE = "loss_scale=None (of python -m gluon_amp --dtype: --loss-scale none)"
+
+
 def run_backward(losses: List["mx.nd.NDArray"], scale: Optional[float] = None,
                  retain_graph: bool = False) -> None:
     """Runs MXNet's backward pass, in one thread at a time, with head gradients of the scale."""
@@ -117,7 +121,7 @@ def unscaled_head_error(where: str, operators: Iterable[str], remedy: str = "") 
     """Returns the message for loss heads."""
     return f"an operator of {where} ignores the incoming gradient, and so the loss scale: " \
            f"{', '.join(sorted(operators))}. The update would divide gradients by a scale that " \
-           f"they lack. Valid: {remedy}loss_scale=None"
+           f"they lack. Valid: {remedy}{NO_LOSS_SCALE}"
 
 
 def heads_within(graph: Graph, trained: Collection[str], facts: Facts,
@@ -152,7 +156,7 @@ def heads_within(graph: Graph, trained: Collection[str], facts: Facts,
 def _has_heads(graph: Graph, facts: Facts) -> bool:
     """Whether an operator of a graph or of its hybridized blocks ignores the incoming gradient."""
     return any(node.op in HEADS or node.op in USER_CODE and node.name in facts.ignoring
-               or any(_has_heads(inner, inner_facts) for inner, inner_facts, _ in _inner(node, facts))
+               or any(_has_heads(inner[0], inner[1]) for inner in _inner(node, facts))
                for node in graph.nodes())
 
 

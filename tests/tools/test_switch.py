@@ -5,11 +5,13 @@ import numpy as np
 import processes
 import pytest
 from gluon_amp.tools.switch import install
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 PLACES = [(mx.gluon, "Trainer"), (mx.gluon.trainer, "Trainer"), (mx.mod, "Module"),
           (mx.mod, "BucketingModule"),
+          (mx.gluon.Parameter, "grad"), (mx.gluon.Parameter, "list_grad"), (mx.nd.NDArray, "grad"),
+          (mx.np.ndarray, "grad"),
           (mx.autograd, "backward"), (mx.nd.NDArray, "backward"), (mx.gluon.Block, "hybridize"),
           (mx.gluon.HybridBlock, "hybridize")]
 SCRIPT = """
@@ -224,6 +226,92 @@ def test_other_backward_passes_are_refused(kwargs, switched):
         loss_of(net).backward(**kwargs)
 
 
+READS = {
+    "norm": lambda net, x: net[0].weight.grad().asnumpy(),
+    "list": lambda net, x: net[0].weight.list_grad(),
+    "weight": lambda net, x: net[0].weight.data().grad,
+    "input": lambda net, x: x.grad,
+    "clip_global_norm": lambda net, x: gluon.utils.clip_global_norm(
+        [p.grad() for p in net.collect_params().values()], 1.0),
+}
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("read", READS)
+def test_reads_of_scaled_gradients_are_refused(read, numpy, switched):
+    with mx.util.np_shape(numpy), mx.util.np_array(numpy):
+        switched("float16")
+        net, trainer = trained()
+        x, y = data(numpy)
+        x.attach_grad()
+        READS["norm"](net, x)  # before a backward pass
+        with autograd.record():
+            loss = loss_fn()(net(x), y)
+        loss.backward()
+        refused = pytest.raises(RuntimeError, match=r"gradients.*--loss-scale none.*clip_norm=")
+        with refused:
+            READS[read](net, x)
+        trainer.step(5)
+        with refused:  # they are still scaled
+            READS[read](net, x)
+
+
+@pytest.mark.parametrize(("policy", "loss_scale"), [("float16", "none"), ("bfloat16", "auto")])
+def test_gradients_without_loss_scale_are_read(policy, loss_scale, switched):
+    expected = network()
+    mx.random.seed(3)
+    expected.initialize(mx.init.Xavier())
+    loss_of(expected).backward()
+    gradient = expected[0].weight.grad().asnumpy()
+    switched(policy, loss_scale)
+    net, trainer = trained()
+    for parameter, other in zip(net.collect_params().values(), expected.collect_params().values()):
+        parameter.set_data(other.data())
+    loss_of(net).backward()
+    found = net[0].weight.grad().astype("float32").asnumpy()
+    np.testing.assert_allclose(found, gradient, rtol=0.1, atol=0.02 * abs(gradient).max())
+    assert trainer.step(5)
+
+
+class Square(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], in_data[0] * in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], 2 * in_data[0])
+
+
+@mx.operator.register("square_loss_of_a_script")
+class SquareProp(mx.operator.CustomOpProp):
+    def __init__(self):
+        super().__init__(need_top_grad=False)
+
+    def create_operator(self, ctx, shapes, dtypes):
+        return Square()
+
+
+def test_custom_loss_of_a_module_needs_no_loss_scale(switched):
+    symbol = mx.sym.Custom(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="fc"),
+                           op_type="square_loss_of_a_script")
+
+    def module():
+        module = mx.mod.Module(symbol, label_names=None)
+        module.bind([("data", (5, 6))])
+        module.init_params(mx.init.One())
+        module.init_optimizer()
+        module.forward_backward(mx.io.DataBatch([data()[0]]))
+        return module
+
+    switch = switched("float16")
+    with pytest.raises(ValueError, match=r"loss_scale=None.*--loss-scale none"):
+        module()
+    switch.loss_scale, switch.trains = None, None
+    trained = module()
+    before = trained.get_params()[0]["fc_weight"].asnumpy()
+    trained.update()
+    assert abs(trained.get_params()[0]["fc_weight"].asnumpy() - before).max() > 0
+
+
 def test_network_that_is_not_hybridized_is_refused(switched):
     switched("float16")
     net, _ = trained(hybridized=False)
@@ -284,6 +372,14 @@ def test_command_runs_a_script_with_its_arguments(tmp_path):
     assert done.returncode == 0
 
 
+def test_command_takes_a_loss_scale(tmp_path):
+    script = SCRIPT.format(trainer=TRAINER, step="loss.backward(); print(net.weight.grad().norm())"
+                                                 "; trainer.step(1)")
+    done = run(tmp_path, script, "--dtype=float16", "--loss-scale=none", "--dtype", "mine")
+    assert done.stdout.endswith("['--dtype', 'mine'] float16 1.0\n"), done.stderr
+    assert done.returncode == 0
+
+
 @pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(0)"])
 def test_script_without_trainer_fails(end, tmp_path):
     script = SCRIPT.format(trainer="trainer = None", step="loss.backward()") + end + "\n"
@@ -302,6 +398,8 @@ def test_help_of_a_script_succeeds(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "error"), [
     (["--dtype", "float15", "x.py"], "gluon-amp: --dtype: "),
+    (["--dtype", "float16", "--loss-scale", "much", "x.py"], "--loss-scale is auto, none, dynamic or"),
+    (["--loss-scale", "none", "x.py"], "--dtype takes a policy and a script"),
     (["--dtype", "float16"], "--dtype takes a policy and a script"),
     (["--dtype=float16", "report"], "--dtype takes a policy and a script"),
     (["--dtype", "float16", "nosuch.py"], "there is no script nosuch.py"),
