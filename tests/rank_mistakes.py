@@ -3,7 +3,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.parallel import consistency
+from gluon_amp.parallel import average_statistics, consistency
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 
@@ -264,6 +264,44 @@ def has_different_settings(store, rank):
         except consistency.RanksDifferError as error:
             told.append(str(error))
     return told
+
+
+def changes_alone(store, rank, what, at_end=False):
+    """Rank 1 changes its learning rate or a weight after the first step. Returns the number of
+    steps before the error, and the error."""
+    mx.random.seed(3)
+    net = network()
+    trainer = trainer_for(net, store)
+    rng = np.random.default_rng(rank)
+    for step in range(5 if at_end else 250):
+        backward(net, trainer, rng)
+        try:
+            trainer.step(8)
+        except consistency.RanksDifferError as error:
+            return step, str(error)
+        if step == 0 and rank == 1 and what == "rate":
+            trainer.set_learning_rate(0.001)
+        if step == 0 and rank == 1 and what == "weight":
+            net[1].weight.set_data(net[1].weight.data() / 2)
+    try:
+        average_statistics(trainer)
+    except consistency.RanksDifferError as error:
+        return step, str(error)
+    return None
+
+
+def module_changes_alone(store, rank):
+    """The same for a Module's learning rate."""
+    module, batch = module_for(3, store)
+    for step in range(250):
+        module.forward_backward(batch)
+        try:
+            module.update()
+        except consistency.RanksDifferError as error:
+            return step, str(error)
+        if rank == 1:
+            module._optimizer.set_learning_rate(0.5)
+    return None
 
 
 def accumulates(store, rank, ranks, devices=1, passes=1, steps=3):

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import pickle
 import struct
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Optimizer, Trainer, Updater
@@ -20,14 +20,54 @@ from .sync import Workers
 log = logging.getLogger("gluon_amp")
 
 Named = Tuple[str, Any]  # a name and a value
+State = Callable[[], Tuple[Sequence[Named], Sequence[Named]]]
 
 
 # Settings of an optimizer that are compared separately, or do not affect weights.
 _NOT_AMONG_OTHERS = ("lr", "wd", "rescale_grad", "aggregate_num")
 
 
+_STEPS = 100  # from one comparison of ranks to the next
+_MOST_NUMBERS = 2 ** 22  # that such a comparison reads; the next one reads the others
+
+
 class RanksDifferError(RuntimeError):
     """The state of ranks differs that must be equal."""
+
+
+class Comparisons:
+    """Comparisons of ranks after steps: of all their state after the first step, and of a part of
+    it after every hundredth, so that many comparisons together compare all arrays."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Makes the next step the first one."""
+        self._steps, self._position = 0, 0
+
+    def after_step(self, workers: Workers, state: State) -> None:
+        """Compares ranks if it is time. All ranks must call it.
+
+        Args:
+            state: returns settings, and arrays in the same order on all ranks.
+        """
+        if not workers.exchange:
+            return
+        if self._steps % _STEPS == 0:
+            settings, arrays = state()
+            compare(workers, [*settings, *(self._part(arrays) if self._steps else arrays)])
+        self._steps += 1
+
+    def _part(self, arrays: Sequence[Named]) -> List[Named]:
+        """Returns the arrays after those of the last comparison, and the first ones at the end."""
+        part: List[Named] = []
+        numbers = 0
+        while numbers < _MOST_NUMBERS and len(part) < len(arrays):
+            part.append(arrays[self._position % len(arrays)])
+            numbers += _count(part[-1][1])
+            self._position += 1
+        return part
 
 
 def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
@@ -146,7 +186,8 @@ def average_statistics(trainer: Trainer) -> None:
     """Averages the moving averages of batch norms over all ranks and devices.
 
     Each rank computes moving averages from its own data, and rank 0 saves its own. All ranks must
-    call this, for example before validation and before rank 0 saves.
+    call this, for example before validation and before rank 0 saves. First it compares all other
+    state of the ranks, as `check_ranks` does.
 
     Args:
         trainer: a Trainer with the batch norms' parameters, or a Module.
@@ -154,10 +195,12 @@ def average_statistics(trainer: Trainer) -> None:
     Raises:
         TypeError: `trainer` is neither.
         RuntimeError: servers update the weights.
+        RanksDifferError: the optimizer, weights or loss scale of ranks differ.
     """
     if not hasattr(trainer, "_average_statistics"):
         raise TypeError("average_statistics takes a gluon_amp Trainer or Module. "
                         f"Received: {type(trainer).__module__}.{type(trainer).__name__}")
+    trainer.check_ranks()
     trainer._average_statistics()
 
 
@@ -185,6 +228,13 @@ def states_of(updater: Updater, names: Dict[int, str]) -> List[Named]:
     """Returns an optimizer's states of each parameter: master weights, momenta."""
     return [(f"the optimizer's state of {names.get(i, i)}", updater.states[i])
             for i in sorted(updater.states)]
+
+
+def _count(value: object) -> int:
+    """Returns the number of numbers in arrays."""
+    if isinstance(value, (list, tuple)):
+        return sum(map(_count, value))
+    return value.size if isinstance(value, mx.nd.NDArray) else 1
 
 
 def _add(state: Any, value: object) -> None:

@@ -37,13 +37,12 @@ class Workers:
         sums: whether all devices have the same gradient after `sum`.
         exchange: whether they can exchange values: there are several, and servers do not update.
         owner: the owner of the gradients, such as "Trainer 1"; the same on all ranks.
-        compared: whether they have been compared after the first step.
     """
 
     def __init__(self, kvstore: Optional[KVStoreBase] = None, names: bool = False,
                  updates: bool = False) -> None:
         self._names = names
-        self._first_key, self.owner, self.compared = 0, "", False
+        self._first_key, self.owner = 0, ""
         self.connect(kvstore, updates)
 
     def connect(self, kvstore: Optional[KVStoreBase], updates: bool = False) -> None:

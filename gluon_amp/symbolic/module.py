@@ -84,6 +84,7 @@ class _Module(Trained):
         self._workers = Workers(names=True)
         self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm, False,
                           self._adding)
+        self._comparisons = consistency.Comparisons()
 
     @property
     def gradient_norm(self) -> Optional[float]:
@@ -274,9 +275,7 @@ class _Module(Trained):
             self._step.apply(gradients, rescale_grad, lambda: apply)
         finally:
             optimizer.rescale_grad = rescale_grad
-        if self._workers.exchange and not self._workers.compared:
-            self._workers.compared = True
-            self.check_ranks()
+        self._comparisons.after_step(self._workers, self._compared_state)
         return self._step.updated
 
     def _read_gradients(self) -> Sequence[Gradient]:
@@ -363,18 +362,24 @@ class _Module(Trained):
     def check_ranks(self) -> None:
         """Checks that all ranks have the same optimizer, weights, master weights and loss scale.
 
-        The error names the first difference. All ranks must call it; the first update does. Moving
-        averages are not compared, because each rank computes them from its own data.
+        The error names the first difference. All ranks must call it; the first update and
+        `average_statistics` do. Every hundredth update compares a part of the weights, and the next
+        ones the others. Moving averages are not compared, because each rank computes them from its
+        own data.
         """
         self._check_can_exchange("check_ranks()")
+        settings, arrays = self._compared_state()
+        consistency.compare(self._workers, [*settings, *arrays])
+
+    def _compared_state(self) -> Tuple[List[Any], List[Any]]:
+        """Returns the settings and arrays that are the same on all ranks."""
         module = self._module()
         group = module._exec_group
         names = {i: name for i, (name, _) in self._weights().items()}
-        consistency.compare(self._workers, [
-            *consistency.settings_of(module._optimizer),
-            *((name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)),
-            *consistency.states_of(module._updater, names),
-            ("the loss scale", self._step.state())])
+        return [*consistency.settings_of(module._optimizer),
+                ("the loss scale", self._step.state())], \
+            [*((name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)),
+             *consistency.states_of(module._updater, names)]
 
     def _average_statistics(self) -> None:
         self._check_can_exchange("average_statistics()")

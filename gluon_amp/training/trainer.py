@@ -102,6 +102,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         # what `_averages` has found
         self._found_for_averages: List[Any] = []
         self._found_averages: Named = []
+        self._comparisons = consistency.Comparisons()
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         counts = Counter(one for one in parameters if isinstance(one, Parameter))
@@ -362,10 +363,8 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        """Compares ranks after the first step. Returns whether the step updated."""
-        if self._workers.exchange and not self._workers.compared:
-            self._workers.compared = True
-            self.check_ranks()
+        """Compares ranks from time to time. Returns whether the step updated."""
+        self._comparisons.after_step(self._workers, self._compared_state)
         if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
@@ -423,18 +422,24 @@ class Trainer(Trained, mx.gluon.Trainer):
     def check_ranks(self) -> None:
         """Compares optimizer, weights, master weights and loss scale over all workers.
 
-        All workers must call it; the first step does. Moving averages are not compared.
+        All workers must call it; the first step and `average_statistics` do. Every hundredth step
+        compares a part of the weights, and the next ones the others. Moving averages are not
+        compared.
 
         Raises:
             RanksDifferError: names the first difference.
         """
         self._check_can_exchange("check_ranks()")
+        settings, arrays = self._compared_state()
+        consistency.compare(self._workers, [*settings, *arrays])
+
+    def _compared_state(self) -> Tuple[List[Any], List[Any]]:
+        """Returns the settings and arrays that are the same on all ranks."""
         names = {i: p.name for i, p in enumerate(self._params)}
-        consistency.compare(self._workers, [
-            *consistency.settings_of(self._optimizer),
-            *((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
-            *consistency.states_of(self._updaters[0], names),
-            ("the loss scale", self._step.state())])
+        return [*consistency.settings_of(self._optimizer),
+                ("the loss scale", self._step.state())], \
+            [*((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
+             *consistency.states_of(self._updaters[0], names)]
 
     def _average_statistics(self) -> None:
         self._check_can_exchange("average_statistics()")
@@ -631,7 +636,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         checkpoint.give(updaters, copies, maker)
         for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
             mine._load(saved)
-        self._workers.compared = False
+        self._comparisons.restart()
         self._optimizer = maker
         self._optimizer.param_dict = dict(enumerate(self._params))
 
