@@ -38,6 +38,7 @@ from ..graph.graph import CASTS, Graph
 from ..graph.keep import Operators, matches_none, matches_nothing, matching, operators_in
 from ..policy import Policy, get_policy
 from ..record import record_like
+from ..training.masters import trainers_of
 from .converted import (
     ConvertedBlock,
     PolicyBlock,
@@ -169,13 +170,21 @@ def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy, kept
         nodes | kept_nodes(around), operators | kept_operators(around)))
 
 
-def restore(net: Block) -> Block:
-    """Undoes `convert`, in place, and returns the network, with float32 parameters.
+def restore(net: Block, masters: Any = None) -> Block:
+    """Converts a network back to float32, in place, and returns it.
+
+    16-bit parameters keep their rounded values, unless `masters` has the float32 ones.
+
+    Args:
+        net: a gluon Block.
+        masters: a Trainer, or a list of Trainers: 16-bit parameters get their master weights, which
+            are not rounded.
 
     Raises:
-        TypeError: `net` is not a Block.
-        ValueError: MXNet's own Trainer has taken a step with its 16-bit parameters. A
-            gluon_amp.Trainer refuses its next step instead.
+        TypeError: `net` is not a Block, or `masters` has others than gluon_amp.Trainers.
+        ValueError: MXNet's own Trainer has taken a step with its 16-bit parameters (a
+            gluon_amp.Trainer refuses its next step instead); or `masters` has none of the
+            parameters, or no master weights. The network does not change.
     """
     if not isinstance(net, Block):
         raise TypeError(f"restore takes a gluon Block. Received: {type(net).__name__}")
@@ -183,8 +192,12 @@ def restore(net: Block) -> Block:
     types = {p: "float32" for block in converted for p in block.params.values()
              if is_16bit(p.dtype)}
     _check_trainers(types)
+    trainers = trainers_of(masters, net)
+    values = {p: trainers[p].master(p) for p in types if p in trainers}
     restore_blocks(converted)
     _cast(types)
+    for parameter, value in values.items():
+        parameter.set_data(value)
     return net
 
 

@@ -601,3 +601,48 @@ def test_averages_without_master_weights_are_refused_at_their_creation(policy):
     averaged = amp.AveragedWeights(trainer)
     train(wide, trainer, 1)
     assert averaged.count == 1
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_restore_brings_back_master_weights(policy, devices, numpy):
+    with mx.util.np_shape(numpy), mx.util.np_array(numpy):
+        net = network(policy, devices)
+        trainer = trainer_of(net)
+        train(net, trainer, 3)
+        expected, rounded = masters(net, trainer), weights(net)
+        amp.restore(net, masters=trainer)
+        for name, values in weights(net).items():
+            for value in values if not name.startswith("1.running") else ():
+                assert value.dtype == np.float32
+                np.testing.assert_array_equal(value, expected[name])
+        changes = any((values[0] != rounded[name][0]).any() for name, values in
+                      weights(net).items())
+        assert changes == (policy in ("float16", "bfloat16"))
+
+
+def test_restore_with_masters_of_a_part_and_of_averages():
+    net = network()
+    trainer = trainer_of(net[0])
+    averaged = amp.AveragedWeights(trainer, decay=0.5)
+    for _ in range(3):
+        with autograd.record():
+            loss = (net(array(np.ones((8, 4), "float32"))) ** 2).mean()
+        trainer.backward(loss)
+        trainer.step(1)
+    expected, rounded = averaged.value(net[0].weight).asnumpy(), net[2].weight.data().asnumpy()
+    with averaged:
+        amp.restore(net, masters=[trainer])
+        np.testing.assert_array_equal(net[0].weight.data().asnumpy(), expected)
+    np.testing.assert_array_equal(net[2].weight.data().asnumpy(), rounded)
+
+
+def test_restore_refuses_others_than_the_networks_trainers():
+    net, other = network(), network()
+    for given, error in ((trainer_of(other), ValueError), (net, TypeError), (
+            amp.Trainer(net.collect_params(), amp.optimizer(
+                "sgd", multi_precision=False)), ValueError)):
+        with pytest.raises(error):
+            amp.restore(net, masters=given)
+        assert net[0].weight.dtype == "float16"
