@@ -19,7 +19,7 @@ from .parallel.horovod import Horovod
 from .policy import Policy
 from .reports import read_logs, report
 from .reports.log import Log
-from .symbolic.convert import convert_model, convert_symbol
+from .symbolic.convert import convert_model, convert_symbol, refuse_in_feed_forward
 from .symbolic.module import BucketingModule, Module
 from .tools.types import types
 from .training.averaged_weights import AveragedWeights
@@ -32,6 +32,7 @@ from .version import __version__ as __version__
 library.start()
 wrap_mxnet()
 wrap_load_parameters()
+refuse_in_feed_forward()
 
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",

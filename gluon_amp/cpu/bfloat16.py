@@ -19,7 +19,8 @@ class bfloat(np.void):
     functions of `mx.np` read that name."""
 
 
-BFLOAT16 = np.dtype((bfloat, mx.nd.ndarray._DTYPE_MX_TO_NP[12]))
+_NUMBER = 12  # of bfloat16 in MXNet
+BFLOAT16 = np.dtype((bfloat, mx.nd.ndarray._DTYPE_MX_TO_NP[_NUMBER]))
 
 
 class _Dtype(metaclass=_numpy.StandsFor):
@@ -137,9 +138,9 @@ def _register_type() -> None:
     vars(_numpy.AS_IT_WAS)["dtype"] = _Dtype
     for name in ("array", "asarray", "ascontiguousarray"):
         vars(_numpy.AS_IT_WAS)[name] = _on_float32(getattr(_numpy.AS_IT_WAS, name))
-    mx.nd.ndarray._DTYPE_MX_TO_NP[12] = BFLOAT16
+    mx.nd.ndarray._DTYPE_MX_TO_NP[_NUMBER] = BFLOAT16
     for scalar in (bfloat, np.void):  # the types of BFLOAT16 and of MXNet's dtype
-        mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = 12
+        mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = _NUMBER
 
 
 def _patch_copies_to_and_from_numpy() -> None:
@@ -177,6 +178,15 @@ def _patch_gluon() -> None:
     @replace(mx.gluon.nn.basic_layers._BatchNorm, "cast")
     def cast(self: Any, dtype: Any, *, original: Any) -> None:
         original(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
+
+    @replace(mx.gluon.SymbolBlock, "__init__")
+    def create(self: Any, *args: Any, original: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        # `imports` leaves types to the file, which has float32 numbers of bfloat16 parameters
+        attributes = self._cached_graph[1].attr_dict()
+        for name, parameter in self.params.items():
+            if attributes.get(name, {}).get("__dtype__") == str(_NUMBER) and not parameter._data:
+                parameter._dtype = BFLOAT16
 
     @replace(mx.gluon.SymbolBlock, "cast")
     def cast_symbol(self: Any, dtype: Any, *, original: Any) -> None:

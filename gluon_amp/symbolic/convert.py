@@ -7,7 +7,7 @@ from typing import Any, Collection, Dict, Iterable, Set, Tuple, Union
 
 from mxnet.operator import get_operator_arguments
 
-from .._mxnet import mx
+from .._mxnet import mx, replace
 from ..annotations import Symbol
 from ..checks import listed
 from ..cpu.arrays import beyond_float16, dtype_name, small_in_float16
@@ -66,6 +66,20 @@ def convert_symbol(sym: Symbol, policy: Union[str, Policy, None] = None,
     _keep_outputs(graph, mixed)
     put_record(mixed, Record({"": policy}, nodes=tuple(sorted(kept))))
     return mixed.symbol()
+
+
+def refuse_in_feed_forward() -> None:
+    """Refuses to train converted symbols with MXNet's `FeedForward`, which has neither master
+    weights nor a loss scale."""
+    @replace(mx.model.FeedForward, "fit")
+    def fit(self: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
+        recorded = isinstance(self.symbol, mx.sym.Symbol) and record_in(self.symbol)
+        if recorded:
+            raise ValueError("FeedForward trains without master weights and without a loss scale, "
+                             "and this symbol is in mixed precision. Valid: gluon_amp.Module("
+                             "symbol).fit(data, ...), or the float32 symbol. Received: a symbol in "
+                             f"{recorded.text()}")
+        return original(self, *args, **kwargs)
 
 
 def _as_recorded(policy: Union[str, Policy, None], keep: Iterable[str], like: object

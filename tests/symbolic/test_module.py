@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from arrays import same
 from gluon_amp.cpu import library
+from gluon_amp.cpu.arrays import dtype_name
 from gluon_amp.symbolic.module import Speedometer
 from modules import (
     OPTIMIZERS,
@@ -961,3 +962,32 @@ def test_casts_are_in_the_group_of_what_they_cast(policy):
     assert [attrs["ctx_group"] for name, attrs in casts.items() if name.startswith("two")]
     assert all("ctx_group" in attrs for name, attrs in casts.items()
                if not name.startswith(("data", "head_label")))
+
+
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "mixed_bfloat16"])
+def test_checkpoint_loads_as_a_symbol_block(policy, tmp_path):
+    out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
+    module = amp.Module(amp.convert_symbol(out, policy), label_names=None)
+    module.bind([("data", (4, 5))], for_training=False)
+    module.init_params(mx.init.Xavier())
+    data = mx.nd.random.normal(shape=(4, 5))
+    module.forward(mx.io.DataBatch([data]))
+    expected = module.get_outputs()[0].asnumpy()
+    module.save_checkpoint(str(tmp_path / "net"), 1)
+    block = mx.gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
+                                         str(tmp_path / "net-0001.params"))
+    np.testing.assert_array_equal(block(data).asnumpy(), expected)
+    (weight,) = [p for name, p in block.collect_params().items() if name.endswith("weight")]
+    assert dtype_name(weight.data().dtype) == policy.replace("mixed_bfloat16", "float32")
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_feed_forward_of_a_converted_symbol_is_refused(policy):
+    out = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3),
+                               name="softmax")
+    data = mx.io.NDArrayIter(np.ones((8, 5), "float32"), np.zeros(8, "float32"), 4)
+    with pytest.raises(ValueError, match=f"gluon_amp.Module.*{policy}"):
+        mx.model.FeedForward(amp.convert_symbol(out, policy), num_epoch=1).fit(data)
+    data.reset()
+    mx.model.FeedForward(out, num_epoch=1).fit(data)
