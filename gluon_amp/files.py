@@ -9,6 +9,16 @@ import stat
 from typing import Callable, Iterator, Union
 
 
+@contextlib.contextmanager
+def errors_of_damage(path: str) -> Iterator[None]:
+    """Replaces errors of its block, which reads a file with numbers of wrong types or sizes, by a
+    ValueError that names the file."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
 def replace_file(path: str, write: Callable[[str], None]) -> None:
     """Replaces a file atomically: calls `write` with a temporary path, then renames.
 

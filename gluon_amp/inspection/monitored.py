@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
-from ..files import replace_text
+from ..files import errors_of_damage, replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from .lines import Line, lines_in
 from .render import MOST_BY_STEP, page
@@ -19,10 +19,12 @@ def draw(path: str, format_: Optional[Format] = None) -> str:
 
     Returns the page's results and its path.
     """
-    view = read(path, format_)
+    with errors_of_damage(path):
+        view = read(path, format_)
+        text = page(view)
     end = f"-{format_.name}.html" if format_ else ".html"
     to = re.sub(r"\.jsonl?$", "", path) + end
-    replace_text(to, page(view))
+    replace_text(to, text)
     return f"{view}\n{to}"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Dict, List
 
 from ..checks import counted
-from ..files import replace_text
+from ..files import errors_of_damage, replace_text
 from ..formats import FLOAT32, Format
 from .judge import Finding, said_below, window
 from .render import VERSION, page
@@ -20,16 +20,18 @@ def redraw(folder: str, format_: Format) -> str:
 
     Tensors that were float32 stay so. Returns the page's results and its path.
     """
-    view = read(folder, format_)
     path = os.path.join(folder, f"xray-{format_.name}.html")
-    replace_text(path, page(view))
+    with errors_of_damage(folder):
+        view = read(folder, format_)
+        text = page(view)
+    replace_text(path, text)
     return f"{view}\n{path}"
 
 
 def summary(folder: str) -> str:
     """Returns the printed results of an X-ray's folder."""
-    text: str = _lines(folder)[0]["text"]
-    return text
+    with errors_of_damage(folder):
+        return str(_lines(folder)[0]["text"])
 
 
 def read(folder: str, format_: Format) -> View:

@@ -131,3 +131,47 @@ def test_files_without_statistics_are_refused(tmp_path, file):
     for text in ("no\n", "[1]\n", '{"step": 1}\n'):
         assert "line 1 of" in refused(text)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.jsonl"]
+
+
+# ---- damaged files
+
+WRONG = (None, "x", -1, 10 ** 400, 1e300, [], [[1]], [[10 ** 9, 1]], {}, [[]], True)
+
+
+def damaged(line, rng):
+    """Returns a line with one field removed or replaced."""
+    line = dict(line)
+    key = sorted(line)[rng.integers(len(line))]
+    if rng.random() < 0.2:
+        del line[key]
+    else:
+        line[key] = WRONG[rng.integers(len(WRONG))]
+    return line
+
+
+@pytest.mark.parametrize("kind", ["monitor", "xray"])
+def test_damaged_files_are_errors_of_one_line(kind, file, tmp_path, capsys):
+    """Each file has one damaged line. Any other exception than those of the command fails."""
+    path = tmp_path / "statistics.jsonl"
+    given = path
+    if kind == "xray":
+        given, path = tmp_path / "run", tmp_path / "run" / "xray.jsonl"
+        net = nn.Dense(4, in_units=6)
+        net.initialize()
+        amp.xray(amp.convert(net), [(nd.ones((5, 6)), nd.zeros(5))], LOSS).save(str(given))
+    whole = path if kind == "xray" else file
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    rng = np.random.default_rng(3)
+    codes = []
+    for i in range(150):
+        at = 0 if i % 5 == 0 else rng.integers(len(lines))
+        changed = [*lines[:at], damaged(lines[at], rng), *lines[at + 1:]]
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+        for more in ([], ["--format", "bfloat16"]):
+            codes.append(main(["xray", str(given), *more]))
+            assert capsys.readouterr().err.count("\n") == codes[-1]
+    assert {0, 1} == {*codes}
+    path.write_text("[" * 10 ** 5 + "\n")
+    assert main(["xray", str(given)]) == 1
+    path.write_bytes(b"\xff\xfe\n")
+    assert main(["xray", str(given)]) == 1
