@@ -1,4 +1,4 @@
-"""Casts data to float16 before it is copied to a device, but never labels.
+"""Casts data to 16 bits before it is copied to a device, but never labels.
 
 Float16 represents integers exactly up to 2048: a label of 2049 becomes 2048.
 """
@@ -10,8 +10,10 @@ from mxnet.io import DataBatch, DataDesc, DataIter
 
 from ._mxnet import mx, np
 from .annotations import Array
-from .cpu.arrays import dtype_name, to_16bit
-from .formats import FLOAT16
+from .cpu.arrays import TYPES_16BIT, dtype_name, to_16bit
+from .cpu.bfloat16 import BFLOAT16
+from .cpu.library import load
+from .formats import FORMATS
 
 
 class Cast:
@@ -21,10 +23,11 @@ class Cast:
         dataset.transform_first(gluon_amp.data.Cast())   # of data alone
 
     Args:
-        dtype: "float16" or "float32". Integers do not change.
+        dtype: "float16", "bfloat16" or "float32". Integers do not change. Arrays of numpy, which
+            has no bfloat16, become arrays of MXNet.
 
     Raises:
-        ValueError: a float16 label is above 2048, so that it may already be wrong.
+        ValueError: a 16-bit label is above 2048 (bfloat16: 256), so that it may already be wrong.
     """
 
     def __init__(self, dtype: str = "float16") -> None:
@@ -43,7 +46,7 @@ class CastIter(DataIter):
 
     Args:
         data_iter: any DataIter.
-        dtype: "float16" or "float32".
+        dtype: "float16", "bfloat16" or "float32".
 
     Raises:
         TypeError: `data_iter` is no DataIter, such as a DataLoader, which takes `Cast`.
@@ -91,31 +94,40 @@ class CastIter(DataIter):
 
 
 def check_label(label: Array) -> None:
-    """Refuses float16 labels above 2048, which may be rounded class indices."""
-    dtype: Any = getattr(label, "dtype", type(label))
-    if dtype_name(dtype) != "float16" or not getattr(label, "size", 1):
+    """Refuses 16-bit labels beyond the integers that their type represents exactly, which may be
+    rounded class indices."""
+    name = dtype_name(getattr(label, "dtype", type(label)))
+    if name not in TYPES_16BIT or not getattr(label, "size", 1):
         return
+    format_ = FORMATS[name]
     largest = float(np.max(label.asnumpy() if isinstance(label, mx.nd.NDArray) else label))
-    if largest > FLOAT16.counts_to:
-        raise ValueError(f"labels are float16, which counts to {FLOAT16.counts_to} only: keep them "
+    if largest > format_.counts_to:
+        raise ValueError(f"labels are {name}, which counts to {format_.counts_to} only: keep them "
                          f"as they were, float32 or int32. Received: a label of {largest:g}")
 
 
 def _floating(dtype: str) -> str:
-    if dtype not in ("float16", "float32"):
-        raise ValueError(f"dtype must be float16 or float32. Received: {dtype!r}")
+    if dtype not in FORMATS:
+        raise ValueError(f"dtype must be float16, bfloat16 or float32. Received: {dtype!r}")
+    if dtype == "bfloat16":
+        load()
     return dtype
 
 
 def _is_float(dtype: Hashable) -> bool:
-    return dtype_name(dtype) in ("float16", "float32", "float64")
+    return dtype_name(dtype) in ("float16", "bfloat16", "float32", "float64")
 
 
 def _cast_descriptions(given: Iterable[Any], dtype: str) -> List[DataDesc]:
     """Returns descriptions of data after the cast. MXNet accepts pairs of name and shape, too."""
     descriptions = [d if isinstance(d, DataDesc) else DataDesc(*d) for d in given]
-    return [DataDesc(d.name, d.shape, np.dtype(dtype).type if _is_float(d.dtype) else d.dtype,
-                     d.layout) for d in descriptions]
+    return [DataDesc(d.name, d.shape, _type_of(dtype) if _is_float(d.dtype) else d.dtype, d.layout)
+            for d in descriptions]
+
+
+def _type_of(dtype: str) -> Any:
+    """Returns a type as MXNet's arrays return it."""
+    return BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype).type
 
 
 def _cast(data: Array, dtype: str) -> Any:
@@ -124,6 +136,8 @@ def _cast(data: Array, dtype: str) -> Any:
                         f"{type(data).__name__}")
     if not _is_float(data.dtype) or dtype_name(data.dtype) == dtype:
         return data
-    if isinstance(data, mx.nd.NDArray) and dtype == "float16":
+    if dtype == "bfloat16" and not isinstance(data, mx.nd.NDArray):
+        data = (mx.np if mx.util.is_np_array() else mx.nd).array(data, dtype="float32")
+    if isinstance(data, mx.nd.NDArray) and dtype in TYPES_16BIT:
         return to_16bit(data, dtype)
     return data.astype(dtype)

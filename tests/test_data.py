@@ -3,6 +3,8 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.cpu.bfloat16 import BFLOAT16
+from gluon_amp.formats import FORMATS
 from mxnet import gluon, nd
 
 
@@ -101,7 +103,7 @@ def test_small_float16_labels_and_other_types_are_accepted():
 
 @pytest.mark.parametrize("make", [amp.data.Cast, lambda d: amp.data.CastIter(_Batches(None), d)])
 def test_other_types_are_refused(make):
-    with pytest.raises(ValueError, match=r"dtype must be float16 or float32. Received: 'int8'"):
+    with pytest.raises(ValueError, match=r"float16, bfloat16 or float32. Received: 'int8'"):
         make("int8")
 
 
@@ -113,3 +115,33 @@ def test_other_data_is_refused():
     for given in ([1, 2], None, 0.5):
         with pytest.raises(TypeError, match=r"arrays of MXNet or numpy. Received: "):
             amp.data.Cast()(given)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_loader_casts_to_bfloat16(workers, rng):
+    images = rng.standard_normal((8, 3)).astype("float32")
+    dataset = gluon.data.ArrayDataset(images, np.arange(8)).transform(amp.data.Cast("bfloat16"))
+    for i, (data, label) in enumerate(gluon.data.DataLoader(dataset, 4, num_workers=workers)):
+        assert (data.dtype, label.dtype) == (BFLOAT16, np.int64)
+        np.testing.assert_array_equal(
+            data.asnumpy(), FORMATS["bfloat16"].round(images[4 * i:4 * i + 4]))
+
+
+def test_iterator_casts_to_bfloat16(rng):
+    images = rng.standard_normal((8, 3)).astype("float32")
+    data_iter = amp.data.CastIter(mx.io.NDArrayIter(images, np.arange(8), 4), "bfloat16")
+    assert data_iter.provide_data[0].dtype == BFLOAT16
+    assert [batch.data[0].dtype for batch in data_iter] == [BFLOAT16] * 2
+
+
+def test_numpy_arrays_of_mxnet_are_cast_to_bfloat16():
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        for given in (mx.np.ones(3), np.ones(3, "float32")):
+            cast = amp.data.Cast("bfloat16")(given)
+            assert isinstance(cast, mx.np.ndarray)
+            assert cast.dtype == BFLOAT16
+
+
+def test_large_bfloat16_labels_are_refused():
+    with pytest.raises(ValueError, match="bfloat16, which counts to 256 only"):
+        amp.data.Cast()(np.zeros(3, "float32"), nd.array([1, 258]).astype("bfloat16"))
