@@ -102,11 +102,12 @@ def savings(seed: int) -> None:
         for run in runs.values():
             run.step(images, labels)
     pairs = list(zip(*(runs[dtype].seconds[2:] for dtype in ("float32", "float16"))))
-    ratio = median(half / full for full, half in pairs)
+    full, half = map(median, zip(*pairs))
+    ratio = half / full
     saved = peaks["float16"] / peaks["float32"]
     for dtype, seconds, time_ratio, memory_ratio in zip(
-            ("float32", "float16"), zip(*pairs), (1, ratio), (1, saved)):
-        print(f"{dtype} {1e3 * median(seconds):7.0f} ms ({time_ratio:.2f}) "
+            ("float32", "float16"), (full, half), (1, ratio), (1, saved)):
+        print(f"{dtype} {1e3 * seconds:7.0f} ms ({time_ratio:.2f}) "
               f"{peaks[dtype] / 1e6:7.0f} MB ({memory_ratio:.2f})")
     print(f"On this processor, float16 takes {'less' if ratio < 1 else 'more'} time and "
           f"{'less' if saved < 1 else 'more'} memory than float32.\n", flush=True)
@@ -139,9 +140,9 @@ def accuracy(data: Tuple[Any, Any, Any, Any], epochs: int, seed: int, batch: int
     used = footprint(network()(mx.sym.var("data")), (batch, *images.shape[1:]))["bytes"]
     print(f"{'dtype':8} {'test accuracy':>14} {'activations':>14} {'memory of a step':>19} "
           f"{'ms per step':>17}")
-    for i, (dtype, run) in enumerate(runs.items()):
-        ratio = median(pair[i] / pair[0] for pair in pairs)
-        milliseconds = f"{1e3 * median(pair[i] for pair in pairs):.1f} ({ratio:.2f})"
+    medians = [median(seconds) for seconds in zip(*pairs)]
+    for (dtype, run), seconds in zip(runs.items(), medians):
+        milliseconds = f"{1e3 * seconds:.1f} ({seconds / medians[0]:.2f})"
         print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%} "
               f"{_of_float32(used, dtype, 'activations'):>14} "
               f"{_of_float32(used, dtype, 'total'):>19} {milliseconds:>17}")

@@ -83,6 +83,11 @@ def test_demo_prints_measurements_and_a_table():
     assert ratios[0] == [1, 1, 1]
     for activations, total, _ in ratios[1:]:
         assert (activations, total) == (0.50, 0.65)
+    # a ratio is that of the numbers beside it
+    times = [[float(number) for number in re.search(r"([\d.]+) \(([\d.]+)\)$", line).groups()]
+             for line in (float32, float16, bfloat16)]
+    for time, ratio in times[1:]:
+        assert abs(ratio - time / times[0][0]) < 0.006 + 0.1 * ratio / times[0][0]
 
 
 def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
