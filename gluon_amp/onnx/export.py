@@ -116,8 +116,12 @@ def export_onnx(net: Network, path: str, shapes: Shapes, dtype: str = "float16",
     else:
         raise TypeError("export_onnx takes a HybridBlock or a symbol. Received: "
                         f"{type(net).__name__}")
-    model = _model_of_any_batch(onnx, network, shapes) if _has_none(shapes) else \
-        _model(onnx, network, shapes)
+    try:
+        model = _model_of_any_batch(onnx, network, shapes) if _has_none(shapes) else \
+            _model(onnx, network, shapes)
+    except mx.MXNetError as error:
+        raise ValueError(f"the network takes inputs of other shapes: {message(error)}. "
+                         f"Received: shapes={shapes!r}") from error
     replace_file(path, lambda beside: onnx.save(model, beside))
     return network.kept
 

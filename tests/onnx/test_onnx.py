@@ -676,3 +676,12 @@ def test_tensor_with_wrong_shape_or_type_is_refused(tmp_path, monkeypatch):
         amp.export_onnx(sym.reshape(sym.relu(x), (-1,)), str(tmp_path / "a"), (2, 2), "float32")
     with pytest.raises(ValueError, match="ONNX refuses the graph"):
         amp.export_onnx(sym.relu(x), str(tmp_path / "a"), (2, 2), "float32")
+
+
+@pytest.mark.parametrize("shapes", [(4,), (4, 7), (None, 7)])
+def test_shapes_of_another_network_are_refused(shapes, tmp_path):
+    net = nn.Dense(3, in_units=5)
+    net.initialize()
+    net(nd.ones((2, 5)))
+    with pytest.raises(ValueError, match=r"dense.*Shape inconsistent"):
+        amp.export_onnx(net, str(tmp_path / "net.onnx"), shapes)
