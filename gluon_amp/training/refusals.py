@@ -146,7 +146,8 @@ class Skip:
         reason = f"{reason}. {self._circumstances()}"
         if self.in_a_row >= PATIENCE:
             raise LossScaleError(f"{self.in_a_row} steps skipped in a row: {reason}")
-        log.warning("step skipped: %s", reason)
+        # in a row, the reason is the same: the error at the end repeats it once
+        log.log(logging.WARNING if self.in_a_row == 1 else logging.INFO, "step skipped: %s", reason)
         return loss_scale
 
     def _circumstances(self) -> str:

@@ -569,3 +569,23 @@ def test_horovod_distributed_optimizer_is_refused_with_overflow_check():
     with pytest.raises(ValueError, match="give the plain optimizer, and kvstore='horovod'"):
         amp.Trainer(params, theirs())
     amp.Trainer(params, theirs(), loss_scale=None)
+
+
+@pytest.mark.parametrize("loss_scale", [None, 8.0, "dynamic"])
+def test_reason_of_skipped_steps_in_a_row_is_one_warning(loss_scale, caplog):
+    net = nn.Dense(1, in_units=2)
+    net.initialize()
+    amp.convert(net)
+    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale, clip_norm=1.0)
+
+    def step():
+        with autograd.record():
+            loss = net(nd.ones((2, 2))) * np.inf
+        trainer.backward(loss)
+        return trainer.step(2)
+
+    with caplog.at_level("INFO"):
+        assert not any(step() for _ in range(15))
+        with pytest.raises(amp.LossScaleError, match="16 steps"):
+            step()
+    assert [record.levelname for record in caplog.records] == ["WARNING", *14 * ["INFO"]]
