@@ -48,6 +48,7 @@ from .converted import (
     converted_class,
     discard_traces,
     log,
+    name_of,
     original_class,
     restore_blocks,
 )
@@ -132,10 +133,10 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     if not any(isinstance(block, HybridBlock) for block in blocks):
         log.warning("convert changed nothing: %s (%s) has no HybridBlock. float16 runs as a graph, "
                     "so move the layers into HybridBlocks (hybrid_forward), in a plain Block or "
-                    "not", net.name, type(net).__name__)
+                    "not", name_of(net), type(net).__name__)
     if asleep:
         log.info("%s: hybridized, because mixed precision runs as a graph (gluon_amp.restore "
-                 "undoes it)", net.name)
+                 "undoes it)", name_of(net))
     return net
 
 
@@ -374,7 +375,7 @@ def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str])
     if isinstance(entry, str):
         what, word, there = repr(entry), entry, {b.name for b in blocks} | {*operators}
     elif isinstance(entry, Block):
-        what, word, there = f"block {entry.name!r}", entry.name, {b.name for b in blocks}
+        what, word, there = f"block {name_of(entry)}", entry.name, {b.name for b in blocks}
     else:
         what, word = f"class {entry.__name__}", entry.__name__
         there = {type(b).__name__ for b in blocks}

@@ -477,8 +477,8 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             hybridized = "is hybridized" if self._amp.active else "was never hybridized"
             without = ", without hybridize()" if self._amp.active else ""
             raise RuntimeError(
-                f"{self.name} {hybridized}, and cannot be traced to a graph, which a converted "
-                f"network requires. The hybrid_forward of {block.name or 'a block'} "
+                f"{name_of(self)} {hybridized}, and cannot be traced to a graph, which a converted "
+                f"network requires. The hybrid_forward of {name_of(block)} "
                 f"({kind}), or a hook of a block in it, reads shapes or values, or takes arrays "
                 "only: "
                 f"{str(error).strip(' .') or type(error).__name__}. Valid{without}: "
@@ -655,6 +655,11 @@ def wide_constants(parameters: Mapping[str, Any], policy: Policy) -> List[str]:
     """Returns the names of constants that the policy's activations cannot represent."""
     return [name for name, p in parameters.items()
             if isinstance(p, mx.gluon.Constant) and not constant_fits(p, policy.compute)]
+
+
+def name_of(block: Block) -> str:
+    """Returns the name of a block, for messages; of one without a name, its class."""
+    return block.name or f"a {type(block).__name__} without a name"
 
 
 def blocks_in(net: Network) -> Iterator[Any]:

@@ -87,7 +87,7 @@ assert {n: c for n, c in registry_after.items() if n != "adamw"} == registry  # 
 changed = {name for old, new in zip(before, after) for name in old
            if new.get(name) is not old[name]} - {"__doc__", "__all__"}
 assert changed == {"asnumpy", "astype", "copyto", "_sync_copyfrom", "_load_init", "cast",
-                   "bind", "simple_bind", "save",  # cpu/bfloat16.py
+                   "bind", "simple_bind", "save", "__init__",  # cpu/bfloat16.py
                    "step", "update",  # gluon/parameter.py: a warning
                    "CachedOp",  # cpu/library.py: keeps its symbol
                    "load_parameters"}, changed  # gluon/records.py: notes the file
@@ -955,3 +955,20 @@ def test_export_writes_the_mode_that_ran_last(tmp_path):
     net(nd.ones((1, 2)))
     net.export(str(tmp_path / "net"))
     assert len(json.loads((tmp_path / "net-symbol.json").read_text())["heads"]) == 1
+
+
+class Unnamed(nn.HybridSequential):
+    def __init__(self):
+        super().__init__(prefix="")
+
+    def hybrid_forward(self, F, x):
+        return x * x.shape[0]
+
+
+def test_errors_name_the_class_of_a_block_without_a_name():
+    net = Unnamed()
+    amp.convert(net)
+    with pytest.raises(RuntimeError, match=r"^a Unnamed without a name was never hybridized"):
+        net(nd.ones((2, 5)))
+    with pytest.raises(ValueError, match="a Unnamed without a name matches nothing"):
+        amp.convert(net, keep=[Unnamed()])
