@@ -96,7 +96,7 @@ class CastIter(DataIter):
 def check_label(label: Array) -> None:
     """Refuses 16-bit labels beyond the integers that their type represents exactly, which may be
     rounded class indices."""
-    name = dtype_name(getattr(label, "dtype", type(label)))
+    name = dtype_name(getattr(label, "dtype", None))
     if name not in TYPES_16BIT or not getattr(label, "size", 1):
         return
     format_ = FORMATS[name]

@@ -1,4 +1,4 @@
-"""`make -C tests pythons` and `make -C tests wheel`: the wheel on each installed CPython from 3.8 on.
+"""`make -C tests pythons`, `make -C tests wheel`: the wheel on each installed CPython from 3.8 on.
 
 Each Python gets an empty environment under .pythons for each numpy of `NUMPYS`, with MXNet as in
 README and no compiler on PATH. `test-wheel` imports and trains there; `test-pythons` runs

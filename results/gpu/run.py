@@ -30,7 +30,7 @@ COMPUTE = [*study.PYTHON, str(HERE.parents[1] / "tests" / "software_gpu"), "--co
 README = """# MXNet's CUDA build on a software GPU
 
 MXNet's CUDA build on a [software GPU](../../docs/gpu.md#a-gpu-that-computes) trains to about the
-CPU's accuracy. `make -C tests results-gpu` writes this folder with the host code of `mxnet-cu112` 1.9.1.
+CPU's accuracy. `make -C tests results-gpu` writes this folder with `mxnet-cu112` 1.9.1.
 
 ## Digits
 

@@ -1,4 +1,4 @@
-"""`make -C tests weight-gradients`: weight gradients of convolutions of all small shapes, compared with
+"""`make -C tests weight-gradients`: weight gradients of convolutions of all small shapes, against
 numpy. Memory holds large numbers before each call, which show what a kernel does not write."""
 import itertools
 import os

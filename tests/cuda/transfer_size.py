@@ -1,4 +1,4 @@
-"""Measures what a machine without network needs to run MXNet's CUDA build: `make -C tests transfer`.
+"""`make -C tests transfer`: what a machine without network needs for MXNet's CUDA build.
 
     python tests/cuda/transfer_size.py PACK.pack.xz
 

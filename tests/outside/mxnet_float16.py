@@ -135,7 +135,7 @@ def run(folder, name, off):
 
 def main(folder, off):
     if not folder or not (Path(folder) / "tests/python/gpu" / GPU).is_file():
-        sys.exit("make -C tests mxnet-float16 MXNET_SOURCE=FOLDER needs the sources of MXNet 1.9.1, "
+        sys.exit("make -C tests mxnet-float16 MXNET_SOURCE=FOLDER needs sources of MXNet 1.9.1, "
                  f"with tests/python/gpu/{GPU}. Received: {folder or 'no folder'}")
     folder = Path(folder).resolve() / "tests/python"
     files = [path.name for path in sorted((folder / "unittest").glob("test_*.py"))

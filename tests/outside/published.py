@@ -1,4 +1,4 @@
-"""`make -C tests published SOURCES=FOLDER`: published scripts, unmodified, train in float16 on a CPU.
+"""`make -C tests published SOURCES=FOLDER`: unmodified published scripts in float16 on a CPU.
 
 SOURCES has three checkouts: `mxnet` (apache/mxnet, tag 1.9.1), `gluon-cv` (dmlc/gluon-cv, tag
 v0.10.0) and `gluon-nlp` (dmlc/gluon-nlp, tag v0.10.0). Each script runs as

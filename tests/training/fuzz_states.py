@@ -1,4 +1,4 @@
-"""`make -C tests fuzz-states`: random files of optimizer states, damaged or crafted, that a Trainer loads.
+"""`make -C tests fuzz-states`: damaged and crafted files of optimizer states that a Trainer loads.
 
 A seed determines a file: a good one, of this version or a pickle of an earlier one, whose bytes,
 opcodes, arrays, values or settings are changed, or a pickle of random opcodes. A file is refused
