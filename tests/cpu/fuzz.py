@@ -1,4 +1,4 @@
-"""`make -C tests fuzz N=100000`: random calls of operators in float16, against MXNet's float32 code.
+"""`make -C tests fuzz N=100000`: random calls of operators in float16 against MXNet's float32.
 
 A seed determines a call: an operator, its attributes, shapes, types and values; imperative, by a
 CachedOp (static or not) or an executor; with or without a backward pass; gradients written, added
@@ -6,7 +6,7 @@ or not requested; results in new arrays, given arrays, parts of arrays, or in-pl
 The reference is MXNet's imperative float32 operator on the same numbers. Each float16 result must
 be bitwise equal to the reference rounded once, unless EXPLAINED has a row.
 
-`make -C tests fuzz SEED=123` repeats one call and prints it. Calls run in processes of their own: some
+`make -C tests fuzz SEED=123` repeats one call and prints it. Calls run in their own processes: some
 attributes crash MXNet's float32 code; such calls, and those that MXNet refuses, do not count.
 """
 import collections
