@@ -12,6 +12,7 @@ from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
 from .gluon.records import wrap_load_parameters
 from .graph.keep import ops
+from .graph.operators import engine_columns
 from .inspection.monitor import Monitor
 from .inspection.xray import explain, xray
 from .onnx.export import export_onnx
@@ -29,7 +30,7 @@ from .training.optimizer import optimizer
 from .training.trainer import Trainer, backward, scale_loss
 from .version import __version__ as __version__
 
-library.start()
+library.start(engine_columns())
 wrap_mxnet()
 wrap_load_parameters()
 refuse_in_feed_forward()

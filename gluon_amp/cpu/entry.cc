@@ -91,7 +91,7 @@ char why[512];
 
 // Dispatches MXNet's operators and registers ours. Returns 0; or -1, with the reason in `reason` and MXNet's
 // operators as they were. `repairs`: whether defects of MXNet are repaired.
-int start(const char* isa, int count, const char** names, int constants, const char** constant_names, int repairs) {
+int start(const char* isa, int count, const char** names, const char* columns, int repairs) {
   try {
     const bool avx512 = !std::strcmp(isa, "avx512"), avx2 = !std::strcmp(isa, "avx2");
     kernels = avx512 ? kernels_for_avx512() : avx2 ? kernels_for_avx2() : kernels_for_portable();
@@ -101,7 +101,7 @@ int start(const char* isa, int count, const char** names, int constants, const c
     bfloat16_kernels = avx512 ? kernels_for_avx512_bfloat16()
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
-    set_constants(constants, constant_names);
+    read_columns(columns);
     if (repairs) repair();
     replace_gpu_functions();
     register_training();
@@ -228,10 +228,7 @@ mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
 }
 
 // Whether an operator calls the user's Python.
-bool is_user_code(const nnvm::Op* op) {
-  static const std::set<std::string> names{"Custom", "_npi_Custom", "_NDArray", "_Native"};
-  return op && names.count(op->name);
-}
+bool is_user_code(const nnvm::Op* op) { return op && traits_of(op->name) & kUserCode; }
 
 // Whether the gradient of an operator of the user's Python is declared to read no incoming one.
 bool ignores_incoming(const nnvm::ObjectPtr& node) {

@@ -51,12 +51,6 @@ SETTINGS = "__gluon_amp__"  # the attribute of nodes with settings
 _MOST_OPERATORS = 256  # of most graphs
 PREFIX = "_gluon_amp_"  # prefix of operators that MXNet does not have
 
-# Attributes with constants, which float16 kernels round to float16 as on a GPU; and operators whose
-# "start" and "stop" are constants too (in others they are indices).
-CONSTANTS = ("scalar", "value", "a_min", "a_max", "slope", "fill_value", "val", "constant_value",
-             "on_value", "off_value", "nan", "posinf", "neginf", "to_begin_scalar", "to_end_scalar")
-RANGES = ("_arange", "_npi_arange", "_linspace", "_npi_logspace")
-
 # best first: for each name the processor features that it requires
 VARIANTS = {name: row["features"] for name, row in json.loads(
     Path(__file__).with_name("variants.json").read_text()).items()}
@@ -184,7 +178,7 @@ def structure(name: str) -> "np.dtype[Any]":
         "offsets": [f.offset for f in fields], "itemsize": fields[0].size})
 
 
-def _start() -> Any:
+def _start(columns: str) -> Any:
     if os.environ.get("GLUON_AMP_ENGINE") == "off":
         raise KernelError("GLUON_AMP_ENGINE=off leaves MXNet as it is: float16 does not run on a "
                           "CPU. Unset it")
@@ -199,9 +193,7 @@ def _start() -> Any:
     if said:
         raise KernelError(f"this MXNet {VERSION} is laid out differently from PyPI's wheels, so "
                           f"float16 cannot run on a CPU: {said.decode()}")
-    constants = [*CONSTANTS, *(f"{name}.{key}" for name in RANGES for key in ("start", "stop"))]
-    if engine.start(variant.encode(), len(names), _encoded(names),
-                    len(constants), _encoded(constants), REPAIRS) < 0:
+    if engine.start(variant.encode(), len(names), _encoded(names), columns.encode(), REPAIRS) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
     if REPAIRS:
         _end_after_user_code(engine)
@@ -235,12 +227,13 @@ _table: Any = None  # the functions of the engine that runs
 _error: Optional[KernelError] = None
 
 
-def start() -> None:
-    """Replaces MXNet's operators, once; `load` raises the reason if that failed."""
+def start(columns: str) -> None:
+    """Replaces MXNet's operators, once; `load` raises the reason if that failed. `columns` has what
+    the engine reads of the table of operators (graph/operators.py)."""
     global _table, _error
     if _table is None:
         try:
-            _table = _start()
+            _table = _start(columns)
             bfloat16.install()
             _keep_symbols()
         except KernelError as error:

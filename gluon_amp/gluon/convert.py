@@ -34,8 +34,9 @@ from ..cpu.arrays import (
 )
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
-from ..graph.graph import CASTS, Graph
+from ..graph.graph import Graph
 from ..graph.keep import Operators, matches_none, matches_nothing, matching, operators_in
+from ..graph.operators import CASTS
 from ..policy import Policy, get_policy
 from ..record import record_like
 from ..training.masters import trainers_of

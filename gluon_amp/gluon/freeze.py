@@ -7,7 +7,7 @@ from mxnet.gluon import Block, Constant, HybridBlock, SymbolBlock, nn
 
 from .._mxnet import mx
 from ..graph.graph import Graph
-from ..graph.operators import BATCH_NORMS
+from ..graph.operators import BATCH_NORMS, set_frozen
 from .convert import blocks_around
 from .converted import blocks_in, discard_traces
 
@@ -40,7 +40,7 @@ def freeze(block: Block, frozen: bool = True) -> Block:
     _check_averages(inside, f"which freeze cannot change: pass use_global_stats={frozen} to its "
                             f"F.BatchNorm, and set grad_req={grad_req!r} on its parameters")
     averages = {name for one in inside if isinstance(one, SymbolBlock)
-                for name in one._cached_graph[1].list_auxiliary_states()}
+                for name in Graph.read(one._cached_graph[1]).mutated()}
     for one in inside:
         if isinstance(one, nn.basic_layers._BatchNorm):
             one._kwargs["use_global_stats"] = frozen
@@ -49,7 +49,7 @@ def freeze(block: Block, frozen: bool = True) -> Block:
             graph = Graph.read(symbol)
             for node in graph.nodes_within():
                 if node.op in BATCH_NORMS:
-                    node.attrs["use_global_stats"] = str(frozen)
+                    set_frozen(node, frozen)
             changed = graph.symbol()
             is_np = isinstance(symbol, mx.sym.numpy._Symbol)
             one._cached_graph = inputs, changed.as_np_ndarray() if is_np else changed

@@ -9,6 +9,7 @@ from typing import Dict, List, Mapping, Optional, Set
 
 from ..cpu import library
 from .graph import Entry, Graph, Node
+from .operators import COLUMNS, axis_of
 
 _CHANNELS = 16
 _ACTIVATIONS = ("relu", "sigmoid", "tanh", "leaky", "gelu")
@@ -51,10 +52,8 @@ def _with_one_layout(blocked: Set[Entry], nodes: List[Node]) -> Set[Entry]:
 
 def _is_supported(node: Node) -> bool:
     """Whether a node's images may be blocked."""
-    if node.op == "BatchNorm":
-        return node.attrs.get("axis", "1") == "1"
-    if node.op == "Concat":
-        return node.attrs.get("dim", "1") == "1"
+    if node.op in ("BatchNorm", "Concat"):
+        return axis_of(node) == 1
     if node.op in ("Activation", "LeakyReLU"):
         return node.attrs.get("act_type", "leaky") in _ACTIVATIONS
     if node.op in library.operators("blocks"):
@@ -79,7 +78,7 @@ def _reads_images(node: Optional[Node], entry: Entry) -> bool:
 
 def _channels(node: Node, known: Mapping[Entry, Optional[int]]) -> Optional[int]:
     """The channels of a supported node's first output; None where the graph does not tell."""
-    if node.op in ("Convolution", "Deconvolution"):
+    if node.op in COLUMNS["convolution"]:
         return int(node.attrs["num_filter"])
     of_inputs = [known.get(e) for e in node.inputs[:_images(node)]]
     if node.op == "Concat":

@@ -23,15 +23,10 @@ from ..cpu.arrays import TYPES_16BIT
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
 from .blocks import blocked_entries, setting
-from .graph import CASTS, Entry, Graph, Node
-from .operators import BATCH_NORMS
+from .graph import Entry, Graph, Node
+from .operators import AVERAGING, CASTS, COLUMNS, RUN_ONCE
 
-# Operators that draw a mask or update statistics: recomputation in the backward pass
-# (__force_mirroring__) would change the result.
-_RUN_ONCE = frozenset(["Dropout", *BATCH_NORMS])
-# Operators with moving averages, which the engine keeps finite.
-_AVERAGING = frozenset(["IdentityAttachKLSparseReg", *BATCH_NORMS])
-FINITE_AVERAGES = {"finite_averages": "1"}
+FINITE_AVERAGES = {"finite_averages": "1"}  # the setting of operators with moving averages
 
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
@@ -78,7 +73,7 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
 def keep_averages_finite(graph: Graph) -> bool:
     """Gives the operators with moving averages their setting, in place; returns whether there are
     any. Without the engine, does nothing."""
-    averaging = [node for node in graph.nodes_within() if node.op in _AVERAGING]
+    averaging = [node for node in graph.nodes_within() if node.op in AVERAGING]
     for node in averaging if library.started() else ():
         node.settings.update(FINITE_AVERAGES)
     return library.started() and bool(averaging)
@@ -128,7 +123,7 @@ class _GraphBuilder:
     def _casts_parameters(self, node: Node) -> bool:
         """Whether a layer casts float32 parameters to bfloat16. It then reads the float32 arrays
         and rounds in its kernel, without bfloat16 copies of parameters and gradients."""
-        return node.op in ("Convolution", "FullyConnected") and not self.counts \
+        return node.op in COLUMNS["has_parameters"] and not self.counts \
             and self.types.get(node.inputs[0]) == "bfloat16" \
             and all(self._is_cast(e.node, "float32", "bfloat16") for e in node.inputs[1:])
 
@@ -146,24 +141,24 @@ class _GraphBuilder:
             _GraphBuilder(body.graph, body.types, self.counts, self.chosen).run()
             for body in node.bodies(self.types)]
         entries = [*node.inputs, *(Entry(node, i) for i in range(self.count[node]))]
-        if node.op in _RUN_ONCE and any(map(self._is_16bit, entries)):
+        if node.op in RUN_ONCE and any(map(self._is_16bit, entries)):
             new.attrs.pop("__force_mirroring__", None)
         if _is_better_in_the_engine(node):
             new.settings["in_engine"] = "1"
         if node in self.without_casts:
             new.settings["float32_sums"] = "1"
-        if node.op in _AVERAGING:
+        if node.op in AVERAGING:
             new.settings.update(FINITE_AVERAGES)
         if self.blocked:
             new.settings.update(setting(node, self.count[node], self.blocked))
         if self.counts and _runs_engine(node) and (not self.chosen or self.chosen(node.name)) \
-                and node.attrs.get("sparse_grad") not in ("True", "1"):
+                and not node.is_set("sparse_grad"):
             new.settings.update(counts=self.counts, watch=node.name)
         return new
 
 
 def _runs_engine(node: Node) -> bool:
-    return node.op in library.operators() and node.op not in library.operators("moves")
+    return node.op in library.operators() and node.op not in COLUMNS["moves"]
 
 
 def _is_better_in_the_engine(node: Node) -> bool:
@@ -193,7 +188,7 @@ def check_device(graph: Graph, policy: Policy, on_gpu: bool) -> None:
         library.load()
         for node in graph.nodes_within():
             layout = node.attrs.get("layout", "None")
-            if node.op in ("Convolution", "Deconvolution") and layout.endswith("C"):
+            if node.op in COLUMNS["convolution"] and layout.endswith("C"):
                 raise ValueError(f"{node.name}: a CPU has no channels-last {node.op}. "
                                  f"Valid: layout NCW, NCHW, NCDHW. Received: {layout}")
 

@@ -26,21 +26,10 @@ from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT32
 from ..policy import Policy
 from . import operators
-from .graph import CASTS, GROUP, Entry, Graph, Node, infer, loop_states, mutated_inputs
+from .graph import GROUP, Entry, Graph, Node, infer, loop_states, mutated_inputs
 
 STORAGE = "__storage_type__"  # MXNet's attribute of variables
 SPARSE = {"row_sparse": "1", "csr": "2"}  # its values
-
-# Operators whose results may be sparse if an input is.
-_MAY_RETURN = frozenset("""
-    relu negative abs sign round rint ceil floor trunc fix square sqrt cbrt log1p expm1
-    sin tan arcsin arctan degrees radians sinh tanh arcsinh arctanh clip
-    _mul_scalar _div_scalar _maximum_scalar _minimum_scalar _contrib_quadratic
-    elemwise_add elemwise_sub elemwise_mul _grad_add add_n broadcast_mul broadcast_div
-    _copy _identity_with_attr_like_rhs BlockGrad make_loss zeros_like _contrib_gradientmultiplier
-    slice Concat _sparse_retain _square_sum
-    _scatter_elemwise_div _scatter_plus_scalar _scatter_minus_scalar
-""".split())
 
 
 def insert_casts(graph: Graph, types: Mapping[str, str], policy: Policy,
@@ -69,7 +58,7 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
                if each.largest < FLOAT32.largest}
     users = graph.consumers()
     for node in bounded:
-        narrow = [user.attrs["dtype"] if user and user.op in CASTS else ""
+        narrow = [user.attrs["dtype"] if user and user.op in operators.CASTS else ""
                   for user in users.get(Entry(node), [])]
         for dtype in formats.keys() & set(narrow):
             made = node.like(node.inputs)
@@ -79,7 +68,7 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
                 continue
             made.name = f"{node.name}_{dtype}"
             for user in users[Entry(node)]:
-                if user and user.op in CASTS and user.attrs["dtype"] == dtype:
+                if user and user.op in operators.CASTS and user.attrs["dtype"] == dtype:
                     user.inputs = [Entry(made)]
     return graph
 
@@ -175,7 +164,7 @@ class _Casting:
         """Returns the type of a product's inputs."""
         if operators.runs_in(node) == operators.BATCHED and (
                 self.policy.batched == FLOAT32
-                or node.op in operators.FLOAT32_ONLY and self.compute == "float16"):
+                or node.op in operators.COLUMNS["no_float16_kernel"] and self.compute == "float16"):
             return "float32"
         return self.compute
 
@@ -228,7 +217,7 @@ class _Casting:
     def _cast_inputs(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         runs = operators.runs_in(node)
         if runs == operators.BATCH_NORM:  # statistics are float32
-            wide = self._kept(node) or node.op in operators.FLOAT32_ONLY \
+            wide = self._kept(node) or node.op in operators.COLUMNS["no_float16_kernel"] \
                 or self.types[inputs[0]] == "float64"
             data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
@@ -239,12 +228,12 @@ class _Casting:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)
             return self._in(inputs, "float32" if wide else self.policy.sensitive.name)
         if runs == operators.NORM:
-            if node.op in ("InstanceNorm", "LRN"):  # MXNet supports no float64
+            if node.op in operators.COLUMNS["no_float64"]:
                 return [self.cast(e, "float32") for e in inputs]
             return self._in(inputs, self.policy.norm.name)
         if node.op in operators.PRODUCTS:
             product = self._product(node)
-            lengths = node.op == "RNN" and node.attrs.get("use_sequence_length") in ("True", "1")
+            lengths = node.op == "RNN" and node.is_set("use_sequence_length")
             count = len(inputs) - int(lengths)
             return [self.cast(e, product) for e in inputs[:count]] + inputs[count:]
         if any(self.types[e] == self.compute for e in inputs) \
@@ -312,7 +301,8 @@ def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
         if node.is_variable:
             sparse = node.name in variables or node.attrs.get(STORAGE) in SPARSE.values()
         else:
-            sparse = node.op in _MAY_RETURN and any(e.node in found for e in node.inputs) \
+            may_be = node.op in operators.COLUMNS["may_be_sparse"]
+            sparse = may_be and any(e.node in found for e in node.inputs) \
                 or any(node.attrs.get(key) in SPARSE for key in ("stype", "forward_stype"))
         if sparse:
             found.add(node)
@@ -322,4 +312,4 @@ def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
 def touches_sparse(node: Node, sparse: Collection[Node]) -> bool:
     """Whether an operator reads or returns a sparse tensor, or gives a weight a sparse gradient."""
     return node in sparse or any(e.node in sparse for e in node.inputs) \
-        or node.op == "_contrib_SparseEmbedding" or node.attrs.get("sparse_grad") in ("True", "1")
+        or node.op == "_contrib_SparseEmbedding" or node.is_set("sparse_grad")

@@ -11,28 +11,10 @@ from typing import Dict, List, Mapping, Optional, Sequence, Union
 from .._mxnet import has_cudnn_9
 from ..annotations import Shape
 from ..cpu import library
-from .graph import CASTS, Entry, Graph, Node, integers
+from .graph import Entry, Graph, Node, integers
+from .operators import AXES, CASTS, COLUMNS, axis_of
 
 _LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # the axes of transposes to channels-last, and back
-
-# Operators that work on each number; all images have the same shape.
-_ELEMENTWISE = frozenset("""
-    Activation LeakyReLU relu sigmoid tanh clip Dropout hard_sigmoid erf negative abs square sqrt
-    _copy BlockGrad _mul_scalar _plus_scalar _minus_scalar _rminus_scalar _div_scalar _rdiv_scalar
-    _power_scalar _maximum_scalar _minimum_scalar
-    elemwise_add elemwise_sub elemwise_mul elemwise_div add_n _grad_add
-    _npx_relu _npx_sigmoid _npi_tanh _npi_negative _npi_absolute _npi_square _npi_sqrt
-    _npi_multiply_scalar _npi_add_scalar _npi_subtract_scalar _npi_rsubtract_scalar
-    _npi_true_divide_scalar _npi_rtrue_divide_scalar
-""".split())
-# The same for images that broadcast, such as one number for each channel.
-_BROADCASTING = frozenset("""
-    broadcast_add broadcast_sub broadcast_mul broadcast_div broadcast_maximum broadcast_minimum
-    _npi_add _npi_subtract _npi_multiply _npi_true_divide
-""".split())
-# The attribute with an operator's axis, and its default.
-_AXIS = {"Concat": ("dim", "1"), "slice_axis": ("axis", ""), "SliceChannel": ("axis", "1"),
-         "BatchNorm": ("axis", "1"), "_npi_concatenate": ("axis", "0")}
 
 
 def channels_last(graph: Graph, types: Mapping[str, str],
@@ -62,23 +44,22 @@ class _ChannelsLast:
         self.images: Dict[Entry, Entry] = {}  # of an image in MXNet's order, its channels-last copy
 
     def make(self, node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
-        if node.op in ("transpose", "_np_transpose") and inputs[0] in self.images \
+        if node.op in COLUMNS["transpose"] and inputs[0] in self.images \
                 and integers(node, "axes") == _LAST:
             return [self.images[inputs[0]]]
         images = self._images(node, inputs)
         if not images:
             return node.like(inputs)
         made = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
-        if node.op in ("Convolution", "Deconvolution"):
+        if node.op in COLUMNS["convolution"]:
             if self._reads_mxnets_order(node):
                 made.settings["plain_weight"] = "1"
             else:
                 made.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
-        if node.op in ("Convolution", "Deconvolution", "Pooling"):
+        if node.op in (*COLUMNS["convolution"], "Pooling"):
             made.attrs["layout"] = "NHWC"
-        elif node.op in _AXIS:
-            key, default = _AXIS[node.op]
-            made.attrs[key] = str(_LAST.index(int(node.attrs.get(key, default)) % 4))
+        elif node.op in AXES:
+            made.attrs[AXES[node.op][0]] = str(_LAST.index(axis_of(node) % 4))
         return [self._first(Entry(made, i)) if i < _results(node) else Entry(made, i)
                 for i in range(self.count[node])]
 
@@ -88,33 +69,33 @@ class _ChannelsLast:
         if node.subgraphs or not of_node or self.types[of_node[0]] != "float16" \
                 or self.types[Entry(node)] != "float16":
             return 0
-        if node.op in ("Convolution", "Deconvolution"):
+        if node.op in COLUMNS["convolution"]:
             # MXNet computes the padding for a target_shape from the last two axes: W and C. cuDNN
             # has no algorithm for depthwise deconvolutions; other groups were not tried on a GPU.
             groups = node.attrs.get("num_group", "1")
             depthwise = node.op == "Convolution" and groups == node.attrs["num_filter"]
             is_one = len(integers(node, "kernel")) == 2 and _has_mxnets_layout(node) \
-                and not _is_set(node, "cudnn_off") and self.types[of_node[1]] == "float16" \
+                and not node.is_set("cudnn_off") and self.types[of_node[1]] == "float16" \
                 and not any(integers(node, "target_shape")) \
                 and (groups == "1" or depthwise)
             return int(is_one)
         known = [e in self.images for e in inputs]
-        if node.op in _ELEMENTWISE:
+        if node.op in COLUMNS["elementwise"]:
             is_one = any(known) and not _has_channels(node)
             return len(inputs) if is_one else 0
-        if node.op in _BROADCASTING:
+        if node.op in COLUMNS["broadcasting"]:
             return len(inputs) if all(known) else 0
         if node.op in ("Concat", "_npi_concatenate"):
             return len(inputs) if any(known) and node.attrs.get("axis") != "None" else 0
         if node.op == "Pooling":
-            is_one = _has_mxnets_layout(node) and not _is_set(node, "cudnn_off") \
+            is_one = _has_mxnets_layout(node) and not node.is_set("cudnn_off") \
                 and node.attrs.get("pool_type", "max") in ("max", "avg")
         elif node.op == "SliceChannel":
-            is_one = not _is_set(node, "squeeze_axis")
+            is_one = not node.is_set("squeeze_axis")
         elif node.op == "BatchNorm":
             # MXNet's own kernel, which frozen norms have, uses one thread for each channel
-            is_one = int(node.attrs.get("axis", 1)) == 1 and not _is_set(node, "cudnn_off") \
-                and not _is_set(node, "use_global_stats")
+            is_one = axis_of(node) == 1 and not node.is_set("cudnn_off") \
+                and not node.is_set("use_global_stats")
         else:
             is_one = node.op == "slice_axis"
         return int(is_one and known[0])
@@ -158,7 +139,3 @@ def _has_channels(node: Node) -> bool:
 
 def _has_mxnets_layout(node: Node) -> bool:
     return node.attrs.get("layout", "None") in ("None", "NCHW")
-
-
-def _is_set(node: Node, key: str) -> bool:
-    return node.attrs.get(key, "False") in ("True", "true", "1")

@@ -36,7 +36,6 @@ _MXNET_VERSION = 10901  # the format of the JSON; newer versions of MXNet upgrad
 TYPE_FLAG = {dtype_name(dtype): flag  # MXNet's numbers for dtypes
              for flag, dtype in mx.nd.ndarray._DTYPE_MX_TO_NP.items() if dtype is not None}
 TYPE_NAME = {flag: name for name, flag in TYPE_FLAG.items()}
-CASTS = frozenset(["Cast", "amp_cast"])
 
 Types = Tuple[Optional[str], ...]
 
@@ -87,6 +86,10 @@ class Node:
     @property
     def is_variable(self) -> bool:
         return self.op == VARIABLE
+
+    def is_set(self, key: str, default: bool = False) -> bool:
+        """Whether a Boolean attribute is true."""
+        return self.attrs.get(key, str(default)) in ("True", "true", "1")
 
     def like(self, inputs: Iterable[Entry]) -> "Node":
         """Returns a copy of the node with other inputs."""
@@ -201,14 +204,14 @@ class Graph:
     def variables(self) -> List[str]:
         return [node.name for node in self.nodes() if node.is_variable]
 
-    def mutated(self) -> Set[str]:
+    def mutated(self, inputs_of: Optional[Callable[[Node], Sequence[int]]] = None) -> Set[str]:
         """Returns the variables that operators mutate, such as moving averages; those of loops
-        included."""
+        included. `inputs_of` returns the indices of a node's mutated inputs; by default all."""
         names: Set[str] = set()
         for node in self.nodes():
-            entries = [node.inputs[i] for i in mutated_inputs(node)]
+            entries = [node.inputs[i] for i in (inputs_of or mutated_inputs)(node)]
             for body in node.bodies(dict.fromkeys(node.inputs)):
-                entries += [body.outside[name] for name in body.graph.mutated()]
+                entries += [body.outside[name] for name in body.graph.mutated(inputs_of)]
             names.update(e.node.name for e in entries if e.node.is_variable)
         return names
 

@@ -9,8 +9,7 @@ from typing import Dict, List, Mapping, Optional, Tuple
 from .._mxnet import has_cudnn_9
 from ..cpu import library
 from .graph import Entry, Graph, Node
-
-_RELUS = ("relu", "_npx_relu")
+from .operators import is_relu
 
 
 def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
@@ -62,9 +61,7 @@ def _norms_before_relus(graph: Graph, types: Mapping[Entry, Optional[str]]
                     return one.node, 1 - i
         return None
 
-    relus = [node for node in graph.nodes() if not node.settings and (
-        node.op in _RELUS
-        or node.op == "Activation" and node.attrs.get("act_type") == "relu")]
+    relus = [node for node in graph.nodes() if not node.settings and is_relu(node)]
     found = {relu: norm_before(relu.inputs[0]) for relu in relus}
     return {relu: norm for relu, norm in found.items() if norm is not None}
 
@@ -76,6 +73,5 @@ def _is_norm(entry: Entry, types: Mapping[Entry, Optional[str]]) -> bool:
         and {*node.settings} <= {"finite_averages"} \
         and types[node.inputs[0]] == "float16" and types[node.inputs[1]] == "float32" \
         and node.attrs.get("axis", "1") in ("3", "-1") \
-        and node.attrs.get("fix_gamma", "True") in ("False", "0") \
-        and not any(node.attrs.get(key, "False") in ("True", "1")
-                    for key in ("use_global_stats", "output_mean_var", "cudnn_off"))
+        and not node.is_set("fix_gamma", True) \
+        and not any(map(node.is_set, ("use_global_stats", "output_mean_var", "cudnn_off")))

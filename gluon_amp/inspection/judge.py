@@ -9,8 +9,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from ..checks import counted
 from ..cpu.arrays import ADDED
 from ..formats import FLOAT32, Format
-from ..graph.graph import CASTS
-from ..graph.operators import LOSSES, PRODUCTS, numbers
+from ..graph.operators import CASTS, LOSSES, PRODUCTS, family, numbers
 from ..training.loss_scale import DynamicLossScale, as_power
 from .layout import HANDS_ON, Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
@@ -24,9 +23,6 @@ _BEGINS_TO_LOSE = 0.01  # threshold: the share of a norm that underflow removes
 _CANCELS = 20  # threshold: the loss of a difference in dB
 _JUMPS = 12  # threshold: powers of two between the gradients of a node's output and input
 _LITTLE_IS_LEFT = 0.25  # threshold: the share of the forward pass in the format
-_SUMS = frozenset("""elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _plus_scalar
-    _minus_scalar _rminus_scalar _npi_add _npi_subtract _npi_add_scalar _npi_subtract_scalar
-    _npi_rsubtract_scalar""".split())
 # The headroom of gradients at the smallest loss scale, for later steps: results/xray/growth.csv has
 # gradients that grow by 2^9 in 50 steps.
 _MARGIN = 2.0 ** 10
@@ -435,7 +431,8 @@ class _Judge:
         behind = [self.seen[key] for key in self.flow.readers.get(tensor.key, ())]
         return bool(behind) and not self.layout.is_output(tensor.key) and all(
             self._is_absorbed(t) if t.op in CASTS else
-            t.op in _SUMS and t.snr is not None and t.snr >= t.low_snr / 2 for t in behind)
+            t.op in family("addition") and t.snr is not None and t.snr >= t.low_snr / 2
+            for t in behind)
 
     def _snr_with_casts(self, tensor: Tensor) -> float:
         """Returns a tensor's SNR against float32 in dB. The float32 graph has no casts: the SNR of

@@ -2,21 +2,15 @@
 from functools import cached_property
 from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Set, Tuple
 
-from ..cpu import library
 from ..formats import FORMATS
 from ..graph import operators
-from ..graph.graph import CASTS, Entry, Graph, Node, state_variables
-from ..graph.operators import PRODUCTS
+from ..graph.graph import Entry, Graph, Node, state_variables
+from ..graph.operators import CASTS, COLUMNS, PRODUCTS, STOPS, family
 from ..policy import Policy
 from .tensors import Counts, Key, Tensor
 
 # Operators whose gradients are copies of the output's gradient; these are not counted.
 HANDS_ON = frozenset(["elemwise_add"])
-_ENDS_GRADIENTS = frozenset(["BlockGrad", "zeros_like", "ones_like"])
-
-# Operators that return their first input's values, or a part of them, in another order.
-COPIES = frozenset("""Concat Crop Pad SwapAxis reverse slice slice_axis slice_like stack tile
-    transpose _np_moveaxis _np_transpose _npi_concatenate _npi_stack""".split())
 
 Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
 
@@ -42,7 +36,6 @@ class Layout:
     def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
                  parameters: Collection[str], keep: Collection[str] = (),
                  data: Collection[str] = ()) -> None:
-        self._moves = library.operators("moves")
         self.keep, self.data = keep, data
         self.formats = FORMATS
         self.parameters = set(parameters)
@@ -90,7 +83,7 @@ class Layout:
             if node.subgraphs:
                 outputs = self._add_bodies(node, inferred, sources)
                 sources.update((Entry(node, i), one) for i, one in enumerate(outputs))
-            elif node.op in self._moves and reads:
+            elif node.op in COLUMNS["moves"] and reads:
                 sources[entry] = reads[0]
             else:
                 sources.update((e, [e]) for e in self._made[node])
@@ -151,9 +144,9 @@ class Layout:
         keys: Dict[Key, None] = {}
         for reader, which in self._readers.get(entry, ()):
             read = reader.inputs[which].node
-            while read.op in self._moves and read.op not in _ENDS_GRADIENTS and read.inputs:
+            while read.op in COLUMNS["moves"] and read.op not in STOPS and read.inputs:
                 read = read.inputs[0].node
-            if read.op in _ENDS_GRADIENTS:
+            if read.op in STOPS:
                 continue
             keys.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in HANDS_ON
                                        else [Key(reader.name, True, which)]))
@@ -188,7 +181,7 @@ class Layout:
         node = self.nodes[key.node]
         if key.backward or node.op not in CASTS:
             return ""
-        while node.op in CASTS or node.op in COPIES:
+        while node.op in family("cast", "rearrangement"):
             node = self.maker(node, 0).node
         return node.name if node.name in self.data else ""
 

@@ -16,8 +16,8 @@ from ..checks import listed
 from ..cpu.arrays import TYPES_16BIT, dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts, sparse_nodes
-from ..graph.graph import CASTS, TYPE_FLAG, Entry, Graph, Node
-from ..graph.operators import LOSSES, NORM, SENSITIVE, runs_in
+from ..graph.graph import TYPE_FLAG, Entry, Graph, Node
+from ..graph.operators import CASTS, LOSSES, NORM, SENSITIVE, runs_in
 from ..policy import Policy
 from ..symbolic.convert import parameter_names
 from .tensors import Key
@@ -295,8 +295,8 @@ _REGRESSIONS: Dict[str, Callable[[Array, Array], _Loss]] = {
 
 
 def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
-    axis = 1 if _is_on(head, "multi_output") else output.ndim - 1
-    if not _is_on(head, "multi_output") and not _is_on(head, "preserve_shape"):
+    axis = 1 if head.is_set("multi_output") else output.ndim - 1
+    if not head.is_set("multi_output") and not head.is_set("preserve_shape"):
         output, axis = output.reshape((output.shape[0], -1)), 1
     if label.size == output.size:
         label = label.reshape(output.shape)
@@ -306,7 +306,7 @@ def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
         return None
     label = label.reshape(places)
     counted = mx.nd.ones_like(label)
-    if _is_on(head, "use_ignore"):
+    if head.is_set("use_ignore"):
         counted = label != float(head.attrs.get("ignore_label", -1))
     target = mx.nd.moveaxis(mx.nd.one_hot(label, output.shape[axis]), -1, axis)
     numbers = -((output * target).sum(axis=axis) + _LEAST).log() * counted
@@ -316,10 +316,6 @@ def _of_softmax(head: Node, output: Array, label: Array) -> Optional[_Loss]:
 def _of_svm(head: Node, output: Array, label: Array) -> _Loss:
     sides = 2 * mx.nd.one_hot(label, output.shape[1]) - 1
     off = (float(head.attrs.get("margin", 1)) - sides * output).relu()
-    if _is_on(head, "use_linear"):
+    if head.is_set("use_linear"):
         return off, -sides * (off > 0)
     return off.square(), -2 * sides * off
-
-
-def _is_on(head: Node, setting: str) -> bool:
-    return head.attrs.get(setting) in ("True", "true", "1")

@@ -5,17 +5,13 @@ import math
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from .._mxnet import mx, np
-from ..graph.graph import CASTS, Entry, Graph, Node
+from ..graph.graph import Entry, Graph, Node
+from ..graph.operators import family
 from .judge import Finding
-from .layout import COPIES
 from .session import Session
 
 _FAR = 3  # threshold: the exponent of the size of data and labels that are not normalized
 _INDICES = 4096  # labels that are integers below this may be indices of classes
-_TAKE_INDICES = frozenset("""Embedding _contrib_SparseEmbedding take batch_take pick _npx_pick
-    one_hot _npx_one_hot gather_nd scatter_nd where _npi_where SequenceMask SequenceLast
-    SequenceReverse _npx_embedding""".split())
-_SUMS = frozenset(["sum", "_np_sum"])
 
 
 def remedy_of_data(session: Session, finding: Finding, batches: Sequence[int]) -> str:
@@ -39,7 +35,7 @@ def notes(session: Session, view: Any, batches: Sequence[int]) -> Iterator[str]:
     nodes = {finding.node for finding in forward if finding.reason.startswith("range above")}
     for of in session.graphs.values():
         for node in of.clean.nodes():
-            if node.op in _SUMS and node.name in nodes:
+            if node.op in family("sum") and node.name in nodes:
                 yield f"{node.name} is a sum over {_terms(session, of, node):.6g} elements: " \
                       "their mean may fit"
     if view.window and view.window.high < 2 * view.training.smallest <= 2:
@@ -81,9 +77,9 @@ def _is_index(session: Session, name: str) -> bool:
         left = [Entry(node) for node in of.clean.nodes() if node.is_variable and node.name == name]
         for entry in left:
             for reader in filter(None, readers.get(entry, [])):
-                if reader.op in _TAKE_INDICES:
+                if reader.op in family("selection"):
                     return True
-                if reader.op in CASTS or reader.op in COPIES:
+                if reader.op in family("cast", "rearrangement"):
                     left.append(Entry(reader))
     return False
 

@@ -40,6 +40,7 @@ from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
 from ..graph.keep import operator_names
+from ..graph.operators import CASTS, LOSSES, family
 from ..policy import POLICIES, Policy, get_policy
 from ..record import record_in
 from ..symbolic.convert import check_parameters, convert_model, declared_types
@@ -53,9 +54,6 @@ _IR_VERSION = 8  # of the file's format, which ONNX 1.10 and later read
 
 Shape = Tuple[int, ...]
 Shapes = Union[Shape, Sequence[Shape], Mapping[str, Shape]]
-
-_HEADS = frozenset("SoftmaxOutput LinearRegressionOutput LogisticRegressionOutput "
-                   "MAERegressionOutput".split())  # they read labels in training only
 
 
 @dataclass
@@ -305,7 +303,7 @@ def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
     for node in graph.nodes():
         if node.is_variable:
             continue
-        read = node.inputs[:1] if node.op in _HEADS else node.inputs
+        read = node.inputs[:1] if node.op in LOSSES else node.inputs  # no labels
         data.update((e.node.name, None) for e in read
                     if e.node.is_variable and e.node.name not in arrays)
     data.update((e.node.name, None) for e in graph.outputs
@@ -360,10 +358,8 @@ def _arange(node: Node, count: int) -> Any:
 
 # Constant folding of operators that copy or round values: from inputs, node and output shape.
 _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
-    **dict.fromkeys(("Cast", "amp_cast"), lambda x, node, shape, dtype: as_type(x[0], dtype)),
-    **dict.fromkeys(("Reshape", "Flatten", "expand_dims", "squeeze", "_np_reshape", "_npx_reshape",
-                     "_np_squeeze"),
-                    lambda x, node, shape, dtype: x[0].reshape(shape)),
+    **dict.fromkeys(CASTS, lambda x, node, shape, dtype: as_type(x[0], dtype)),
+    **dict.fromkeys(family("reshape"), lambda x, node, shape, dtype: x[0].reshape(shape)),
     "_rnn_param_concat": lambda x, node, shape, dtype: np.concatenate([a.ravel() for a in x]),
     **dict.fromkeys(("_arange", "_npi_arange"), lambda x, node, shape, dtype: as_type(
         _arange(node, shape[0]), dtype)),

@@ -12,7 +12,8 @@ from .._mxnet import np
 from ..annotations import DType
 from ..cpu.arrays import TYPES_16BIT
 from ..formats import FORMATS
-from ..graph.graph import CASTS, Entry, Node
+from ..graph.graph import Entry, Node
+from ..graph.operators import CASTS
 
 OPSET = 13  # the version of ONNX's operators
 BFLOAT16 = "bfloat16"  # numpy has no such type: its values are in float32 arrays

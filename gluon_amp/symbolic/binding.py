@@ -41,7 +41,7 @@ from ..graph.build import (
 from ..graph.channels_last import channels_last
 from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
-from ..graph.operators import BATCH_NORMS, LOSSES
+from ..graph.operators import BATCH_NORMS, LOSSES, moving_averages, set_frozen
 from ..policy import POLICIES
 from ..training.backward import heads_within
 
@@ -126,9 +126,7 @@ class Bindable(mx.sym.Symbol):
         graph = Graph.read(symbol)
         made.has_loss = any(node.op in LOSSES for node in graph.nodes())
         made.devices = devices_that_wait(graph)
-        users = {entry.node.name for node in graph.nodes() if node.op == "Custom"
-                 for entry in node.inputs}
-        made.averages = frozenset(symbol.list_auxiliary_states()) - users
+        made.averages = frozenset(moving_averages(graph))
         return made
 
     def simple_bind(self, ctx: Context, grad_req: GradReq = "write",
@@ -245,14 +243,13 @@ def _freeze(graph: Graph, requests: Mapping[str, str]) -> bool:
     frozen = [node for node in graph.nodes() if trains and node.op in BATCH_NORMS
               and all(requests.get(entry.node.name) == "null" for entry in _parameters_of(node))]
     for node in frozen:
-        node.attrs["use_global_stats"] = "True"
+        set_frozen(node, True)
     return bool(frozen)
 
 
 def _parameters_of(norm: Node) -> List[Entry]:
     """Returns gamma and beta of a batch norm; beta alone if it fixes gamma at 1."""
-    fixed = norm.attrs.get("fix_gamma", "True") in ("True", "true", "1")
-    return norm.inputs[2 if fixed else 1:3]
+    return norm.inputs[2 if norm.is_set("fix_gamma", True) else 1:3]
 
 
 def _requests(grad_req: Any, arguments: List[str]) -> Dict[str, str]:

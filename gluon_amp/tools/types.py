@@ -13,7 +13,8 @@ from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock, blocks_in
 from ..graph import operators
 from ..graph.casts import sparse_nodes, touches_sparse
-from ..graph.graph import CASTS, Entry, Graph, Node
+from ..graph.graph import Entry, Graph, Node
+from ..graph.operators import CASTS
 from ..symbolic.convert import declared_types
 
 

@@ -176,7 +176,7 @@ def _ignores(node: Node, facts: Facts, passes: Collection[Entry]) -> bool:
     if node.op in USER_CODE:
         return node.name in facts.ignoring
     return node.op in HEADS and node.inputs[0] in passes \
-        and node.attrs.get("out_grad") not in ("True", "true", "1")
+        and not node.is_set("out_grad")
 
 
 Inner = Tuple[Graph, Facts, Iterable[Tuple[str, Entry]]]

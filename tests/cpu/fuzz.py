@@ -631,7 +631,8 @@ class Runner:
         import mxnet as mx
         import numpy as np
         from gluon_amp.cpu import library
-        self.mx, self.np, self.library = mx, np, library
+        from gluon_amp.graph.operators import COLUMNS
+        self.mx, self.np, self.library, self.constants = mx, np, library, COLUMNS["constants"]
         self.operators = sorted(self._operators())
 
     def _operators(self):
@@ -651,9 +652,7 @@ class Runner:
         """The attributes for float32: constants rounded to float16."""
         made = dict(call.attrs)
         for key, value in call.attrs.items():
-            places = f"{call.name}.{key}" in {f"{name}.{end}" for name in self.library.RANGES
-                                              for end in ("start", "stop")}
-            if (key in self.library.CONSTANTS or places) and value != "None":
+            if {key, f"{call.name}.{key}"} & self.constants and value != "None":
                 with self.np.errstate(over="ignore"):
                     made[key] = repr(float(self.np.float16(float(value))))
             if key in ("dtype", "out_dtype") and value == F16:

@@ -101,6 +101,7 @@ FAILING = """
 import os
 import gluon_amp as amp, mxnet as mx
 from gluon_amp.cpu import library
+from gluon_amp.graph.operators import engine_columns
 from mxnet import nd
 
 half = nd.ones((2, 2), dtype="float16")
@@ -128,13 +129,13 @@ names = library._operator_names
 before = planned()
 for lasts in (["no_such_operator"], ["Custom", "no_such_operator"]):
     library._operator_names = lambda: [*names(), *lasts]
-    library.start()
+    library.start(engine_columns())
     assert "no_such_operator" in reason()
     assert mxnet_refuses_float16()
     assert not library.table().operators(), library.table().operators()
     assert planned() == before
 library._operator_names = names
-library.start()
+library.start(engine_columns())
 assert reason() is None
 assert (nd.dot(half, half).asnumpy() == 2).all()
 net = mx.gluon.nn.Dense(2)

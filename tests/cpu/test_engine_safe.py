@@ -410,7 +410,7 @@ def test_failed_check_is_reported_at_first_use(check, monkeypatch):
     monkeypatch.setattr(library, "_table", None)
     monkeypatch.setattr(library, "_error", None)
     monkeypatch.setattr(library, check, refuse)
-    library.start()  # as in the import: raises nothing
+    library.start("")  # as in the import: raises nothing
     for _ in range(2):
         with pytest.raises(library.KernelError, match="not this one"):
             library.load()
@@ -427,7 +427,7 @@ def test_unfit_memory_layout_is_refused_in_one_sentence(monkeypatch):
     monkeypatch.setattr(library, "_table", None)
     monkeypatch.setattr(library, "_error", None)
     monkeypatch.setattr(library, "table", Probed)
-    library.start()
+    library.start("")
     with pytest.raises(library.KernelError) as error:
         library.load()
     assert str(error.value) == "this MXNet 1.9.1 is laid out differently from PyPI's wheels, so " \

@@ -3,7 +3,8 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.graph.graph import CASTS, Graph
+from gluon_amp.graph.graph import Graph
+from gluon_amp.graph.operators import CASTS
 from mxnet import autograd, nd
 from mxnet.gluon import contrib, nn
 from mxnet.gluon.loss import L2Loss

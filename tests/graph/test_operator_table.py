@@ -1,4 +1,5 @@
 """Each operator of MXNet has a row in the table, and runs in its type from every namespace."""
+import ctypes
 import re
 
 import gluon_amp as amp
@@ -32,8 +33,29 @@ def test_table_has_no_unknown_operators():
 
 
 def test_no_operator_has_two_rows():
-    words = [name for _, _, names in operators._TABLE for name in names.split()]
+    words = [name for *_, names in operators._TABLE for name in names.split()]
     assert len(words) == len(set(words))
+
+
+def test_columns_have_operators_of_mxnet_only():
+    backward = {name for name in PRIMARY if "backward" in name}
+    of_mxnet = set(operators.OPERATORS) | backward | operators.COLUMNS["runs_in_mxnet"]
+    columns = {name: names for name, names in operators.COLUMNS.items() if name != "constants"}
+    assert {name: names - of_mxnet for name, names in columns.items() if names - of_mxnet} == {}
+    assert {name for name in operators.COLUMNS["runs_in_mxnet"] if not _exists(name)} == set()
+
+
+def _exists(name):
+    handle = ctypes.c_void_p()
+    return not mx.base._LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle))
+
+
+def test_moving_averages_are_the_inputs_that_norms_mutate():
+    names = sorted(operators.BATCH_NORMS - {"CuDNNBatchNorm"})
+    for name in names:
+        data = [Entry(Node("null", f"x{i}")) for i in range(5)]
+        graph = Graph([Entry(Node(name, "norm", {"key": "k"} if "Sync" in name else {}, data))])
+        assert operators.moving_averages(graph) == {"x3", "x4"} == graph.mutated(), name
 
 
 def test_operators_with_dedicated_kernels_exist_in_mxnet():

@@ -166,6 +166,6 @@ nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int 
   return found;
 }
 
-void set_constants(int count, const char** names) { constants().insert(names, names + count); }
+void add_constant(const std::string& name) { constants().insert(name); }
 
 }  // namespace gluon_amp

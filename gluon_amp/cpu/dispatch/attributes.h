@@ -21,6 +21,6 @@ nnvm::ObjectPtr copy_node(const Operator& op, const NodeAttrs& attrs, int type16
 nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int type16);
 
 // Sets the names of attributes with constants; "_arange.start" is for that operator only.
-void set_constants(int count, const char** names);
+void add_constant(const std::string& name);
 
 }  // namespace gluon_amp

@@ -398,7 +398,6 @@ std::string operator_rows() {
     const int supports = op.own ? op.own->supports : 0;
     made << name;
     if (op.own) made << " own_code";
-    if (traits_of(name) & kMoves) made << " moves";
     if (supports & kAnyOrder) made << " any_order";
     if (supports & kBlocks) made << ((supports & kAlike) == kAlike ? " alike" : " blocks");
     made << "\n";

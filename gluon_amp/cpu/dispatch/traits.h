@@ -1,5 +1,4 @@
-// The table of operators: what the engine needs of some operators of MXNet beyond their functions. Python reads
-// it, too (library.py: operators).
+// The engine's columns of the table of operators (graph/operators.py).
 #pragma once
 #include <cstddef>
 #include <string>
@@ -8,17 +7,25 @@
 namespace gluon_amp {
 
 enum Trait : unsigned {
-  kRunsInMXNet = 1,         // MXNet always runs it
+  kRunsInMXNet = 1,    // MXNet always runs it: it holds graphs, is asynchronous, copies between devices, compares
+                       // pointers, or has outputs of dynamic shapes
   kMoves = 2,          // it creates or copies values; MXNet's code copies float16 values as fast
-  kLeavesOutputs = 4,  // it does not write some outputs, which are initialized to zeros
+  kLeavesOutputs = 4,  // a backward pass that does not write some outputs, such as the gradients of labels and
+                       // lengths; they are initialized to zeros
   kRefusesFloat16 = 8,   // its type inference refuses float16
   kPushesWeight = 16,  // in predictions it reorders its weight in a later task of MXNet's engine
   kHasParameters = 32, // a convolution or a dense layer, or its backward pass (Settings::float32_parameters)
   kForgetsBias = 64,   // oneDNN's code writes the bias gradient (2) only with the weight's (1)
   kCasts = 128,        // its `dtype` is the type of its result
-  kLeavesInput = 256,  // it does not write elements of its output that equal the input's
-  kRefusesEmpty = 512  // it does not support empty inputs where a result is not empty
+  kLeavesInput = 256,  // it does not write elements of its output that equal the input's, such as the middle of an
+                       // odd width, or images with one channel
+  kRefusesEmpty = 512, // it divides by the size of an axis, reads an array that has no elements, or does not
+                       // write its result
+  kUserCode = 1024     // it runs the user's Python
 };
+
+// Reads the columns: for each a line of its name, and a line of operators. Called once, before any other function.
+void read_columns(const char* text);
 
 unsigned traits_of(const std::string& name);
 // The inputs of an operator that are moving averages, which it updates.
