@@ -8,7 +8,6 @@ from collections import OrderedDict
 from functools import partial
 from typing import (
     Any,
-    Collection,
     Dict,
     Iterable,
     Iterator,
@@ -35,12 +34,13 @@ from ..cpu.arrays import (
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
-from ..graph.keep import Operators, matches_none, matches_nothing, matching, operators_in
+from ..graph.keep import Kept, Operators, matches_none, matches_nothing, matching, operators_in
 from ..graph.operators import CASTS
 from ..policy import Policy, get_policy
 from ..record import record_like
 from ..training.masters import trainers_of
 from .converted import (
+    NOT_TRACED,
     ConvertedBlock,
     PolicyBlock,
     State,
@@ -57,9 +57,8 @@ from .parameter import ConvertedParameter, cast, make_repeatable
 from .records import (
     Computes,
     check_blocks,
-    kept_in,
-    kept_nodes,
-    kept_operators,
+    kept_in_blocks,
+    kept_in_record,
     paths_in,
     policy_of,
 )
@@ -100,9 +99,9 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
 
     Raises:
         TypeError: `net` is not a Block, or an entry of `keep` has another type.
-        ValueError: the policy is unknown, `keep` matches nothing, a parameter is float64, or a
-            SymbolBlock has casts and 16-bit parameters; or the policy or `keep` is not that of the
-            loaded parameters. The network does not change.
+        ValueError: the policy is unknown, `keep` matches nothing, a trained parameter is float64,
+            or a SymbolBlock has casts and 16-bit parameters; or the policy or `keep` is not that of
+            the loaded parameters. The network does not change.
     """
     if not isinstance(net, Block):
         for_symbols = isinstance(net, mx.sym.Symbol)
@@ -114,8 +113,9 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     if isinstance(keep, (str, Block, type)) or not isinstance(keep, Iterable):
         keep = [keep]
     keep = tuple(keep)
-    kept, nodes = _resolve_keep(net, keep)
     blocks = list(blocks_in(net))
+    graphs = _Graphs(blocks)
+    kept_blocks, kept = _resolve_keep(graphs, keep)
     mixed = not policy.is_float32
     for block in blocks:
         if mixed and isinstance(block, HybridBlock):
@@ -124,8 +124,8 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     around = list(blocks_around(net, set(blocks)))
     if mixed and like is None:
-        _check_loaded(blocks, around, policy, kept, nodes, _kept_operators(keep))
-    _convert_blocks(blocks, kept, nodes, policy, keep, paths_in(net), like is None)
+        _check_loaded(blocks, around, policy, kept_blocks, kept)
+    _convert_blocks(graphs, kept_blocks, kept, policy, keep, paths_in(net), like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
@@ -144,7 +144,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
 def _convert_like(net: Block, policy: object, keep: object, like: object) -> Block:
     """Converts a network as the record of a file states."""
     path, record = record_like(like, policy, keep)
-    kept = kept_in(record, net)
+    kept = kept_in_record(record, net)
     blocks = {path: block for block, path in paths_in(net).items()}
     missing = [at for at in record.policies if at not in blocks]
     if missing or any(block is None for block, _ in kept):
@@ -158,18 +158,13 @@ def _convert_like(net: Block, policy: object, keep: object, like: object) -> Blo
     return net
 
 
-def _kept_operators(keep: Sequence[Any]) -> Set[str]:
-    """Returns the operators that `keep` lists."""
-    return {name for entry in keep if isinstance(entry, Operators) for name in entry.names}
-
-
-def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy, kept: Set[Block],
-                  nodes: Set[str], operators: Set[str]) -> None:
+def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy,
+                  kept_blocks: Set[Block], kept: Kept) -> None:
     """Refuses a conversion that the records of loaded parameters contradict."""
-    mine = dict.fromkeys(blocks, policy)
+    policies = dict.fromkeys(blocks, policy)
     check_blocks([*blocks, *around], Computes(
-        lambda block: None if block in kept else mine.get(block) or policy_of(block),
-        nodes | kept_nodes(around), operators | kept_operators(around)))
+        lambda block: None if block in kept_blocks else policies.get(block) or policy_of(block),
+        Kept.union([kept, kept_in_blocks(around)])))
 
 
 def restore(net: Block, masters: Any = None) -> Block:
@@ -203,25 +198,26 @@ def restore(net: Block, masters: Any = None) -> Block:
     return net
 
 
-def _convert_blocks(blocks: List[Block], kept: Set[Block], nodes: Set[str], policy: Policy,
+def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy: Policy,
                     keep: Sequence[Any], paths: Dict[Block, str], compares: bool) -> None:
     """Sets the classes and states of blocks, and the types of their parameters.
 
     Args:
-        kept: the blocks that stay float32.
-        nodes: the names of the nodes that stay float32.
+        graphs: the graphs of the blocks.
+        kept_blocks: the blocks that stay float32.
+        kept: what else stays float32.
         keep: what stays float32 in new children.
         compares: whether files must have the same policy and keep=.
     """
-    operators = frozenset(_kept_operators(keep))
-    types = _parameter_types(blocks, policy, kept, nodes, operators)
+    blocks = graphs.blocks
+    types = _parameter_types(graphs, policy, kept_blocks, kept)
     _check_parameters(types)
     for trainer in {p._trainer for p in types if p.grad_req != "null"}:
         if hasattr(trainer, "check_policy"):
             trainer.check_policy(policy)
     states = [State(
-        policy, policy, _was_hybridized(block), block in kept, frozenset(nodes), operators,
-        partial(_convert_new_child, policy, keep, block in kept, compares),
+        policy, policy, _was_hybridized(block), block in kept_blocks, kept,
+        partial(_convert_new_child, policy, keep, block in kept_blocks, compares),
         paths[block], compares) for block in blocks]
     if policy.is_float32:
         restore_blocks(blocks)
@@ -247,8 +243,10 @@ def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
     """
     new = [b for b in blocks_in(child) if not isinstance(b, PolicyBlock)]
     if new:
-        kept, nodes = _resolve_keep(child, [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(new, kept, nodes, policy, keep, paths_in(child, path), compares)
+        kept_blocks, kept = _resolve_keep(
+            _Graphs(list(blocks_in(child))), [child] if inside_kept else keep, must_match=False)
+        _convert_blocks(_Graphs(new), kept_blocks, kept, policy, keep, paths_in(child, path),
+                        compares)
 
 
 def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
@@ -281,8 +279,9 @@ def _give_classes(blocks: List[Block], mixed: bool) -> None:
         except TypeError as error:
             for other, theirs in zip(blocks[:done], before):
                 other.__class__ = theirs
-            raise TypeError(f"convert makes a subclass of each block's class, which "
-                            f"{cls.__name__} does not allow: {error}") from error
+            raise TypeError(f"convert makes a subclass of each block's class, which {cls.__name__} "
+                            "does not allow. Valid: classes whose first base is a block, not "
+                            f"abc.ABC or typing.Generic. Received: {error}") from error
 
 
 def _mark_and_hybridize(block: Any, state: State) -> None:
@@ -295,7 +294,59 @@ def _mark_and_hybridize(block: Any, state: State) -> None:
             block._flags = block._flags or []
 
 
-def _graphs(block: Block) -> List[Graph]:
+class _Graphs:
+    """The graphs of a network's blocks: those that they have run or, of a block that has not run,
+    one that `trace` traces, once."""
+
+    def __init__(self, blocks: List[Block]) -> None:
+        self.blocks = blocks
+        self._have_run = [graph for block in blocks for graph in _graphs_of(block)]
+        self._traced: Dict[Block, Optional[Graph]] = {}
+
+    def all(self) -> List[Graph]:
+        """Returns the graphs so far."""
+        return [*self._have_run, *filter(None, self._traced.values())]
+
+    def operators(self) -> Dict[str, str]:
+        """Returns the operators of the graphs so far, by the names of their nodes."""
+        return {name: op for graph in self.all() for name, op in operators_in(graph).items()}
+
+    def trace(self, block: HybridBlock) -> Optional[Graph]:
+        """Returns the graph of a block, which it traces once; None if it cannot be traced."""
+        if block not in self._traced:
+            with mx.name.NameManager():  # the outer one counts the names of later traces
+                self._traced[block] = _trace(block)
+        return self._traced[block]
+
+    def trace_all(self) -> bool:
+        """Traces the outermost blocks that can be traced; returns whether these are all."""
+        traced: Set[Block] = set()
+        complete = True
+        for block in self.blocks:
+            if isinstance(block, HybridBlock) and block not in traced:
+                if self.trace(block):
+                    traced.update(blocks_in(block))
+                else:
+                    complete = False
+        return complete
+
+    def mutated(self) -> Set[str]:
+        """Returns the parameters that operators of these blocks mutate.
+
+        Besides MXNet's batch norms, only blocks of the user's own classes with parameters of their
+        own may have such operators. Those that have not run are traced.
+        """
+        seen: Set[str] = set().union(*(graph.variables() for graph in self.all()))
+        for block in self.blocks:
+            of_user = isinstance(block, HybridBlock) \
+                and type(block).__module__.split(".")[0] != "mxnet"
+            if of_user and not {p.name for p in block._reg_params.values()} <= seen:
+                graph = self.trace(block)
+                seen.update(graph.variables() if graph else ())
+        return set().union(*(graph.mutated() for graph in self.all()))
+
+
+def _graphs_of(block: Block) -> List[Graph]:
     """Returns all graphs that a converted block has run, or the last one of any other block."""
     last = getattr(block, "_cached_graph", None)
     traced = block._amp.traces.values() if isinstance(block, ConvertedBlock) else ()
@@ -310,65 +361,47 @@ def _trace(block: HybridBlock) -> Optional[Graph]:
     try:
         outputs = block(*(i.as_np_ndarray() if mx.util.is_np_array() else i for i in inputs))
         return Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in _flatten(outputs, "output")[0]]))
-    except Exception:  # the user's code may read shapes or values
+    except NOT_TRACED as error:
+        log.debug("%s cannot be traced: %r", block.name, error)
         return None
 
 
-def _operators(blocks: Iterable[Block]) -> Tuple[Dict[str, str], bool]:
-    """Returns the operators of the nodes of blocks that have not run, by their names, and whether
-    these are all: some blocks cannot be traced."""
-    operators: Dict[str, str] = {}
-    traced: Set[Block] = set()
+def _resolve_keep(graphs: _Graphs, keep: Iterable[Any],
+                  must_match: bool = True) -> Tuple[Set[Block], Kept]:
+    """Returns the blocks that `keep` lists, with those inside them, and what else it lists. It
+    traces blocks that have not run only if the names of their nodes decide."""
+    blocks, operators = graphs.blocks, graphs.operators()
     complete = True
-    for block in blocks:
-        if not isinstance(block, HybridBlock) or block in traced:
-            continue
-        graph = _trace(block)
-        if graph:
-            operators.update(operators_in(graph))
-            traced.update(blocks_in(block))
-        else:
-            complete = False
-    return operators, complete
-
-
-def _resolve_keep(net: Block, keep: Iterable[Any],
-                  must_match: bool = True) -> Tuple[Set[Block], Set[str]]:
-    """Returns the blocks that `keep` lists, with those inside them, and the names of nodes that it
-    lists. It checks operators."""
-    blocks = list(blocks_in(net))
-    operators = {name: op for b in blocks for g in _graphs(b) for name, op in
-                 operators_in(g).items()}
-    complete = True
-    kept: Set[Block] = set()
-    kept_nodes: Set[str] = set()
+    kept_blocks: Set[Block] = set()
+    nodes: Set[str] = set()
     for entry in keep:
-        found: Set[Block] = set()
+        matched: Set[Block] = set()
         names: Set[str] = set()
         if isinstance(entry, Block):
-            found = {b for b in blocks if b is entry}
+            matched = {b for b in blocks if b is entry}
         elif isinstance(entry, type) and issubclass(entry, Block):
-            found = {b for b in blocks if isinstance(b, entry)}
-        elif isinstance(entry, str):
-            matched, names = matching(entry, {b.name for b in blocks}, set(operators))
+            matched = {b for b in blocks if isinstance(b, entry)}
+        elif isinstance(entry, (str, Operators)):
+            if isinstance(entry, str):
+                (of_blocks,) = matching(entry, {b.name for b in blocks})
+                matched = {b for b in blocks if b.name in of_blocks}
             if must_match and not matched and not operators:
-                operators, complete = _operators(blocks)
-                (names,) = matching(entry, set(operators))
-            found = {b for b in blocks if b.name in matched}
-        elif isinstance(entry, Operators):
-            if must_match and not operators:
-                operators, complete = _operators(blocks)
-            if must_match and complete and entry.must_match and not entry.among(operators):
-                raise ValueError(matches_none(entry, operators))
-            continue  # State.keep_operators
+                complete = graphs.trace_all()
+                operators = graphs.operators()
+            if isinstance(entry, Operators):
+                if must_match and complete and entry.must_match and not entry.among(operators):
+                    raise ValueError(matches_none(entry, operators))
+                continue  # Kept.operators
+            (names,) = matching(entry, set(operators))
         else:
             raise TypeError("keep takes blocks, classes of blocks, regular expressions and "
                             f"gluon_amp.ops(...). Received: {entry!r}")
-        if must_match and not found and not names:
+        if must_match and not matched and not names:
             raise ValueError(_matches_nothing(entry, blocks, operators))
-        kept.update(inner for block in found for inner in blocks_in(block))
-        kept_nodes |= names
-    return kept, kept_nodes
+        kept_blocks.update(inner for block in matched for inner in blocks_in(block))
+        nodes |= names
+    return kept_blocks, Kept(frozenset(nodes), frozenset().union(
+        *(entry.names for entry in keep if isinstance(entry, Operators))))
 
 
 def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str]) -> str:
@@ -383,19 +416,19 @@ def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str])
     return matches_nothing(what, word, there)
 
 
-def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block], nodes: Set[str],
-                     operators: Collection[str]) -> Dict[Parameter, str]:
-    """Returns the type of each floating-point parameter that these hybrid blocks own.
+def _parameter_types(graphs: _Graphs, policy: Policy, kept_blocks: Set[Block],
+                     kept: Kept) -> Dict[Parameter, str]:
+    """Returns the type of each floating-point parameter that hybrid blocks own.
 
     A shared parameter is float32 if any of its blocks requires it. Statistics (not differentiable),
     other parameters that operators mutate, and sparse parameters stay float32 under every policy:
     MXNet supports no other type for them. Constants stay float32, because they may be ids or beyond
-    float16's range.
+    float16's range. Parameters in float64 that nothing can train keep their type.
     """
-    float32: Set[Parameter] = {p for block in kept for p in block.params.values()}
-    mutated = _mutated(blocks)
+    float32: Set[Parameter] = {p for block in kept_blocks for p in block.params.values()}
+    mutated = graphs.mutated()
     owned: Dict[Parameter, None] = {}
-    for block in blocks:
+    for block in graphs.blocks:
         parameters = list(block.params.values())
         if not isinstance(block, HybridBlock):
             float32.update(parameters)  # a plain Block computes in float32
@@ -406,11 +439,9 @@ def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block], node
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):
             graph = Graph.read(block._cached_graph[1])
-            names = float32_variables(graph, policy, nodes | {
-                name for name, op in operators_in(graph).items() if op in operators})
+            names = float32_variables(graph, policy, kept.in_graph(graph))
             float32.update(p for p in parameters if p.name in names)
-        float32.update(p for p in parameters if not p._differentiable or p.name in mutated
-                       or isinstance(p, mx.gluon.Constant)
+        float32.update(p for p in parameters if not _can_train(p) or p.name in mutated
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
     types = {p: "float32" if p in float32 else policy.parameter.name for p in owned
@@ -418,22 +449,8 @@ def _parameter_types(blocks: List[Block], policy: Policy, kept: Set[Block], node
     return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
 
 
-def _mutated(blocks: List[Block]) -> Set[str]:
-    """Returns the parameters that operators of these blocks mutate.
-
-    Besides MXNet's batch norms, only blocks of the user's own classes with parameters of their own
-    may have such operators. Those that have not run are traced.
-    """
-    graphs = [graph for block in blocks for graph in _graphs(block)]
-    seen: Set[str] = set().union(*(graph.variables() for graph in graphs))
-    for block in blocks:
-        own = isinstance(block, HybridBlock) and type(block).__module__.split(".")[0] != "mxnet"
-        if own and not {p.name for p in block._reg_params.values()} <= seen:
-            with mx.name.NameManager():  # the outer one counts the names of later traces
-                graph = _trace(block)
-            graphs += [graph] if graph else []
-            seen.update(graph.variables() if graph else ())
-    return set().union(*(graph.mutated() for graph in graphs))
+def _can_train(parameter: Parameter) -> bool:
+    return parameter._differentiable and not isinstance(parameter, mx.gluon.Constant)
 
 
 def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:

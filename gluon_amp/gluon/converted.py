@@ -58,7 +58,7 @@ from ..graph.build import (
 from ..graph.casts import SPARSE, STORAGE, insert_casts
 from ..graph.channels_last import channels_last
 from ..graph.graph import Graph
-from ..graph.keep import operator_names, operators_in
+from ..graph.keep import Kept, operator_names
 from ..graph.norms import fuse_norms
 from ..policy import Policy
 from ..record import Record, put_record, save_arrays
@@ -101,10 +101,10 @@ class Trace:
     clean: Graph  # the same as a Graph
     in_format: Any
     out_format: Any
-    # by (whether on a GPU, the inputs' types, whether a hook reads its tensors, whether it runs in
-    # float32, whether it trains on a GPU)
-    ops: Dict[Any, Op] = field(default_factory=dict)
-    kept: FrozenSet[str] = frozenset()  # nodes that blocks in keep= have created
+    # by (the device: "cpu", "gpu" or "gpu in training", the inputs' types)
+    ops: Dict[Tuple[str, Tuple[str, ...]], Op] = field(default_factory=dict)
+    hooked: bool = False  # whether a hook reads the tensors of these CachedOps
+    kept: FrozenSet[str] = frozenset()  # nodes of blocks and operators in keep=
     devices: int = 1  # devices that synchronize in training
 
     def is_alike(self, other: "Trace") -> bool:
@@ -121,8 +121,7 @@ class State:
     given: Policy  # of `convert`; `policy` differs if the block runs imperatively
     active: bool  # whether the restored block is hybridized
     keep: bool  # whether keep= has this block or one around it
-    keep_nodes: FrozenSet[str]  # nodes that stay float32
-    keep_operators: FrozenSet[str]  # operators of which all nodes stay float32, also of new traces
+    kept: Kept  # the nodes and operators in keep=
     convert_child: Callable[[Any, str], None]  # converts a new child at this path
     path: str  # the block's path in that network, such as ".body.0"
     compares: bool  # whether files must have the same policy and keep=
@@ -131,7 +130,7 @@ class State:
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
-    kept: FrozenSet[str] = frozenset()  # those of the block's current trace
+    trace: Optional[Trace] = None  # the current one
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
 
@@ -181,7 +180,7 @@ class PolicyBlock:
             raise TypeError(f"{type(self).__name__} defines its own pickling: restore the network "
                             "first")
         state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None,
-                                          kept=frozenset(), recorders=())}
+                                          trace=None, recorders=())}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
@@ -284,7 +283,7 @@ class PolicyHybridBlock(PolicyBlock):
             try:
                 self._get_graph(*[one] * count)
                 return self._cached_graph
-            except Exception as error:  # the user's code may read shapes or values
+            except NOT_TRACED as error:
                 log.debug("%s cannot be traced: %r", self.name, error)
             finally:
                 self._clear_cached_op()
@@ -457,9 +456,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        if self._amp.keep or self._amp.keep_operators:
-            kept |= {name for name, op in operators_in(clean).items()
-                     if self._amp.keep or op in self._amp.keep_operators}
+        kept |= operator_names(clean) if self._amp.keep else self._amp.kept.in_graph(clean)
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 
@@ -511,17 +508,21 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         """Returns the CachedOp for MXNet's current mode and for these arguments."""
         trace = self._use_trace(f"{structure}{storage_types(arrays) or ''}", *args)
         # MXNet's `forward` has set the current device to the first array's
-        on_gpu = mx.context.current_context().device_type == "gpu"
-        # by device, because check_device differs; the graph is the same
-        key = on_gpu, tuple([dtype_name(a.dtype) for a in arrays])
+        device = mx.context.current_context().device_type
+        on_gpu, types = device == "gpu", tuple([dtype_name(a.dtype) for a in arrays])
         if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
-            return self._amp.stand_in(self, key, arrays)
-        which = (*key, bool(self._callback), on_gpu and autograd.is_training())
-        if which not in trace.ops:
-            trace.ops[which] = self._make_op(trace.clean, *which)
-        return trace.ops[which]
+            return self._amp.stand_in(self, (on_gpu, types), arrays)
+        if trace.hooked != bool(self._callback):
+            trace.ops.clear()
+            trace.hooked = bool(self._callback)
+        # Predictions on an H200 were slower with their channels last.
+        key = "gpu in training" if on_gpu and autograd.is_training() else device, types
+        if key not in trace.ops:
+            trace.ops[key] = self._make_op(trace.clean, on_gpu, types,
+                                           not trace.hooked and key[0] != "gpu")
+        return trace.ops[key]
 
     def free_ops(self) -> None:
         """Frees the CachedOps and their memory; the next call creates them again."""
@@ -545,22 +546,14 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         # bypasses MXNet's __setattr__, which takes several microseconds
         vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
                           _out_format=trace.out_format)
-        state.kept = trace.kept
+        state.trace = trace
         return trace
 
-    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...],
-                 hooked: bool, trains_on_gpu: bool) -> Op:
-        """Returns a CachedOp.
-
-        Args:
-            hooked: whether a hook reads its tensors.
-            trains_on_gpu: whether it trains there. Predictions on an H200 were slower with their
-                channels last.
-        """
-        state, names = self._amp, [d.name for d in self._cached_graph[0]]
+    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...], layouts: bool) -> Op:
+        names = [d.name for d in self._cached_graph[0]]
         graph, types = self.mixed_graph(dtypes, clean)
-        return make_op(self, graph, types, state.policy, names, parameters_in(self), self._flags,
-                       on_gpu, blocks=not hooked and (trains_on_gpu or not on_gpu))
+        return make_op(self, graph, types, self._amp.policy, names, parameters_in(self),
+                       self._flags, on_gpu, layouts)
 
     def mixed_graph(self, dtypes: Iterable[str],
                     clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:
@@ -572,7 +565,8 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
 
     def kept_nodes(self) -> FrozenSet[str]:
         """Returns the nodes of the current graph that stay float32 by `keep=`."""
-        return self._amp.kept.union(*(state.keep_nodes for state in _states(self)))
+        of_trace = self._amp.trace.kept if self._amp.trace else frozenset()
+        return of_trace.union(*(state.kept.nodes for state in _states(self)))
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
                    also: Iterable[str] = ()) -> Graph:
@@ -622,7 +616,7 @@ def _inputs_of(sources: Iterable[Tuple[bool, Any]], data: Sequence[Array]) -> Li
 
 def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,
             data: Sequence[str], parameters: Mapping[str, Any], flags: Iterable[Any],
-            on_gpu: bool = False, blocks: bool = False, **settings: Any) -> Op:
+            on_gpu: bool = False, layouts: bool = False, **settings: Any) -> Op:
     """Returns the CachedOp of a block's graph.
 
     The CachedOp returns numpy arrays if the block was traced in numpy mode.
@@ -633,14 +627,14 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
         policy: the policy of the casts.
         data, parameters, flags: as in `cached_op`.
         on_gpu: whether it runs on a GPU.
-        blocks: whether images within the graph may have another layout.
+        layouts: whether images within the graph may have another layout.
         settings: further arguments of `build`.
     """
     check_device(graph, policy, on_gpu)
-    if on_gpu and blocks:
+    if on_gpu and layouts:
         graph = channels_last(graph, types, {name: p.shape for name, p in parameters.items()})
-    built = build(graph, types, policy, blocks=blocks, **settings)
-    if on_gpu and blocks:
+    built = build(graph, types, policy, layouts=layouts, **settings)
+    if on_gpu and layouts:
         built = fuse_norms(built, types)
     symbol = built.symbol()
     if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
@@ -705,8 +699,10 @@ def check_backend(backend: Optional[str]) -> None:
                          f"Valid: hybridize() without backend=. Received: {backend!r}")
 
 
-# Errors of a hybrid_forward that accepts arrays only.
+# Errors of a hybrid_forward that accepts arrays only; and those of one that is traced before its
+# first call, when parameters may have no values either.
 _ONLY_ARRAYS = (AttributeError, AssertionError, TypeError, ValueError, NotImplementedForSymbol)
+NOT_TRACED = (*_ONLY_ARRAYS, LookupError, RuntimeError)
 
 
 _BLOCK = "block_of_gluon_amp"  # an attribute of such an error
@@ -789,19 +785,10 @@ def converted_class(cls: type, mixed: bool) -> type:
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
         contents["__getitem__"] = _item_or_part
-    metaclass: Any = _ConvertedType if _has_plain_layout(cls) else _ConvertedTypeFirst
+    metaclass: Any = _ConvertedType
     if type(cls) is not type:
         metaclass = type(metaclass.__name__, (metaclass, type(cls)), {})
-    bases = (front, cls) if _has_plain_layout(cls) else (cls, front)
-    return metaclass(cls.__name__, bases, contents)
-
-
-def _has_plain_layout(cls: type) -> bool:
-    """Whether a subclass with our class as its first base has the same instance layout. False if
-    the first base has no `__dict__`: `abc.ABC`, `typing.Generic`, `__slots__ = ()`."""
-    while cls.__base__.__dictoffset__:  # type: ignore[union-attr]
-        cls = cls.__base__  # type: ignore[assignment]
-    return cls.__base__ is object
+    return metaclass(cls.__name__, (front, cls), contents)
 
 
 class _ConvertedType(type):
@@ -810,17 +797,6 @@ class _ConvertedType(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, original_class(cls))
-
-
-class _ConvertedTypeFirst(_ConvertedType):
-    """The same, for classes whose first base must be the user's to keep the instance layout. Our
-    classes still precede it in the method resolution order. Attribute lookup is slower."""
-
-    def mro(cls) -> List[type]:
-        return sorted(super().mro(), key=lambda c: (c is not cls, c not in _OURS))
-
-
-_OURS = (PolicyBlock, Float32HybridBlock, Float32Norm, ConvertedBlock, ConvertedHybridBlock)
 
 
 def _front(cls: type, mixed: bool) -> Any:

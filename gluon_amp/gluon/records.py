@@ -7,14 +7,14 @@ or would no longer be float32. MXNet's `load_parameters` notes the file on the b
 import os
 import re
 from dataclasses import replace
-from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from .._mxnet import mx
 from .._mxnet import replace as wrap
 from ..annotations import Array, Block, Network, Parameter
 from ..cpu.arrays import is_16bit, mean_on_cpu, to_float32
 from ..graph.graph import Graph
-from ..graph.keep import operator_names
+from ..graph.keep import Kept, operator_names
 from ..policy import Policy
 from ..record import Record, read_record, record_in, refuse_others, save_arrays
 from ..training.masters import trainers_of, write
@@ -28,12 +28,10 @@ class Computes(NamedTuple):
 
     Attributes:
         policy: returns the policy of a block; None for float32.
-        nodes: the names of nodes that stay float32.
-        operators: operators of which all nodes stay float32.
+        kept: the nodes and operators that stay float32.
     """
     policy: Callable[[Block], Optional[Policy]]
-    nodes: Set[str]
-    operators: Set[str]
+    kept: Kept
 
 
 def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
@@ -64,27 +62,26 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Record:
             record.policies[path] = state.given
     kept = [path for path, state in states.items() if state.keep]
     tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
-    names: FrozenSet[str] = frozenset().union(*(state.keep_nodes for state in states.values()))
-    places = [place for name in sorted(names) for place in _place(name, paths)]
+    others = kept_in_blocks(paths)
+    places = [place for name in sorted(others.nodes) for place in _place(name, paths)]
     if nodes is not None:  # the symbol has the nodes of all kept operators
         return Record(record.policies, (*tops, *places), tuple(sorted(nodes)))
-    return Record(record.policies, (*tops, *places), operators=tuple(sorted(kept_operators(paths))))
+    return Record(record.policies, (*tops, *places), operators=tuple(sorted(others.operators)))
 
 
 def _place(node: str, paths: Dict[Any, str]) -> List[str]:
     """Returns the path of a node: that of the innermost block whose prefix starts its name, and
     the rest of the name. Empty for a node of another network."""
-    inner = innermost(node, paths)
-    return [] if inner is None else [f"{paths[inner]}/{node[len(inner.prefix):]}"]
+    return [f"{paths[inner]}/{node[len(inner.prefix):]}" for inner in owners(node, paths)[:1]]
 
 
-def innermost(node: str, blocks: Iterable[Block]) -> Any:
-    """Returns the innermost block whose prefix starts a node's name; None if there is none."""
+def owners(node: str, blocks: Iterable[Block]) -> List[Any]:
+    """Returns the blocks whose prefix starts a node's name, the innermost first."""
     around = [block for block in blocks if node.startswith(block.prefix)]
-    return max(around, key=lambda block: len(block.prefix), default=None)
+    return sorted(around, key=lambda block: -len(block.prefix))
 
 
-def kept_in(record: Record, net: Block) -> List[Tuple[Any, str]]:
+def kept_in_record(record: Record, net: Block) -> List[Tuple[Any, str]]:
     """Returns what a record keeps in float32 of a network: pairs of a block and the name of one of
     its nodes, or "" for the whole block. The block is None if the network lacks it."""
     if record.nodes is not None and isinstance(net, mx.gluon.SymbolBlock):
@@ -117,9 +114,9 @@ def check(record: Record, source: str, net: Block, computes: Computes) -> None:
         elif mine is not None and recorded is not None \
                 and mine != replace(recorded, name=mine.name):
             others[mine.name] = None
-    unkept += [name for block, name in kept_in(record, net) if name
-               and name not in computes.nodes and computes.policy(block) is not None]
-    unkept += [f"the operator {op}" for op in record.operators if op not in computes.operators]
+    unkept += [name for block, name in kept_in_record(record, net) if name
+               and name not in computes.kept.nodes and computes.policy(block) is not None]
+    unkept += [f"the operator {op}" for op in record.operators if op not in computes.kept.operators]
     refuse_others(record, source, list(others), unkept, "convert(net")
 
 
@@ -144,8 +141,7 @@ def check_file(net: Block, filename: str) -> None:
     blocks = paths_in(net)
     record = read_record(filename) if any(policy_of(block) for block in blocks) else None
     if record is not None:
-        check(record, filename, net,
-              Computes(policy_of, kept_nodes(blocks), kept_operators(blocks)))
+        check(record, filename, net, Computes(policy_of, kept_in_blocks(blocks)))
 
 
 def policy_of(block: Block) -> Optional[Policy]:
@@ -154,14 +150,9 @@ def policy_of(block: Block) -> Optional[Policy]:
     return None if state is None or state.keep or state.given.is_float32 else state.given
 
 
-def kept_nodes(blocks: Iterable[Block]) -> Set[str]:
-    """Returns the names of the nodes that converted blocks keep in float32."""
-    return set().union(*(block._amp.keep_nodes for block in blocks if hasattr(block, "_amp")))
-
-
-def kept_operators(blocks: Iterable[Block]) -> Set[str]:
-    """Returns the operators that converted blocks keep in float32."""
-    return set().union(*(b._amp.keep_operators for b in blocks if hasattr(b, "_amp")))
+def kept_in_blocks(blocks: Iterable[Block]) -> Kept:
+    """Returns what converted blocks keep in float32."""
+    return Kept.union([Kept(), *(b._amp.kept for b in blocks if hasattr(b, "_amp"))])
 
 
 def wrap_load_parameters() -> None:

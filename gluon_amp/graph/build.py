@@ -30,7 +30,7 @@ FINITE_AVERAGES = {"finite_averages": "1"}  # the setting of operators with movi
 
 
 def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["float16"],
-          watch: bool = False, samples: bool = False, blocks: bool = False,
+          watch: bool = False, samples: bool = False, layouts: bool = False,
           chosen: Optional[Callable[[str], bool]] = None) -> Graph:
     """Returns the graph that a device runs. Variables and outputs keep their types.
 
@@ -40,14 +40,14 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
         policy: the policy of the casts.
         watch: whether the engine counts each node's values (inspection/watch.py).
         samples: whether it counts samples only.
-        blocks: whether tensors within the graph may be blocked (blocks.py).
+        layouts: whether tensors within the graph may have oneDNN's layout (blocks.py).
         chosen: returns whether `watch` counts the node of this name; None: all nodes.
     """
     if not library.started():
         return graph
     counts = ("samples" if samples else "all") if watch else ""
     builder = _GraphBuilder(graph, types, counts, chosen)
-    if blocks and not watch and policy.compute == BFLOAT16:
+    if layouts and not watch and policy.compute == BFLOAT16:
         builder.blocked = blocked_entries(graph, builder.types)
     return builder.run()
 

@@ -5,7 +5,7 @@ import ctypes
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Set, Tuple
 
 from .._mxnet import mx
 from ..checks import did_you_mean, iterator, listed
@@ -31,6 +31,22 @@ class Operators:
     def among(self, operators: Mapping[str, str]) -> Set[str]:
         """Returns the names of the nodes of these operators; `operators` has those of all nodes."""
         return {name for name, op in operators.items() if op in self.names}
+
+
+class Kept(NamedTuple):
+    """What stays float32 besides whole blocks: nodes by name, and all nodes of operators."""
+    nodes: FrozenSet[str] = frozenset()
+    operators: FrozenSet[str] = frozenset()
+
+    @classmethod
+    def union(cls, parts: Iterable[Kept]) -> Kept:
+        nodes, operators = zip(*parts)
+        return cls(frozenset().union(*nodes), frozenset().union(*operators))
+
+    def in_graph(self, graph: Graph) -> Set[str]:
+        """Returns the names of the graph's nodes that stay float32."""
+        return {name for name, op in operators_in(graph).items()
+                if name in self.nodes or op in self.operators}
 
 
 def ops(*names: str) -> Operators:

@@ -391,7 +391,7 @@ class _Judge:
 
     def _is_only_added(self, parameter: str) -> bool:
         return parameter.endswith(ADDED) or all(
-            reader.op in _SUMS for reader in self.layout.readers_of(parameter))
+            reader.op in family("addition") for reader in self.layout.readers_of(parameter))
 
     def _below(self, tensor: Tensor) -> List[Finding]:
         parameter = self.layout.parameter_of(tensor.key)

@@ -13,7 +13,8 @@ from .._mxnet import message, mx
 from ..annotations import Block, Network
 from ..cpu.library import random_numbers_kept
 from ..gluon.converted import ConvertedBlock, Op, blocks_in, recording_names
-from ..gluon.records import kept_operators as operators_kept
+from ..gluon.records import kept_in_blocks
+from ..gluon.records import owners as owners_among
 from ..graph.keep import Operators
 from .watch import hybrid_blocks, observed, replaced
 
@@ -41,8 +42,7 @@ def _named(net: Network) -> Set[Any]:
 def owners(net: Network, node: str) -> List[Any]:
     """Returns the blocks whose prefix starts a node's name, the innermost first, the network last.
     """
-    blocks = [block for block in _named(net) if node.startswith(block.prefix)]
-    return [*sorted(blocks, key=lambda block: -len(block.prefix)), net]
+    return [*owners_among(node, _named(net)), net]
 
 
 def can_be_named(net: Network, block: Block) -> bool:
@@ -75,7 +75,7 @@ def kept_already(net: Network) -> List[Any]:
     """Returns the entries of `keep=` for what the network already keeps in float32."""
     converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     blocks = [b for b in converted if b._amp.keep]
-    nodes = sorted({name for b in converted for name in b._amp.keep_nodes
+    nodes = sorted({name for b in converted for name in b._amp.kept.nodes
                     if not any(name.startswith(kept.prefix) for kept in blocks)})
     names = dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes])
     return [*names, *kept_operators(net)]
@@ -83,7 +83,7 @@ def kept_already(net: Network) -> List[Any]:
 
 def kept_operators(net: Network) -> List[Operators]:
     """Returns the entry of `keep=` for operators that the network keeps in float32, if any."""
-    names = operators_kept(blocks_in(net))
+    names = kept_in_blocks(blocks_in(net)).operators
     return [Operators(tuple(sorted(names)), frozenset(names))] if names else []
 
 

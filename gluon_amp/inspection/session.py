@@ -26,7 +26,7 @@ from ..gluon.converted import (
     storage_types,
     wide_constants,
 )
-from ..gluon.records import kept_nodes
+from ..gluon.records import kept_in_blocks
 from ..graph.build import check_device
 from ..graph.casts import insert_casts
 from ..graph.graph import Graph
@@ -115,7 +115,7 @@ class BlockGraph(NamedTuple):
                     node.name = block.prefix + node.name
             names = [block.prefix + name for name in names]
         return cls(block, graph, names, tuple(dtype_name(a.dtype) for a in arrays),
-                   [a.shape for a in arrays], block._amp.kept)
+                   [a.shape for a in arrays], block._amp.trace.kept)
 
 
 class _Traced(Exception):
@@ -155,7 +155,7 @@ class Session:
                              "rounded. Received: data on a GPU")
         self.blocks = hybrid_blocks(self.net)
         self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
-        self.keep = kept_nodes(blocks_in(self.net))
+        self.keep = kept_in_blocks(blocks_in(self.net)).nodes
         self.values: Optional[Dict[str, Any]] = None
         self.graphs: Dict[Any, BlockGraph] = {}
         self.data: Set[str] = set()

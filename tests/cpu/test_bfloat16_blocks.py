@@ -144,7 +144,7 @@ def blocked(net, *shape):
     net.hybridize()
     net(nd.zeros(shape))
     graph, types = net.mixed_graph(["float32"])
-    return [n.op for n in build(graph, types, POLICIES["mixed_bfloat16"], blocks=True).nodes()
+    return [n.op for n in build(graph, types, POLICIES["mixed_bfloat16"], layouts=True).nodes()
             if "layouts" in n.settings]
 
 
@@ -220,7 +220,7 @@ def test_outputs_have_plain_layout():
     net = initialized(heads)
     blocked(net, 2, 3, 24, 20)
     graph, types = net.mixed_graph(["float32"])
-    built: Graph = build(graph, types, POLICIES["mixed_bfloat16"], blocks=True)
+    built: Graph = build(graph, types, POLICIES["mixed_bfloat16"], layouts=True)
     for output in built.outputs:
         _, outputs = output.node.settings.get("layouts", "0 0").split()
         assert outputs[output.output] == "0"

@@ -153,3 +153,39 @@ def test_rnn_returns_states_if_it_is_called_with_states(cls, hybridized):
         np.testing.assert_allclose(out.asnumpy(), expected.asnumpy(), atol=0.01)
         for one, other in zip(found, last):
             np.testing.assert_allclose(one.asnumpy(), other.asnumpy(), atol=0.01)
+
+
+class Counted(nn.HybridBlock):
+    """A block with a parameter of its own, which counts its calls and may raise an error."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.calls, self.error = 0, error
+        with self.name_scope():
+            self.factor = self.params.get("factor", shape=(4,))
+
+    def hybrid_forward(self, F, x, factor):
+        self.calls += 1
+        if self.error:
+            raise self.error
+        return F.broadcast_mul(x, factor)
+
+
+@pytest.mark.parametrize("keep", [(), ".*broadcast_mul.*", amp.ops("broadcast_mul")])
+def test_convert_calls_hybrid_forward_once_at_most(keep):
+    net = nn.HybridSequential()
+    net.add(Counted(), nn.Dense(3), Counted())
+    net.initialize()
+    amp.convert(net, keep=keep)
+    assert [net[0].calls, net[2].calls] == [1, 1]
+
+
+def test_convert_hides_no_error_of_the_users_code():
+    net = nn.HybridSequential()
+    net.add(Counted(ZeroDivisionError("mine")))
+    net.initialize()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        amp.convert(net)
+    assert type(net[0]) is Counted
+    net[0].error = AttributeError("Symbol has no shape")
+    amp.convert(net, keep=[Counted])
