@@ -445,7 +445,8 @@ def _parameter_types(graphs: _Graphs, policy: Policy, kept_blocks: Set[Block],
                        or "default" not in (p._stype, p._grad_stype)
                        or p._stype != p._grad_stype)
     types = {p: "float32" if p in float32 else policy.parameter.name for p in owned
-             if "float" in dtype_name(p.dtype)}
+             if "float" in dtype_name(p.dtype)
+             and (_can_train(p) or dtype_name(p.dtype) != "float64")}
     return {**types, **dict.fromkeys(_beyond_float16(types), "float32")}
 
 

@@ -221,8 +221,9 @@ class _Casting:
                 or self.types[inputs[0]] == "float64"
             data = self.cast(inputs[0], "float32") if wide else inputs[0]
             return [data, *(self.cast(e, "float32") for e in inputs[1:3]), *inputs[3:]]
-        if self._kept(node) or runs in (
-                operators.LOSS, operators.FLOAT32, operators.INDICES, operators.WITHIN):
+        if self._kept(node):  # the float32 network's types
+            return [self.cast(e, "float32") if self.types[e] in TYPES_16BIT else e for e in inputs]
+        if runs in (operators.LOSS, operators.FLOAT32, operators.INDICES, operators.WITHIN):
             return [self.cast(e, "float32") for e in inputs]
         if runs == operators.SENSITIVE:
             wide = not self._fits(node) or any(e in self.wide for e in inputs)

@@ -610,6 +610,69 @@ def test_keep_matches_operators_before_first_call(wrap):
         amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
 
 
+class Sampler(nn.HybridBlock):
+    """Draws by two tables in float64, as GluonNLP's UnigramCandidateSampler."""
+
+    def __init__(self, count=4000):
+        super().__init__()
+        numbers = np.random.RandomState(3)
+        with self.name_scope():
+            self.prob = self.params.get_constant(
+                "prob", nd.array(numbers.uniform(size=count), dtype="float64"))
+            self.alias = self.params.get(
+                "alias", shape=(count,), dtype="float64", differentiable=False,
+                init=mx.init.Constant(nd.arange(count, dtype="float64")))
+        self.count = count
+
+    def hybrid_forward(self, F, like, prob, alias):
+        place = F.random.uniform(high=self.count, shape=64, dtype="float64").floor()
+        accepted = F.random.uniform(shape=64, dtype="float64") \
+            < F.gather_nd(prob, place.reshape((1, -1)))
+        other = F.gather_nd(alias, place.reshape((1, -1)))
+        return F.cast(place * accepted + other * (1 - accepted), "float32")
+
+
+class SkipGram(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.sampler, self.table = Sampler(), nn.Embedding(4000, 8)
+
+    def hybrid_forward(self, F, x):
+        return F.broadcast_add(self.table(x).sum() * 0, self.sampler(x))
+
+
+@pytest.mark.parametrize("keep", [[], [Sampler]])
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
+def test_float64_that_nothing_trains_keeps_its_type(policy, keep):
+    net, x = SkipGram(), nd.ones((3, 5))
+    net.initialize()
+    mx.random.seed(5)
+    expected = net(x).asnumpy()
+    amp.convert(net, policy, keep=keep)
+    tables = net.sampler.prob, net.sampler.alias
+    assert {np.dtype(p.dtype).name for p in tables} == {"float64"}
+    mx.random.seed(5)
+    assert np.array_equal(net(x).asnumpy(), expected)
+    amp.restore(net)
+    assert {np.dtype(p.dtype).name for p in tables} == {"float64"}
+
+
+def test_float64_in_a_kept_block_is_not_narrowed():
+    def wide(F, x):
+        return F.cast(F.cast(x, "float64") + 1e-9 - 1, "float32")
+
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3), nn.HybridLambda(wide))
+    net.initialize()
+    x = nd.ones((2, 4))
+    net[0].weight.set_data(nd.ones((3, 4)) / 4) if net(x) is not None else None
+    expected = net(x).asnumpy()
+    amp.convert(net, keep=[nn.HybridLambda])
+    assert np.array_equal(net(x).asnumpy(), expected)
+    assert (expected != 0).all()
+
+
 def test_float64_parameters_are_refused_by_name():
     net = make()
     net.output.cast("float64")
