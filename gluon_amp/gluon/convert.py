@@ -460,15 +460,15 @@ def _beyond_float16(types: Dict[Parameter, str]) -> List[Parameter]:
     cast = [p for p, dtype in types.items() if dtype == "float16" and p._data
             and dtype_name(p.dtype) == "float32"]
     largest = beyond_float16([p._data[0] for p in cast])
-    found = {p: size for p, size in zip(cast, largest) if size}
-    if found:
+    beyond = {p: size for p, size in zip(cast, largest) if size}
+    if beyond:
         log.warning("these parameters stay float32, because float16 ends at 65504: %s. Operators "
                     "that read them in float16 read infinities: keep them in float32 (keep=)",
-                    listed([f"{p.name} (up to {size:.6g})" for p, size in found.items()]))
+                    listed([f"{p.name} (up to {size:.6g})" for p, size in beyond.items()]))
     small = small_in_float16({p.name: p._data[0] for p in cast})
     for p in cast:
         p.was_small = p.name in small
-    return list(found)
+    return list(beyond)
 
 
 def _check_symbol(block: Block) -> None:

@@ -484,11 +484,11 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             ) from error
 
     def _first_trace(self, *args: Any) -> Trace:
-        made = self._trace(*args)
+        trace = self._trace(*args)
         there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
-        if there != set(made.clean.variables()):
+        if there != set(trace.clean.variables()):
             super()._build_cache(*args)  # raises, or warns of unused parameters
-        return made
+        return trace
 
     def _call_cached_op(self, *args: Any) -> Any:
         given, structure = _flatten(args, "input")
@@ -538,10 +538,11 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         skips = getattr(self, "skip_states", None)
         mode = autograd.is_recording(), autograd.is_training(), f"{structure} {skips}"
         if mode not in state.traces:
-            made = self._trace(*args) if state.traces else self._first_trace(*args)
+            trace = self._trace(*args) if state.traces else self._first_trace(*args)
             for block in blocks_in(self):
                 _TRACED_IN.setdefault(block, WeakSet()).add(self)
-            state.traces[mode] = next((t for t in state.traces.values() if made.is_alike(t)), made)
+            alike = (t for t in state.traces.values() if trace.is_alike(t))
+            state.traces[mode] = next(alike, trace)
         trace = state.traces[mode]
         # bypasses MXNet's __setattr__, which takes several microseconds
         vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
@@ -602,16 +603,16 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
 def _inputs_of(sources: Iterable[Tuple[bool, Any]], data: Sequence[Array]) -> List[Array]:
     """Returns the inputs of a CachedOp. `Parameter.data` takes a microsecond, so it is not called
     for a dense parameter on one device."""
-    found = []
+    arrays = []
     for is_data, source in sources:
         if is_data:
-            found.append(data[source])
+            arrays.append(data[source])
         elif getattr(type(source), "data", None) is _DATA and source._stype == "default" \
                 and source._data is not None and len(source._data) == 1:
-            found.append(source._data[0])
+            arrays.append(source._data[0])
         else:
-            found.append(source.data())
-    return found
+            arrays.append(source.data())
+    return arrays
 
 
 def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy,
@@ -728,10 +729,10 @@ def _map_arrays(function: Callable[[Any], Any], value: object) -> Any:
     if isinstance(value, mx.nd.NDArray):
         return function(value)
     if isinstance(value, (list, tuple)):
-        made = [_map_arrays(function, each) for each in value]
-        if all(a is b for a, b in zip(made, value)):
+        mapped = [_map_arrays(function, each) for each in value]
+        if all(a is b for a, b in zip(mapped, value)):
             return value
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     return value
 
 
@@ -810,16 +811,16 @@ def _front(cls: type, mixed: bool) -> Any:
 
 
 def original_class(converted: type) -> Any:
-    """Returns the class from which `converted_class` made this one."""
+    """Returns the class from which `converted_class` derived this one."""
     return next(cls for cls in converted.__mro__ if not issubclass(cls, PolicyBlock))
 
 
 def _item_or_part(self: Any, key: Any) -> Any:
     """Returns a child or, for a slice, a converted block with some of the children."""
-    found = original_class(type(self)).__getitem__(self, key)
-    if isinstance(found, mx.gluon.Block):
-        self._amp.convert_child(found, self._amp.path)
-    return found
+    part = original_class(type(self)).__getitem__(self, key)
+    if isinstance(part, mx.gluon.Block):
+        self._amp.convert_child(part, self._amp.path)
+    return part
 
 
 def _empty_block(cls: type, mixed: bool, *args: Any) -> Any:

@@ -36,16 +36,16 @@ class Computes(NamedTuple):
 
 def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
     """Returns the path of each block in a net at `path`; the first path of a shared block."""
-    made: Dict[Any, str] = {}
+    paths: Dict[Any, str] = {}
 
     def walk(block: Block, path: str) -> None:
-        if block not in made:
-            made[block] = path
+        if block not in paths:
+            paths[block] = path
             for name, child in block._children.items():
                 walk(child, f"{path}.{name}")
 
     walk(net, path)
-    return made
+    return paths
 
 
 def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Record:

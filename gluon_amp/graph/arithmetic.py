@@ -20,9 +20,9 @@ def multiply_adds(graph: Graph, shapes: Mapping[str, Shape]) -> Dict[str, int]:
         return {}
     read = [*dict.fromkeys(e for n in products for e in (Entry(n), *n.inputs))]
     symbol = Graph(read).symbol()
-    known = {name: shapes[name] for name in symbol.list_inputs() if name in shapes}
-    found = dict(zip(read, symbol.infer_shape_partial(**known)[1]))
-    return {n.name: of_product(n.op, n.attrs, [found[e] for e in n.inputs], found[Entry(n)])
+    sizes = {name: shapes[name] for name in symbol.list_inputs() if name in shapes}
+    shape_of = dict(zip(read, symbol.infer_shape_partial(**sizes)[1]))
+    return {n.name: of_product(n.op, n.attrs, [shape_of[e] for e in n.inputs], shape_of[Entry(n)])
             for n in products}
 
 

@@ -76,11 +76,11 @@ def _reads_images(node: Optional[Node], entry: Entry) -> bool:
     return node is not None and _is_supported(node) and entry not in node.inputs[_images(node):]
 
 
-def _channels(node: Node, known: Mapping[Entry, Optional[int]]) -> Optional[int]:
+def _channels(node: Node, channels: Mapping[Entry, Optional[int]]) -> Optional[int]:
     """The channels of a supported node's first output; None where the graph does not tell."""
     if node.op in COLUMNS["convolution"]:
         return int(node.attrs["num_filter"])
-    of_inputs = [known.get(e) for e in node.inputs[:_images(node)]]
+    of_inputs = [channels.get(e) for e in node.inputs[:_images(node)]]
     if node.op == "Concat":
         return None if None in of_inputs else sum(filter(None, of_inputs))
     return next(filter(None, of_inputs), None)

@@ -102,9 +102,9 @@ class _GraphBuilder:
                 inputs = [e.node.inputs[0] for e in inputs]
             if not self._casts_parameters(node):
                 return self._rewritten(node, inputs)
-            made = self._rewritten(node, [inputs[0], *(e.node.inputs[0] for e in inputs[1:])])
-            made.settings["float32_parameters"] = "1"
-            return made
+            layer = self._rewritten(node, [inputs[0], *(e.node.inputs[0] for e in inputs[1:])])
+            layer.settings["float32_parameters"] = "1"
+            return layer
         return self.graph.rewrite(make)
 
     def _adds_in_float32(self, node: Node, users: Sequence[Optional[Node]]) -> bool:

@@ -61,15 +61,15 @@ def _with_bounds(graph: Graph, policy: Policy) -> Graph:
         narrow = [user.attrs["dtype"] if user and user.op in operators.CASTS else ""
                   for user in users.get(Entry(node), [])]
         for dtype in formats.keys() & set(narrow):
-            made = node.like(node.inputs)
-            made.attrs = operators.bounded(node, formats[dtype])
+            copy = node.like(node.inputs)
+            copy.attrs = operators.bounded(node, formats[dtype])
             if {dtype} == set(narrow):
-                node.attrs = made.attrs
+                node.attrs = copy.attrs
                 continue
-            made.name = f"{node.name}_{dtype}"
+            copy.name = f"{node.name}_{dtype}"
             for user in users[Entry(node)]:
                 if user and user.op in operators.CASTS and user.attrs["dtype"] == dtype:
-                    user.inputs = [Entry(made)]
+                    user.inputs = [Entry(copy)]
     return graph
 
 
@@ -117,14 +117,14 @@ class _Casting:
 
     def _made(self, node: Node, inputs: List[Entry]) -> List[Entry]:
         """Returns the outputs of a node with its casts, before and after it."""
-        made = node.like(self._inputs(node, inputs))
+        new = node.like(self._inputs(node, inputs))
         if node in self.sparse:
-            self.sparse.add(made)
+            self.sparse.add(new)
         exact: List[bool] = []  # for each output of a node with bodies: whether it is an index
         if node.subgraphs:
-            made.subgraphs, exact = self._bodies(made)
-        types = infer(made, tuple(self.types[e] for e in made.inputs))
-        outputs = [Entry(made, i) for i, _ in enumerate(types)]
+            new.subgraphs, exact = self._bodies(new)
+        types = infer(new, tuple(self.types[e] for e in new.inputs))
+        outputs = [Entry(new, i) for i, _ in enumerate(types)]
         for output, dtype in zip(outputs, types):
             self.types[output] = dtype
             if exact[output.output] if exact else self._is_exact(node, inputs):
@@ -140,7 +140,7 @@ class _Casting:
             if data is not None and data in self.floats and data != types[0]:
                 outputs[0] = self.cast(outputs[0], data)
         if node.op in operators.PRODUCTS and self._product(node) != self.compute:
-            outputs = [self.cast(Entry(made, i), self.compute) for i, _ in enumerate(types)]
+            outputs = [self.cast(Entry(new, i), self.compute) for i, _ in enumerate(types)]
         return outputs
 
     def _fits(self, node: Node) -> bool:
@@ -155,9 +155,9 @@ class _Casting:
     def _is_exact(self, node: Node, inputs: List[Entry]) -> bool:
         """Whether a node returns indices or counts, or a result of these and constants alone."""
         runs = operators.runs_in(node)
-        known = [e in self.exact or e.node.op in operators.CONSTANTS for e in inputs
+        exact = [e in self.exact or e.node.op in operators.CONSTANTS for e in inputs
                  if self.types[e] in self.floats]
-        return runs == operators.INDICES or runs == operators.INPUTS and all(known) \
+        return runs == operators.INDICES or runs == operators.INPUTS and all(exact) \
             and any(e in self.exact for e in inputs)
 
     def _product(self, node: Node) -> str:
@@ -183,10 +183,10 @@ class _Casting:
                 or entry.node in self.sparse:
             return entry
         if (entry, dtype) not in self.casts:
-            made = self.casts[entry, dtype] = Entry(self._cast_node(entry, dtype))
-            self.types[made] = dtype
+            result = self.casts[entry, dtype] = Entry(self._cast_node(entry, dtype))
+            self.types[result] = dtype
             if entry in self.weak:
-                self.weak.add(made)
+                self.weak.add(result)
         return self.casts[entry, dtype]
 
     def _cast_node(self, entry: Entry, dtype: str) -> Node:
@@ -286,8 +286,8 @@ class _Casting:
             for i, state in enumerate(loop_states(node), first):
                 outputs[i] = inner.cast(outputs[i], self.types[state] or "float32")
         inner, outputs = bodies[-1]
-        made = [_with_bounds(Graph(outputs), self.policy) for _, outputs in bodies]
-        return made, [e in inner.exact for e in outputs]
+        graphs = [_with_bounds(Graph(outputs), self.policy) for _, outputs in bodies]
+        return graphs, [e in inner.exact for e in outputs]
 
 
 def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
@@ -297,17 +297,17 @@ def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
         graph: the graph.
         variables: names of sparse variables besides those that are declared.
     """
-    found: Set[Node] = set()
+    results: Set[Node] = set()
     for node in graph.nodes():
         if node.is_variable:
             sparse = node.name in variables or node.attrs.get(STORAGE) in SPARSE.values()
         else:
             may_be = node.op in operators.COLUMNS["may_be_sparse"]
-            sparse = may_be and any(e.node in found for e in node.inputs) \
+            sparse = may_be and any(e.node in results for e in node.inputs) \
                 or any(node.attrs.get(key) in SPARSE for key in ("stype", "forward_stype"))
         if sparse:
-            found.add(node)
-    return found
+            results.add(node)
+    return results
 
 
 def touches_sparse(node: Node, sparse: Collection[Node]) -> bool:

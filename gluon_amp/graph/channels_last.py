@@ -50,17 +50,17 @@ class _ChannelsLast:
         images = self._images(node, inputs)
         if not images:
             return node.like(inputs)
-        made = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
+        new = node.like([self._last(e) if i < images else e for i, e in enumerate(inputs)])
         if node.op in COLUMNS["convolution"]:
             if self._reads_mxnets_order(node):
-                made.settings["plain_weight"] = "1"
+                new.settings["plain_weight"] = "1"
             else:
-                made.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
+                new.inputs[1] = _transpose(inputs[1], _LAST, f"{node.name}_weight")
         if node.op in (*COLUMNS["convolution"], "Pooling"):
-            made.attrs["layout"] = "NHWC"
+            new.attrs["layout"] = "NHWC"
         elif node.op in AXES:
-            made.attrs[AXES[node.op][0]] = str(_LAST.index(axis_of(node) % 4))
-        return [self._first(Entry(made, i)) if i < _results(node) else Entry(made, i)
+            new.attrs[AXES[node.op][0]] = str(_LAST.index(axis_of(node) % 4))
+        return [self._first(Entry(new, i)) if i < _results(node) else Entry(new, i)
                 for i in range(self.count[node])]
 
     def _images(self, node: Node, inputs: Sequence[Entry]) -> int:
@@ -79,14 +79,14 @@ class _ChannelsLast:
                 and not any(integers(node, "target_shape")) \
                 and (groups == "1" or depthwise)
             return int(is_one)
-        known = [e in self.images for e in inputs]
+        are_images = [e in self.images for e in inputs]
         if node.op in COLUMNS["elementwise"]:
-            is_one = any(known) and not _has_channels(node)
+            is_one = any(are_images) and not _has_channels(node)
             return len(inputs) if is_one else 0
         if node.op in COLUMNS["broadcasting"]:
-            return len(inputs) if all(known) else 0
+            return len(inputs) if all(are_images) else 0
         if node.op in ("Concat", "_npi_concatenate"):
-            return len(inputs) if any(known) and node.attrs.get("axis") != "None" else 0
+            return len(inputs) if any(are_images) and node.attrs.get("axis") != "None" else 0
         if node.op == "Pooling":
             is_one = _has_mxnets_layout(node) and not node.is_set("cudnn_off") \
                 and node.attrs.get("pool_type", "max") in ("max", "avg")
@@ -98,7 +98,7 @@ class _ChannelsLast:
                 and not node.is_set("use_global_stats")
         else:
             is_one = node.op == "slice_axis"
-        return int(is_one and known[0])
+        return int(is_one and are_images[0])
 
     def _reads_mxnets_order(self, node: Node) -> bool:
         """Whether both orders of a convolution's weight are the same memory: that of one pixel, or
@@ -116,9 +116,9 @@ class _ChannelsLast:
 
     def _first(self, image: Entry) -> Entry:
         """Returns a channels-last image in MXNet's order. Without readers, it is in no graph."""
-        made = _transpose(image, _FIRST, image.node.name)
-        self.images[made] = image
-        return made
+        first = _transpose(image, _FIRST, image.node.name)
+        self.images[first] = image
+        return first
 
 
 def _transpose(entry: Entry, axes: Sequence[int], name: str) -> Entry:

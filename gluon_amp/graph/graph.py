@@ -93,9 +93,9 @@ class Node:
 
     def like(self, inputs: Iterable[Entry]) -> "Node":
         """Returns a copy of the node with other inputs."""
-        made = Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
-        made.settings = dict(self.settings)
-        return made
+        copy = Node(self.op, self.name, self.attrs, inputs, self.subgraphs)
+        copy.settings = dict(self.settings)
+        return copy
 
     def bodies(self, types: Mapping[Entry, Optional[str]]) -> List["Body"]:
         """Returns the graphs of a loop or a condition.
@@ -232,24 +232,24 @@ class Graph:
             make: takes an operator and its new inputs, and returns its replacement: a node, or an
                 entry for each of its outputs.
         """
-        made: Dict[Node, Union[Node, Sequence[Entry]]] = {}
+        new_nodes: Dict[Node, Union[Node, Sequence[Entry]]] = {}
 
         def new(entry: Entry) -> Entry:
-            found = made[entry.node]
-            return Entry(found, entry.output) if isinstance(found, Node) else found[entry.output]
+            after = new_nodes[entry.node]
+            return Entry(after, entry.output) if isinstance(after, Node) else after[entry.output]
 
         for node in self.nodes():
-            made[node] = node if node.is_variable else make(node, [new(e) for e in node.inputs])
+            new_nodes[node] = node if node.is_variable else make(node, list(map(new, node.inputs)))
         graph = Graph(map(new, self.outputs))
         assert graph.variables() == self.variables()  # a loop binds its body's by position
         return graph
 
-    def types(self, known: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
+    def types(self, variables: Mapping[str, str]) -> Dict[Entry, Optional[str]]:
         """Infers the dtype of each entry from the dtypes of the variables."""
         types: Dict[Entry, Optional[str]] = {}
         for node in self.nodes():
             if node.is_variable:
-                types[Entry(node)] = known.get(node.name)
+                types[Entry(node)] = variables.get(node.name)
             else:
                 outputs = infer(node, tuple(types.get(e) for e in node.inputs))
                 types.update((Entry(node, i), t) for i, t in enumerate(outputs))

@@ -64,7 +64,7 @@ def ops(*names: str) -> Operators:
     """
     if not names:
         raise ValueError('ops needs at least one operator, such as amp.ops("batch_dot")')
-    found: Set[str] = set()
+    registered: Set[str] = set()
     for name in names:
         if not isinstance(name, str):
             raise TypeError("ops takes names of operators, such as 'batch_dot'. "
@@ -73,8 +73,8 @@ def ops(*names: str) -> Operators:
         if not of_name:
             raise ValueError(f"MXNet has no operator {name!r}"
                              f"{did_you_mean(name, sorted(_registered()))}")
-        found |= of_name
-    return Operators(names, frozenset(found))
+        registered |= of_name
+    return Operators(names, frozenset(registered))
 
 
 # Prefixes of registered names, and the modules with the operators' functions.
@@ -94,16 +94,16 @@ def _registered_name(alias: str) -> str:
 @lru_cache(maxsize=None)
 def _registered() -> Dict[str, Set[str]]:
     """Returns the registered operators by each name that `ops` takes."""
-    found: Dict[str, Set[str]] = {}
+    by_name: Dict[str, Set[str]] = {}
     for alias in mx.operator.get_all_registered_operators():
         op = {_registered_name(alias)}
-        found.setdefault(alias, set()).update(op)
+        by_name.setdefault(alias, set()).update(op)
         for prefix, modules in _MODULES.items():
             if alias.startswith(prefix):
                 short = alias[len(prefix):]
                 for name in (short, *(f"{module}.{short}" for module in modules)):
-                    found.setdefault(name, set()).update(op)
-    return found
+                    by_name.setdefault(name, set()).update(op)
+    return by_name
 
 
 def operators_in(graph: Graph) -> Dict[str, str]:
@@ -137,16 +137,16 @@ def kept_operators(graph: Graph, keep: Iterable[Any]) -> Set[str]:
     for entry in [keep] if isinstance(keep, Operators) else iterator(
             keep, "keep takes regular expressions for names, and gluon_amp.ops(...)"):
         if isinstance(entry, Operators):
-            found = entry.among(operators)
+            matched = entry.among(operators)
         elif isinstance(entry, str):
-            (found,) = matching(entry, set(operators))
+            (matched,) = matching(entry, set(operators))
         else:
             raise TypeError("keep takes regular expressions for names, and gluon_amp.ops(...). "
                             f"Received: {entry!r}")
-        if not found:
+        if not matched:
             raise ValueError(matches_none(entry, operators, "symbol") if isinstance(
                 entry, Operators) else matches_nothing(repr(entry), entry, operators, "symbol"))
-        kept |= found
+        kept |= matched
     return kept
 
 

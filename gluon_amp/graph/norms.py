@@ -24,12 +24,12 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
     if not (library.started() and has_cudnn_9()) or os.environ.get("GLUON_AMP_BLOCKS") == "off" \
             or os.environ.get("MXNET_BACKWARD_DO_MIRROR", "0") != "0":
         return graph
-    found = _norms_before_relus(graph, graph.types(types))
+    fused = _norms_before_relus(graph, graph.types(types))
 
     def make(node: Node, inputs: List[Entry]) -> Node:
-        if node not in found:
+        if node not in fused:
             return node.like(inputs)
-        norm, added = found[node]
+        norm, added = fused[node]
         attrs = {key: norm.attrs[key] for key in ("eps", "momentum", "axis") if key in norm.attrs}
         if added is None:
             return Node("_gluon_amp_norm_relu", node.name, attrs, inputs[0].node.inputs)
@@ -62,8 +62,8 @@ def _norms_before_relus(graph: Graph, types: Mapping[Entry, Optional[str]]
         return None
 
     relus = [node for node in graph.nodes() if not node.settings and is_relu(node)]
-    found = {relu: norm_before(relu.inputs[0]) for relu in relus}
-    return {relu: norm for relu, norm in found.items() if norm is not None}
+    norms = {relu: norm_before(relu.inputs[0]) for relu in relus}
+    return {relu: norm for relu, norm in norms.items() if norm is not None}
 
 
 def _is_norm(entry: Entry, types: Mapping[Entry, Optional[str]]) -> bool:

@@ -457,11 +457,11 @@ def bounded(node: Node, format_: Format) -> Dict[str, str]:
 def _made_of_numbers(node: Node) -> List[float]:
     """Returns the numbers that a node computes from its constants alone: the reciprocal of a
     divisor, the ends of a logarithmic range, those of random numbers."""
-    found = [number for _, number in numbers(node)]
+    constants = [number for _, number in numbers(node)]
     if node.op in _DIVISIONS:
-        return [1 / number for number in found if number]
+        return [1 / number for number in constants if number]
     if node.op == "_npi_logspace":
-        return [float(np.power(float(node.attrs.get("base", 10)), number)) for number in found]
+        return [float(np.power(float(node.attrs.get("base", 10)), number)) for number in constants]
     if node.op.startswith("_random_") or not node.inputs:
         return [float(node.attrs[key]) for key in _RANGE if node.attrs.get(key, "None") != "None"]
     return []

@@ -103,13 +103,13 @@ class _Expanded:
             self.batch = self.node("Gather", [read, self.constant([self.axis], f"{NAME}/axis")],
                                    f"{NAME}/size")
         shape, at = np.array(values[0].shape, np.int64), axes.index(SIZES)
-        made = self.node("Concat", [self.constant(shape[:at], f"{name}/before"), self.batch,
+        sizes = self.node("Concat", [self.constant(shape[:at], f"{name}/before"), self.batch,
                                     self.constant(shape[at + 1:], f"{name}/behind")],
                          f"{name}/shape", axis=0)
         number = values[0].ravel()[0]
         if element != self.onnx.TensorProto.BFLOAT16:
-            self.node("Expand", [self.constant(number, f"{name}/number"), made], name)
+            self.node("Expand", [self.constant(number, f"{name}/number"), sizes], name)
             return
-        wide = self.node("Expand", [self.constant(np.float32(number), f"{name}/number"), made],
+        wide = self.node("Expand", [self.constant(np.float32(number), f"{name}/number"), sizes],
                          f"{name}/float32")
         self.node("Cast", [wide], name, to=element)

@@ -33,21 +33,22 @@ def nodes_to_keep(graph: Graph, arrays: Mapping[str, Any], data: Sequence[str],
         data: the names of its inputs.
         batches: for each an array, or a sequence of arrays.
     """
-    known = {name: mx.nd.array(array, dtype="float32") for name, array in arrays.items()}
-    counts = _counted(graph, known, data, batches)
-    counts.update((Key(name, False, 0), Counts.of_array(array)) for name, array in known.items())
+    parameters = {name: mx.nd.array(array, dtype="float32") for name, array in arrays.items()}
+    counts = _counted(graph, parameters, data, batches)
+    counts.update((Key(name, False, 0), Counts.of_array(array))
+                  for name, array in parameters.items())
     unfit: Set[Entry] = set()
     kept: Dict[str, None] = {}
     for node in graph.nodes():
-        made = [key.which for key in counts if key.node == node.name]
-        unfit.update(Entry(node, i) for i in made
+        outputs = [key.which for key in counts if key.node == node.name]
+        unfit.update(Entry(node, i) for i in outputs
                      if not _fits(counts[Key(node.name, False, i)], format_, node.name))
         if node.is_variable:
             continue
         reads = [e in unfit for i, e in enumerate(node.inputs) if i != _IDS.get(node.op)]
-        if not made and any(reads):  # it copies values, which the engine does not count
+        if not outputs and any(reads):  # it copies values, which the engine does not count
             unfit.add(Entry(node))
-        elif any(reads) or any(Entry(node, i) in unfit for i in made):
+        elif any(reads) or any(Entry(node, i) in unfit for i in outputs):
             kept[node.name] = None
     return list(kept)
 
@@ -60,26 +61,27 @@ def _fits(counts: Counts, format_: Format, name: str) -> bool:
     return room is None or room[1] >= _ROOM and counts.underflow(format_) <= _LOST
 
 
-def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
+def _counted(graph: Graph, parameters: Mapping[str, Any], data: Sequence[str],
              batches: Iterable[Any]) -> Dict[Key, Counts]:
     """Returns the counts of the float32 network's predictions and of their data."""
     library.load()
     names = graph.variables()
     symbol = build(graph, dict.fromkeys(names, "float32"), POLICIES["float32"],
                    watch=True).symbol()
-    fed = [name for name in names if name not in known]
-    run, inputs = cached_op(symbol, fed, known)
-    found: Dict[Key, Counts] = {}
+    fed = [name for name in names if name not in parameters]
+    run, inputs = cached_op(symbol, fed, parameters)
+    total: Dict[Key, Counts] = {}
 
     def add(key: Key, counts: Counts) -> None:
-        found[key] = found[key] + counts if key in found else counts
+        total[key] = total[key] + counts if key in total else counts
 
     read()  # discards earlier counts
     for batch in iterator(
             batches, "calibration is an iterable of arrays, or of sequences of arrays"):
         given = _arrays(batch, data)
         labels = [name for name in fed if name not in given]  # not read in predictions
-        sizes = {name: array.shape for name, array in {**known, **given}.items() if name in names}
+        sizes = {name: array.shape for name, array in {**parameters, **given}.items()
+                 if name in names}
         shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(**sizes)[0]))
         given.update((name, mx.nd.zeros(shapes[name])) for name in labels)
         with autograd.pause():
@@ -88,10 +90,10 @@ def _counted(graph: Graph, known: Mapping[str, Any], data: Sequence[str],
             add(key, counts)
         for name in data:
             add(Key(name, False, 0), Counts.of_array(given[name]))
-    if not found:
+    if not total:
         raise ValueError("calibration holds no batch. Valid: an iterable of arrays, or of "
                          "sequences of arrays")
-    return found
+    return total
 
 
 def _arrays(batch: Any, data: Sequence[str]) -> Dict[str, Any]:

@@ -14,8 +14,8 @@ _LOWEST = float(np.finfo(np.float32).min)  # the score of a box that takes no pa
 
 def _numbers(node: Operator, name: str, default: str) -> Tuple[float, ...]:
     """Returns an attribute of one or several numbers."""
-    found = ast.literal_eval(node.text(name, default))
-    return tuple(found) if isinstance(found, (tuple, list)) else (float(found),)
+    numbers = ast.literal_eval(node.text(name, default))
+    return tuple(numbers) if isinstance(numbers, (tuple, list)) else (float(numbers),)
 
 
 def prior(node: Operator) -> str:
@@ -88,10 +88,10 @@ def nms(node: Operator) -> str:
     kept = _kept(node, ranked, _columns(node, rows, start, 4),
                  _column(node, rows, id_index) if by_class else None,
                  node.number("overlap_thresh", 0.5), in_format == "center")
-    made = _to_front(node, rows, kept, keep)
+    boxes = _to_front(node, rows, kept, keep)
     if in_format != out_format:
-        made = _converted(node, made, start, width, out_format == "center")
-    return _filled(node, made, keep, shape)
+        boxes = _converted(node, boxes, start, width, out_format == "center")
+    return _filled(node, boxes, keep, shape)
 
 
 def detection(node: Operator) -> str:
@@ -124,15 +124,15 @@ def detection(node: Operator) -> str:
     taking_part = node.add("Greater", ranked, node.constant(_LOWEST))
     left = node.add("Where", node.add("Unsqueeze", taking_part, one), _columns(node, rows, 1, 5),
                     node.constant(-1))
-    made = node.add("Concat", _with_class(node, rows, kept), left, axis=2)
+    result = node.add("Concat", _with_class(node, rows, kept), left, axis=2)
     if keep == count:
-        return made
+        return result
     rest = node.add("Slice", anchored, node.constant([keep], "int64"),
                     node.constant([count], "int64"), node.constant([1], "int64"))
     beyond = node.add("Sub", node.add("Mul", _columns(node, rest, 0, 1), node.constant(0)),
                       node.constant(1))
     rest = node.add("Concat", beyond, _columns(node, rest, 1, 5), axis=2)
-    return node.add("Concat", made, rest, axis=1)
+    return node.add("Concat", result, rest, axis=1)
 
 
 def _with_class(node: Operator, rows: str, kept: str) -> str:
@@ -186,15 +186,15 @@ def _kept(node: Operator, ranked: str, boxes: str, ids: Any, overlap: float, cen
         boxes = node.add("Concat", low, node.add("Max", low, high), axis=2)
     of_classes = node.add("Unsqueeze", ranked, one)
     if ids is not None:
-        known = node.add("Reshape", node.add("Unique", ids), node.constant([1, -1, 1], "int64"))
-        of_classes = node.add("Where", node.add("Equal", node.add("Unsqueeze", ids, one), known),
+        classes = node.add("Reshape", node.add("Unique", ids), node.constant([1, -1, 1], "int64"))
+        of_classes = node.add("Where", node.add("Equal", node.add("Unsqueeze", ids, one), classes),
                               of_classes, node.constant(_LOWEST))
-    found = node.add("NonMaxSuppression", boxes, of_classes,
+    chosen = node.add("NonMaxSuppression", boxes, of_classes,
                      node.constant([np.iinfo(np.int32).max], "int64"),
                      node.constant([overlap], "float32"), node.constant([_LOWEST / 2], "float32"),
                      center_point_box=int(centers))
-    at = node.add("Gather", found, node.constant([0, 2], "int64"), axis=1)
-    number = node.add("Slice", node.add("Shape", found), node.constant([0], "int64"), one)
+    at = node.add("Gather", chosen, node.constant([0, 2], "int64"), axis=1)
+    number = node.add("Slice", node.add("Shape", chosen), node.constant([0], "int64"), one)
     ones = node.add("Expand", node.constant(1.0), number)
     zeros = node.writer.cast(node.add("Less", ranked, ranked), "float32")
     return node.writer.cast(node.add("ScatterND", zeros, at, ones), "bool")

@@ -147,8 +147,8 @@ def _block(net: Network, count: int, dtype: str,
     data = [mx.sym.var(name) for name in names]
     recorded: Set[str] = set()
     with autograd.pause(), recording_names(blocks_kept(net), recorded.add):
-        made = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
-    clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in made]))
+        results = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
+    clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in results]))
     outputs = _unique_outputs(clean.symbol())
     # in their own types; MXNet's files would hold float32
     arrays = {p.name: value_of(p) for p in parameters.values()}
@@ -230,18 +230,18 @@ def _numbers(array: Array, dtype: str) -> Any:
 
 def _unique_outputs(symbol: Symbol) -> List[str]:
     """Returns a name for each output: an output may be an input, or be there twice."""
-    taken, found = set(symbol.list_inputs()), []
+    taken, unique = set(symbol.list_inputs()), []
     for name in symbol.list_outputs():
         numbered = (f"{name}_{i}" for i in itertools.count(1))
-        found.append(next(n for n in itertools.chain([name], numbered) if n not in taken))
-        taken.add(found[-1])
-    return found
+        unique.append(next(n for n in itertools.chain([name], numbered) if n not in taken))
+        taken.add(unique[-1])
+    return unique
 
 
-def _flat(made: Union[Symbol, Sequence[Any]]) -> List[Any]:
-    if isinstance(made, mx.sym.Symbol):
-        return [made]
-    return [one for part in made for one in _flat(part)]
+def _flat(outputs: Union[Symbol, Sequence[Any]]) -> List[Any]:
+    if isinstance(outputs, mx.sym.Symbol):
+        return [outputs]
+    return [one for part in outputs for one in _flat(part)]
 
 
 # ---- the graph ---------------------------------------------------------------
@@ -266,10 +266,10 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
     graph = network.graph
     inputs = network.inputs
     sizes = _sizes(inputs, shapes)
-    found = graph.types(network.types)
+    types = graph.types(network.types)
     measured = _measure(graph, {**sizes, **{n: a.shape for n, a in network.arrays.items()}})
-    constants = _constants(graph, network.arrays, found, measured)
-    writer = Writer(onnx, found, measured, constants, network.outputs)
+    constants = _constants(graph, network.arrays, types, measured)
+    writer = Writer(onnx, types, measured, constants, network.outputs)
     for node in graph.nodes():
         if node.is_variable:
             if node.name in sizes:
@@ -289,7 +289,7 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
         onnx.helper.make_graph(
             writer.nodes, "network",
             [described(name, network.types[name], shape) for name, shape in sizes.items()],
-            [described(name, found[entry], measured[entry])
+            [described(name, types[entry], measured[entry])
              for name, entry in zip(network.outputs, graph.outputs)], writer.initializers),
         opset_imports=[onnx.helper.make_opsetid("", OPSET)], ir_version=_IR_VERSION,
         producer_name="gluon_amp")
@@ -338,12 +338,12 @@ def _sizes(names: List[str], shapes: Any, valid: Any = numbers.Integral) -> Dict
     return {name: tuple(size and int(size) for size in given[name]) for name in names}
 
 
-def _measure(graph: Graph, known: Mapping[str, Shape]) -> Dict[Entry, Shape]:
+def _measure(graph: Graph, sizes: Mapping[str, Shape]) -> Dict[Entry, Shape]:
     """Returns the shape of each tensor with a reader, as MXNet infers it."""
     entries = list(graph.consumers())
     symbol = Graph(entries).symbol()
     there = {*symbol.list_arguments(), *symbol.list_auxiliary_states()}
-    _, shapes, _ = symbol.infer_shape_partial(**{n: s for n, s in known.items() if n in there})
+    _, shapes, _ = symbol.infer_shape_partial(**{n: s for n, s in sizes.items() if n in there})
     for entry, shape in zip(entries, shapes):
         if shape is None or 0 in shape:
             refuse(entry.node, f"MXNet infers no shape for it. Received: {shape}")
@@ -373,27 +373,27 @@ _FOLDED: Dict[str, Callable[[List[Any], Node, Any, Any], Any]] = {
 def _constants(graph: Graph, arrays: Mapping[str, Any], types: Mapping[Entry, Optional[str]],
                shapes: Mapping[Entry, Shape]) -> Dict[Entry, Any]:
     """Returns the values of all tensors that depend on parameters alone."""
-    made: Dict[Entry, Any] = {}
+    values: Dict[Entry, Any] = {}
     for node in graph.nodes():
         entry = Entry(node)
         if node.is_variable:
             if node.name in arrays:
-                made[entry] = arrays[node.name]
-        elif node.op in _FOLDED and all(e in made for e in node.inputs):
-            made[entry] = _FOLDED[node.op]([made[e] for e in node.inputs], node, shapes[entry],
+                values[entry] = arrays[node.name]
+        elif node.op in _FOLDED and all(e in values for e in node.inputs):
+            values[entry] = _FOLDED[node.op]([values[e] for e in node.inputs], node, shapes[entry],
                                            types[entry])
-    return made
+    return values
 
 
 def _check(onnx: ModuleType, model: object, writer: Writer) -> None:
     """Checks that ONNX infers MXNet's type and shape of each tensor."""
     inferred = _inferred(onnx, model)
-    found = {info.name: info.type.tensor_type for info in inferred.graph.value_info}
+    inferred_types = {info.name: info.type.tensor_type for info in inferred.graph.value_info}
     for entry, name in writer.names.items():
-        if name not in found or entry not in writer.shapes:
+        if name not in inferred_types or entry not in writer.shapes:
             continue
-        shape = tuple(d.dim_value for d in found[name].shape.dim)
-        dtype = type_name(onnx, found[name].elem_type)
+        shape = tuple(d.dim_value for d in inferred_types[name].shape.dim)
+        dtype = type_name(onnx, inferred_types[name].elem_type)
         if (shape, dtype) != (writer.shapes[entry], writer.types[entry]):
             refuse(entry.node, f"it would be {dtype} {shape} there. Expected: "
                                f"{writer.types[entry]} {writer.shapes[entry]}")

@@ -111,9 +111,9 @@ def _where(node: Operator) -> str:
 def _filled_like(node: Operator) -> str:
     """Comparisons with itself are false for each number, NaN included."""
     x = node.input(0)
-    made = node.add("Less", x, x)
-    made = node.add("Not", made) if node.node.op == "ones_like" else made
-    return node.writer.cast(made, str(node.dtype))
+    name = node.add("Less", x, x)
+    name = node.add("Not", name) if node.node.op == "ones_like" else name
+    return node.writer.cast(name, str(node.dtype))
 
 
 @row("_npi_full_like", wide=True)
@@ -242,8 +242,8 @@ def _dense(node: Operator) -> str:
     shape, x = node.shape(), node.input(0)
     rows = shape[0] if node.flag("flatten", True) else int(np.prod(shape[:-1]))
     x = node.reshape(x, (rows, node.shape(1)[1])) if len(shape) != 2 else x
-    made = node.add("Gemm", x, *node.x[1:], transB=1)
-    return made if len(node.made_shape) == 2 else node.reshape(made, node.made_shape)
+    name = node.add("Gemm", x, *node.x[1:], transB=1)
+    return name if len(node.made_shape) == 2 else node.reshape(name, node.made_shape)
 
 
 @row("dot", "batch_dot")
@@ -378,9 +378,9 @@ def _spread(node: Operator) -> str:
     node.only("ddof", "0")
     axes, x = _reduced_axes(node), node.input(0)
     off = node.add("Sub", x, node.add("ReduceMean", x, axes=axes))
-    made = node.add("ReduceMean", node.add("Mul", off, off), axes=axes,
+    name = node.add("ReduceMean", node.add("Mul", off, off), axes=axes,
                     keepdims=int(node.flag("keepdims")))
-    return node.add("Sqrt", made) if node.node.op == "_npi_std" else made
+    return node.add("Sqrt", name) if node.node.op == "_npi_std" else name
 
 
 @row("mean", "sum", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min", wide=True)
@@ -392,12 +392,12 @@ def _reduce(node: Operator) -> str:
     op = {"mean": "ReduceMean", "max": "ReduceMax", "min": "ReduceMin"}.get(
         node.node.op.split("_")[-1])
     if op is None:
-        made = node.add("ReduceSum", x, node.constant(axes, "int64"), keepdims=keep)
+        name = node.add("ReduceSum", x, node.constant(axes, "int64"), keepdims=keep)
     else:
-        made = node.add(op, x, axes=axes, keepdims=keep)
+        name = node.add(op, x, axes=axes, keepdims=keep)
     if len(axes) == len(node.shape()) and not keep:  # mx.nd has no 0-d arrays
-        return node.reshape(made, node.made_shape)
-    return made
+        return node.reshape(name, node.made_shape)
+    return name
 
 
 # ---- operators that copy values ----------------------------------------------
@@ -513,18 +513,18 @@ def _repeat(node: Operator) -> str:
 @row("slice")
 def _slice(node: Operator) -> str:
     parts = [ast.literal_eval(node.text(name, "()")) or () for name in ("begin", "end", "step")]
-    found = []
+    slices = []
     for axis, size in zip(range(len(parts[0])), node.shape()):
         begin, end, step = slice(*(part[axis] if axis < len(part) else None
                                    for part in parts)).indices(size)
         if step < 0:
             node.refuse("its steps must be positive")
         if (begin, end, step) != (0, size, 1):  # of an axis that may have any size
-            found.append((begin, end, axis, step))
-    if not found:
+            slices.append((begin, end, axis, step))
+    if not slices:
         return node.input(0)
     return node.add("Slice", node.input(0), *(node.constant(column, "int64")
-                                              for column in zip(*found)))
+                                              for column in zip(*slices)))
 
 
 @row("_split_v2")
@@ -534,20 +534,20 @@ def _split_v2(node: Operator) -> Any:
     count = node.whole("sections") or len(begins)
     size = node.shape()[axis]
     sizes = np.diff([*begins, size]) if begins else [size // count] * count
-    made = node.outputs("Split", count, node.input(0), node.constant(sizes, "int64"), axis=axis)
+    names = node.outputs("Split", count, node.input(0), node.constant(sizes, "int64"), axis=axis)
     if node.flag("squeeze_axis"):
-        return [node.add("Squeeze", name, node.constant([axis], "int64")) for name in made]
-    return made
+        return [node.add("Squeeze", name, node.constant([axis], "int64")) for name in names]
+    return names
 
 
 @row("SliceChannel")
 def _split(node: Operator) -> Any:
     count, axis = node.whole("num_outputs"), node.axis(default=1)
-    made = node.outputs("Split", count, node.input(0), axis=axis)
+    names = node.outputs("Split", count, node.input(0), axis=axis)
     if node.flag("squeeze_axis"):
         axes = node.constant([axis], "int64")
-        return [node.add("Squeeze", name, axes) for name in made]
-    return made
+        return [node.add("Squeeze", name, axes) for name in names]
+    return names
 
 
 @row("Pad")

@@ -37,13 +37,13 @@ def recurrent(node: Operator) -> List[str]:
     x, last = node.input(0), []
     for layer in range(layers):
         arrays = [node.constant(array) for array in weights[layer]]
-        made = node.outputs(op, 1 + len(states), x, *arrays, "",
+        outputs = node.outputs(op, 1 + len(states), x, *arrays, "",
                             *(state[layer] for state in states), hidden_size=hidden, **more)
         # (steps, directions, batch, hidden): joins the directions in the last axis
-        turned = node.add("Transpose", made[0], perm=(0, 2, 1, 3))
+        turned = node.add("Transpose", outputs[0], perm=(0, 2, 1, 3))
         x = node.reshape(turned, (steps, batch, directions * hidden))
-        last.append(made[1:])
-    return [x, *(node.add("Concat", *(made[i] for made in last), axis=0)
+        last.append(outputs[1:])
+    return [x, *(node.add("Concat", *(outputs[i] for outputs in last), axis=0)
                  for i in range(len(states)))]
 
 
@@ -67,14 +67,14 @@ def _weights(node: Operator, layers: int, directions: int, gates: int, hidden: i
         return vector[at - size:at].reshape((gates, hidden, *shape[1:]))[list(order)].reshape(shape)
 
     rows, inputs = gates * hidden, node.shape()[2]
-    made: List[List[Any]] = []
+    stacked: List[List[Any]] = []
     for layer in range(layers):
         size = inputs if layer == 0 else directions * hidden
         pairs = [(take(rows, size), take(rows, hidden)) for _ in range(directions)]
-        made.append([np.stack(arrays) for arrays in zip(*pairs)])
+        stacked.append([np.stack(arrays) for arrays in zip(*pairs)])
     for layer in range(layers):
         pairs = [np.concatenate([take(rows), take(rows)]) for _ in range(directions)]
-        made[layer].append(np.stack(pairs))
+        stacked[layer].append(np.stack(pairs))
     if at != vector.size:
         node.refuse(f"it has {vector.size} parameters. Expected: {at}")
-    return made
+    return stacked

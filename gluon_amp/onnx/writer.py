@@ -74,27 +74,28 @@ class Writer:
         self._taken: Set[str] = set(outputs)
 
     def unique(self, name: str) -> str:
-        made = next(one for one in (f"{name}_{i}" if i else name for i in count())
+        unique = next(one for one in (f"{name}_{i}" if i else name for i in count())
                     if one not in self._taken)
-        self._taken.add(made)
-        return made
+        self._taken.add(unique)
+        return unique
 
     def constant(self, value: Any, name: str, dtype: Optional[str] = None) -> str:
-        made = self.unique(name)
+        unique = self.unique(name)
         array = np.ascontiguousarray(value).reshape(np.shape(value))
         if dtype == BFLOAT16:  # the upper half of each float32 number
             halves = (array.astype(np.float32).view(np.uint32) >> 16).astype("<u2")
-            tensor = self.onnx.helper.make_tensor(made, element_type(self.onnx, dtype),
+            tensor = self.onnx.helper.make_tensor(unique, element_type(self.onnx, dtype),
                                                   array.shape, halves.tobytes(), raw=True)
         else:
-            tensor = self.onnx.numpy_helper.from_array(array, made)
+            tensor = self.onnx.numpy_helper.from_array(array, unique)
         self.initializers.append(tensor)
-        return made
+        return unique
 
     def add(self, op: str, inputs: List[str], names: List[str], **attributes: Any) -> List[str]:
-        made = [self.unique(name) for name in names]
-        self.nodes.append(self.onnx.helper.make_node(op, inputs, made, name=made[0], **attributes))
-        return made
+        outputs = [self.unique(name) for name in names]
+        self.nodes.append(self.onnx.helper.make_node(op, inputs, outputs, name=outputs[0],
+                                                     **attributes))
+        return outputs
 
     def cast(self, name: str, dtype: str) -> str:
         return self.add("Cast", [name], [f"{name}_{dtype}"],
@@ -114,16 +115,16 @@ class Writer:
         low = {*TYPES_16BIT} & {self.types[e] for e in (*node.inputs, *entries)}
         widened = bool(low) and (row.wide or BFLOAT16 in low and node.op not in CASTS)
         operator, before = Operator(self, node, widened), len(self.nodes)
-        made = row.write(operator)
-        made = [made] if isinstance(made, str) else made
+        outputs = row.write(operator)
+        outputs = [outputs] if isinstance(outputs, str) else outputs
         if operator.unread:
             name = min(operator.unread)
             refuse(node, f"ONNX has no equivalent of its attribute {name}={node.attrs[name]}")
-        for entry, name in zip(entries, made):
+        for entry, name in zip(entries, outputs):
             dtype = self.types[entry]
             if widened and dtype in TYPES_16BIT:
                 name = self.cast(name, dtype)
-            number = str(entry.output) if len(made) > 1 else ""
+            number = str(entry.output) if len(outputs) > 1 else ""
             self.names[entry] = self._renamed(name, f"{node.name}_output{number}", before)
 
     def remove_unread(self) -> None:
@@ -213,8 +214,8 @@ class Operator:
         return str(self.node.attrs.get(name, default))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        found = self.text(name)
-        return default if found == "None" else found in ("True", "1", "true")
+        text = self.text(name)
+        return default if text == "None" else text in ("True", "1", "true")
 
     def number(self, name: str, default: float = 0.0) -> float:
         return float(self.text(name, repr(default)))
@@ -224,24 +225,24 @@ class Operator:
 
     def several(self, name: str, default: Tuple[int, ...] = ()) -> Tuple[Any, ...]:
         """Returns a tuple of integers; a single integer becomes a tuple of one."""
-        found = ast.literal_eval(self.text(name, "()").replace("L", ""))
-        if found is None:
+        numbers = ast.literal_eval(self.text(name, "()").replace("L", ""))
+        if numbers is None:
             return default
-        return (tuple(found) if isinstance(found, (tuple, list)) else (found,)) or default
+        return (tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)) or default
 
     def only(self, name: str, *valid: str) -> None:
         """Refuses other values of this attribute; the first one is the default."""
-        found = self.text(name, valid[0])
-        if found not in valid:
-            self.refuse(f"{name} must be {' or '.join(valid)}. Received: {found}")
+        text = self.text(name, valid[0])
+        if text not in valid:
+            self.refuse(f"{name} must be {' or '.join(valid)}. Received: {text}")
 
     def ignore(self, *names: str) -> None:
         """Ignores attributes that do not change predictions."""
         self.unread.difference_update(names)
 
     def axis(self, name: str = "axis", default: int = -1, dims: Optional[int] = None) -> int:
-        found = self.whole(name, default)
-        return found % (len(self.shape()) if dims is None else dims)
+        axis = self.whole(name, default)
+        return axis % (len(self.shape()) if dims is None else dims)
 
     # ---- nodes
 

@@ -72,22 +72,22 @@ def with_loss_scale(graph: Graph, types: Optional[Mapping[Entry, Optional[str]]]
             group = {GROUP: name} if name in groups else {}
             scale = scales.setdefault(name if group else "", scale_of(group))
 
-            def made(op: str, *inputs: Entry, name: str = node.name,
-                     group: Mapping[str, str] = group, **attrs: str) -> Entry:
+            def new(op: str, *inputs: Entry, name: str = node.name,
+                    group: Mapping[str, str] = group, **attrs: str) -> Entry:
                 return Entry(Node(op, f"{name}_{op.lower()}_scaled", {**attrs, **group}, inputs))
 
             half = types is not None and types.get(x) == "float16"
             if half:
-                x = made("Cast", x, dtype="float32")
+                x = new("Cast", x, dtype="float32")
             if one_operator:
-                x = made("_identity_with_attr_like_rhs", x, scale)
+                x = new("_identity_with_attr_like_rhs", x, scale)
                 x.node.settings["loss_scale"] = "1"
             else:
-                finite = made("clip", x, a_min="-3e38", a_max="3e38")  # -inf - -inf would be NaN
-                zero = made("elemwise_sub", finite, made("BlockGrad", finite))
-                x = made("elemwise_add", made("BlockGrad", x), made("broadcast_mul", zero, scale))
+                finite = new("clip", x, a_min="-3e38", a_max="3e38")  # -inf - -inf would be NaN
+                zero = new("elemwise_sub", finite, new("BlockGrad", finite))
+                x = new("elemwise_add", new("BlockGrad", x), new("broadcast_mul", zero, scale))
             if half:
-                x = made("Cast", x, dtype="float16", name=f"{node.name}_low")
+                x = new("Cast", x, dtype="float16", name=f"{node.name}_low")
             node.inputs[0] = x
     return graph
 
@@ -121,13 +121,13 @@ class Bindable(mx.sym.Symbol):
                     decide_scale: Callable[[Collection[str]], bool]) -> "Bindable":
         handle = mx.base.SymbolHandle()
         mx.base.check_call(mx.base._LIB.MXSymbolCopy(symbol.handle, ctypes.byref(handle)))
-        made = cls(handle)
-        made.decide_scale = decide_scale
+        bindable = cls(handle)
+        bindable.decide_scale = decide_scale
         graph = Graph.read(symbol)
-        made.has_loss = any(node.op in LOSSES for node in graph.nodes())
-        made.devices = devices_that_wait(graph)
-        made.averages = frozenset(moving_averages(graph))
-        return made
+        bindable.has_loss = any(node.op in LOSSES for node in graph.nodes())
+        bindable.devices = devices_that_wait(graph)
+        bindable.averages = frozenset(moving_averages(graph))
+        return bindable
 
     def simple_bind(self, ctx: Context, grad_req: GradReq = "write",
                     type_dict: Optional[Mapping[str, DType]] = None,

@@ -146,28 +146,28 @@ def check_parameters(sym: Symbol, arg_params: Dict[str, Any],
                      aux_params: Dict[str, Any]) -> None:
     """Raises ValueError for parameters that are missing, misnamed, or beyond float16's range."""
     there = {*arg_params, *aux_params}
-    known = {*sym.list_arguments(), *sym.list_auxiliary_states()}
+    names = {*sym.list_arguments(), *sym.list_auxiliary_states()}
     missing = sorted((parameter_names(Graph.read(sym)) | set(sym.list_auxiliary_states())) - there)
-    extra = sorted(there - known)
+    extra = sorted(there - names)
     if not missing and not extra:
         check_range(declared_types(Graph.read(sym)), arg_params)
         return
-    said = []
+    problems = []
     for name in missing:
         close = difflib.get_close_matches(name, extra, n=1)
-        said.append(f"missing {name}" + (f" (misnamed {close[0]}?)" if close else ""))
-    said += [f"unknown {name}" for name in extra]
-    raise ValueError(f"the checkpoint does not fit the symbol: {listed(said, most=10)}")
+        problems.append(f"missing {name}" + (f" (misnamed {close[0]}?)" if close else ""))
+    problems += [f"unknown {name}" for name in extra]
+    raise ValueError(f"the checkpoint does not fit the symbol: {listed(problems, most=10)}")
 
 
 def check_range(types: Dict[str, str], arrays: Dict[str, Any]) -> None:
     """Refuses to cast float32 arrays with values beyond float16's range to float16."""
     names = [name for name, array in arrays.items()
              if types.get(name) == "float16" and dtype_name(array.dtype) == "float32"]
-    found = {name: size for name, size in
+    beyond = {name: size for name, size in
              zip(names, beyond_float16([arrays[name] for name in names])) if size}
-    if found:
-        received = listed([f"{name} (up to {size:.6g})" for name, size in found.items()])
+    if beyond:
+        received = listed([f"{name} (up to {size:.6g})" for name, size in beyond.items()])
         raise ValueError("float16 ends at 65504, and these parameters exceed it: keep the nodes "
                          f"that read them in float32 (keep=). Received: {received}")
 
