@@ -22,8 +22,8 @@ from ..cpu import library
 from ..cpu.arrays import TYPES_16BIT
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
-from .blocks import blocked_entries, setting
 from .graph import Entry, Graph, Node
+from .onednn_layouts import blocked_entries, setting
 from .operators import AVERAGING, CASTS, COLUMNS, RUN_ONCE
 
 FINITE_AVERAGES = {"finite_averages": "1"}  # the setting of operators with moving averages
@@ -40,7 +40,7 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
         policy: the policy of the casts.
         watch: whether the engine counts each node's values (inspection/watch.py).
         samples: whether it counts samples only.
-        layouts: whether tensors within the graph may have oneDNN's layout (blocks.py).
+        layouts: whether tensors within the graph may have oneDNN's layout (onednn_layouts.py).
         chosen: returns whether `watch` counts the node of this name; None: all nodes.
     """
     if not library.started():

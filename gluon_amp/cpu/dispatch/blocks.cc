@@ -1,6 +1,6 @@
 // Arrays in blocks of 16 channels between layers.
 //
-// graph/blocks.py selects them. Their shapes and sizes are those of plain arrays. Hand-written kernels that
+// graph/onednn_layouts.py selects them. Their shapes and sizes are those of plain arrays. Hand-written kernels that
 // support blocks (kBlocks, kAnyOrder) read and write them; all other code gets plain copies.
 #include "dispatch/blocks.h"
 
