@@ -192,7 +192,8 @@ def test_gradients_of_critics_with_kinks_match_numeric_ones(layers, kink, shape,
     for gradient, direction, expected in zip(found, directions, numeric(net, x, directions)):
         error = abs((gradient * direction).sum() - expected)
         share = 2e-3 + ROUNDING.get(policy, 0)
-        assert error < share * np.linalg.norm(gradient) + 1e-3
+        # the last term: a float32 output's rounding, over the step of 2^-14
+        assert error < share * np.linalg.norm(gradient) + 4e-3
 
 
 def test_float32_deconvolution():
@@ -332,3 +333,30 @@ def test_random_critic_is_refused():
     net = Calling(lambda F, x: x * F.random.uniform(shape=(16, 6)))
     with autograd.record(), pytest.raises(ValueError, match="without random numbers"):
         gradient_penalty(net, nd.array(SAMPLES))
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("frozen", ["", "first", "last"])
+@pytest.mark.parametrize("policy", [None, "float16", "mixed_float16"])
+def test_penalty_after_the_critics_loss(policy, frozen, numpy):
+    """The pass for the penalty leaves the graph of the critic's loss, which has the same labels."""
+    with mx.util.np_shape(numpy), mx.util.np_array(numpy):
+        array = mx.np.array if numpy else nd.array
+        layers = {"first": nn.Dense(8, in_units=9), "last": nn.Dense(1, in_units=8)}
+        net = Calling(lambda F, x, label, first, last: last(F.LeakyReLU(
+            first(F.concat(x, label, dim=1)), slope=0.2)) if not numpy else last(F.npx.leaky_relu(
+                first(F.np.concatenate([x, label], axis=1)), slope=0.2)), *layers.values())
+        net.initialize(mx.init.Xavier())
+        net.hybridize()
+        if policy:
+            amp.convert(net, policy)
+        if frozen:
+            layers[frozen].collect_params().setattr("grad_req", "null")
+        x, label = (array(rng.normal(size=(16, columns)).astype("float32")) for columns in (6, 3))
+        with autograd.record():
+            loss = net(x, label).mean()
+            penalty = gradient_penalty(net, x, label).mean()
+        autograd.backward([loss, penalty])
+        for name, layer in layers.items():
+            if name != frozen:
+                assert abs(layer.weight.grad().asnumpy()).max() > 0
