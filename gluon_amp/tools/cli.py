@@ -141,8 +141,8 @@ def _types(options: argparse.Namespace) -> int:
     from .types import types
     if not options.model:
         raise ValueError("--types needs a network: pass --model NAME")
-    found = types(convert_symbol(load(options.model), like=False))
-    print(json.dumps([vars(row) for row in found], indent=2) if options.json else found)
+    rows = types(convert_symbol(load(options.model), like=False))
+    print(json.dumps([vars(row) for row in rows], indent=2) if options.json else rows)
     return 0
 
 
@@ -324,10 +324,10 @@ def _cuda(options: argparse.Namespace) -> None:
         build(options.arch or ["90"], options.source, options.jobs, options.output)
     else:
         from ..cuda.install import install
-        found = install(options.file)
-        kernels = len({name for part in found.parts for name in part.kernels()})
-        print(f"{found.path}: {counted(kernels, 'kernel')} for compute capability "
-              f"{found.arch // 10}.{found.arch % 10}{' and later' * (found.kind == 'ptx')}")
+        pack = install(options.file)
+        kernels = len({name for part in pack.parts for name in part.kernels()})
+        print(f"{pack.path}: {counted(kernels, 'kernel')} for compute capability "
+              f"{pack.arch // 10}.{pack.arch % 10}{' and later' * (pack.kind == 'ptx')}")
 
 
 COMMANDS = (

@@ -75,11 +75,11 @@ def gpus() -> List[GPU]:
 
     def query(function: str, *arguments: Any) -> int:
         """Returns what a function of the driver writes to its first argument."""
-        found = ctypes.c_size_t()  # or an int, in its first bytes
-        status = getattr(cuda, function)(byref(found), *arguments)
+        value = ctypes.c_size_t()  # or an int, in its first bytes
+        status = getattr(cuda, function)(byref(value), *arguments)
         if status:
             raise OSError(f"the NVIDIA driver's {function} fails with error {status}")
-        return found.value
+        return value.value
 
     def gpu(number: int) -> GPU:
         device, name = query("cuDeviceGet", number), ctypes.create_string_buffer(100)
@@ -134,14 +134,14 @@ def examine(model: Optional[str] = None, batch_size: int = 32,
 
 def _gpus() -> Dict[str, Any]:
     try:
-        found, why_none = gpus(), None
+        devices, why_none = gpus(), None
     except OSError as error:
-        found, why_none = [], str(error)
+        devices, why_none = [], str(error)
         if _DRIVER in why_none:
             why_none = f"no NVIDIA driver ({_DRIVER}) is installed"
     return {"gpus": [{"name": gpu.name, "capability": gpu.version, "bytes": gpu.bytes,
                       "served": is_served(gpu), "tensor_cores": gpu.tensor_cores,
-                      "formats": gpu.formats, "tf32": _uses_tf32(gpu)} for gpu in found],
+                      "formats": gpu.formats, "tf32": _uses_tf32(gpu)} for gpu in devices],
             "why_no_gpus": why_none}
 
 
@@ -153,10 +153,10 @@ def _uses_tf32(gpu: GPU) -> bool:
 def _cuda() -> Optional[Dict[str, Any]]:
     """Returns the driver, the libraries and the packs that MXNet's CUDA build uses; None without
     that build."""
-    found = load.prepared
-    if found is None:
+    prepared = load.prepared
+    if prepared is None:
         return None
-    devices, choice = found.devices, found.choice
+    devices, choice = prepared.devices, prepared.choice
     return {
         "driver": devices and {"version": devices.driver,
                                "cuda": f"{devices.cuda // 1000}.{devices.cuda % 1000 // 10}"},
@@ -166,8 +166,8 @@ def _cuda() -> Optional[Dict[str, Any]]:
         "why": choice.why,
         "packs": [{"path": str(one.path), "arch": one.arch, "kind": one.kind,
                    "kernels": sum(len(part.kernels()) for part in one.parts),
-                   "versions": one.manifest["versions"]} for one in found.packs],
-        "problems": list(found.problems)}
+                   "versions": one.manifest["versions"]} for one in prepared.packs],
+        "problems": list(prepared.problems)}
 
 
 def _version(name: str, choice: Choice) -> Optional[str]:

@@ -72,8 +72,8 @@ def types(net: Network) -> Types:
     if isinstance(net, mx.sym.Symbol):
         graph = Graph.read(net)
         declared = declared_types(graph)
-        known = {name: declared.get(name, "float32") for name in graph.variables()}
-        return _rows(graph, known, _kept(graph, known))
+        variables = {name: declared.get(name, "float32") for name in graph.variables()}
+        return _rows(graph, variables, _kept(graph, variables))
     inside: List[Any] = list(blocks_in(net)) if isinstance(net, mx.gluon.Block) else []
     graphs = [block for block in inside if isinstance(block, ConvertedHybridBlock)]
     if not graphs:
@@ -84,24 +84,25 @@ def types(net: Network) -> Types:
     ran = [block for block in graphs if block._cached_graph]
     if not ran:
         raise RuntimeError(f"types needs the graph: run {net.name} on data once first")
-    found = Types()
+    rows = Types()
     for block in ran:
-        graph, known = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
-        found += _rows(graph, known, block.kept_nodes(), block._amp.policy.compute)
-    return found
+        graph, declared = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
+        rows += _rows(graph, declared, block.kept_nodes(), block._amp.policy.compute)
+    return rows
 
 
-def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
+def _kept(graph: Graph, declared: Mapping[str, str]) -> Set[str]:
     """Returns the nodes of a symbol that read float32 although their rule is another: those that
     `keep=` of convert_symbol listed. Nodes that follow them read float32 by their rules."""
-    found: Mapping[Entry, Optional[str]] = graph.types(known)
+    type_of: Mapping[Entry, Optional[str]] = graph.types(declared)
     kept: Set[str] = set()
-    for node in graph.nodes() if not set(TYPES_16BIT).isdisjoint(found.values()) else ():
-        for body in node.bodies(found):
+    for node in graph.nodes() if not set(TYPES_16BIT).isdisjoint(type_of.values()) else ():
+        for body in node.bodies(type_of):
             kept |= _kept(body.graph, body.types)
-        read = [e for e in node.inputs if found.get(e) in ("float32", *TYPES_16BIT)]
-        wide = bool(read) and all(found[e] == "float32" for e in read)
-        were_low = all(e.node.op in CASTS and found[e.node.inputs[0]] in TYPES_16BIT for e in read)
+        read = [e for e in node.inputs if type_of.get(e) in ("float32", *TYPES_16BIT)]
+        wide = bool(read) and all(type_of[e] == "float32" for e in read)
+        were_low = all(e.node.op in CASTS and type_of[e.node.inputs[0]] in TYPES_16BIT
+                       for e in read)
         runs = operators.runs_in(node)
         if wide and node.op not in CASTS and (
                 runs == operators.PRODUCT or runs == operators.INPUTS and were_low
@@ -110,24 +111,24 @@ def _kept(graph: Graph, known: Mapping[str, str]) -> Set[str]:
     return kept
 
 
-def _rows(graph: Graph, known: Mapping[str, str], kept: Collection[str] = (),
+def _rows(graph: Graph, declared: Mapping[str, str], kept: Collection[str] = (),
           activation: Format = FLOAT16) -> Types:
     """Returns the rows of a graph with casts, for its variables' types and the format of
     activations."""
-    found, sparse = graph.types(known), sparse_nodes(graph)
-    made = Types()
+    type_of, sparse = graph.types(declared), sparse_nodes(graph)
+    rows = Types()
     for node in graph.nodes():
-        for body in node.bodies(found):
-            made += _rows(body.graph, body.types, kept, activation)
+        for body in node.bodies(type_of):
+            rows += _rows(body.graph, body.types, kept, activation)
         if node.is_variable or node.op in CASTS:
             continue
-        inputs = tuple(found.get(e) or "unknown" for e in node.inputs)
-        output = found.get(Entry(node)) or "unknown"
+        inputs = tuple(type_of.get(e) or "unknown" for e in node.inputs)
+        output = type_of.get(Entry(node)) or "unknown"
         casts = sum(e.node.op in CASTS for e in node.inputs)
         rule = "float32: sparse tensors" if touches_sparse(node, sparse) \
             else "kept by keep=" if node.name in kept else _rule(node, inputs, activation)
-        made.append(Row(node.name, node.op, inputs, output, rule, casts))
-    return made
+        rows.append(Row(node.name, node.op, inputs, output, rule, casts))
+    return rows
 
 
 def _rule(node: Node, inputs: Collection[str], activation: Format) -> str:

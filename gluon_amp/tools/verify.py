@@ -148,9 +148,9 @@ def _compare(operator: _Operator, dtype: str, device: Context) -> Tuple[float, f
     inputs = [rng.standard_normal(shape).astype(dtype) for shape in operator.shapes]
     wanted = _passes(operator, [each.astype("float32") for each in inputs], mx.cpu())
     begin = time.perf_counter()
-    found = _passes(operator, inputs, device)
+    passes = _passes(operator, inputs, device)
     seconds = time.perf_counter() - begin
-    return max(_distance(a, b) for a, b in zip(found, wanted)), 1e3 * seconds
+    return max(_distance(a, b) for a, b in zip(passes, wanted)), 1e3 * seconds
 
 
 def _passes(operator: _Operator, inputs: Sequence[Any], device: Context) -> List[Any]:
@@ -164,22 +164,22 @@ def _passes(operator: _Operator, inputs: Sequence[Any], device: Context) -> List
     return [array.astype("float32").asnumpy() for array in [output, *(a.grad for a in arrays)]]
 
 
-def _distance(found: Any, wanted: Any) -> float:
-    return float(np.abs(found - wanted).max() / max(np.abs(wanted).max(), 1e-6))
+def _distance(computed: Any, wanted: Any) -> float:
+    return float(np.abs(computed - wanted).max() / max(np.abs(wanted).max(), 1e-6))
 
 
 def _sorted(device: Context) -> Tuple[float, float]:
     values = np.random.default_rng(0).standard_normal((64, 1000)).astype("float32")
     begin = time.perf_counter()
-    found = mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy()
-    return _distance(found, np.sort(values, 1)), 1e3 * (time.perf_counter() - begin)
+    ordered = mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy()
+    return _distance(ordered, np.sort(values, 1)), 1e3 * (time.perf_counter() - begin)
 
 
 def _drawn(device: Context) -> Tuple[float, float]:
     """Devices draw different numbers: compares the standard deviation of a million with 1."""
     begin = time.perf_counter()
-    found = mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy()
-    return abs(float(found.std()) - 1), 1e3 * (time.perf_counter() - begin)
+    drawn = mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy()
+    return abs(float(drawn.std()) - 1), 1e3 * (time.perf_counter() - begin)
 
 
 def _train(network: _Network, dtype: str, device: Context) -> Tuple[float, float]:
@@ -213,16 +213,16 @@ def _train(network: _Network, dtype: str, device: Context) -> Tuple[float, float
             trainer.step(len(data))
             return loss.mean()
 
-        found = [float(step().asscalar()) for _ in range(_STEPS)]
+        computed = [float(step().asscalar()) for _ in range(_STEPS)]
         begin = time.perf_counter()
         for _ in range(_TIMED if where != mx.cpu() else 0):
             step()
         mx.nd.waitall()
-        return found, 1e3 * (time.perf_counter() - begin) / _TIMED
+        return computed, 1e3 * (time.perf_counter() - begin) / _TIMED
 
     wanted, _ = losses("float32", mx.cpu())
-    found, milliseconds = losses(dtype, device)
-    return _distance(np.array(found), np.array(wanted)), milliseconds
+    computed, milliseconds = losses(dtype, device)
+    return _distance(np.array(computed), np.array(wanted)), milliseconds
 
 
 def describe(facts: Dict[str, Any]) -> str:

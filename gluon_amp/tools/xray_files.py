@@ -65,20 +65,20 @@ def xray_files(model: str, params: str, data: Sequence[str], label: str = "label
                          f"Received: --policy {policy}")
     if loss is not None and loss not in _LOSSES:
         raise ValueError(f"--loss is one of {', '.join(_LOSSES)}. Received: {loss}")
-    made = _model(model, params)
-    if loss and made.has_loss:
+    loaded = _model(model, params)
+    if loss and loaded.has_loss:
         raise ValueError("--loss is for a symbol without a loss, and this one has its own: "
-                         f"{listed(made.symbol.list_outputs())}. Received: --loss {loss}")
+                         f"{listed(loaded.symbol.list_outputs())}. Received: --loss {loss}")
     batches = list(itertools.islice((batch for path in data for batch in
-                                     _batches(path, made, label, batch_size)), steps))
-    if made.has_loss:
-        view = _of_module(made, batches, chosen)
+                                     _batches(path, loaded, label, batch_size)), steps))
+    if loaded.has_loss:
+        view = _of_module(loaded, batches, chosen)
     else:
         if any(len(labels) == 0 for _, labels in batches):
             raise ValueError(f"{model} has no loss, so --loss needs a label: an array called "
                              f"{label!r}, or the one of --label. Received: {data[0]} with "
                              f"{_described(_read(data[0]))}")
-        view = _of_block(made, batches, chosen, loss or "softmax")
+        view = _of_block(loaded, batches, chosen, loss or "softmax")
     view.name = re.sub(r"(-symbol)?\.json$", "", os.path.basename(model))
     return view
 
@@ -105,9 +105,9 @@ def _model(path: str, params: str) -> _Model:
     extra = sorted({*arrays} - {*variables})
     missing = sorted((auxiliary | parameter_names(graph)) & {*inputs})
     if extra or missing:
-        said = [f"{params} lacks {listed(missing)}"] if missing else []
-        said += [f"{path} has no {listed(extra)}"] if extra else []
-        raise ValueError(f"the parameters do not fit the symbol: {', and '.join(said)}. "
+        problems = [f"{params} lacks {listed(missing)}"] if missing else []
+        problems += [f"{path} has no {listed(extra)}"] if extra else []
+        raise ValueError(f"the parameters do not fit the symbol: {', and '.join(problems)}. "
                          "HybridBlock.export writes both files")
     return _Model(symbol, {n: a for n, a in arrays.items() if n not in auxiliary},
                   {n: a for n, a in arrays.items() if n in auxiliary}, inputs, labels, bool(heads))
@@ -127,31 +127,31 @@ def _variables(entries: Iterable[Entry]) -> Dict[str, None]:
 
 def _parameters(path: str) -> Arrays:
     try:
-        found = mx.nd.load(path)
+        arrays = mx.nd.load(path)
     except mx.MXNetError as error:
         if not os.path.exists(path):
             raise FileNotFoundError(f"no such file: {path}") from None
         raise ValueError(f"MXNet cannot read parameters from {path}: {message(error)}") from None
-    if not isinstance(found, dict):
+    if not isinstance(arrays, dict):
         raise ValueError(f"{path} has arrays without names: it is not a file of parameters")
-    return {name.split(":", 1)[-1]: to_float32(array) for name, array in found.items()}
+    return {name.split(":", 1)[-1]: to_float32(array) for name, array in arrays.items()}
 
 
 def _read(path: str) -> Arrays:
     """Returns the arrays of a .npz file."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            found = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except _NOT_ZIP:
         if not os.path.exists(path):
             raise
         raise ValueError("--data must be a file of numpy.savez, with an array for each "
                          f"input. Received: {path}") from None
-    wrong = [name for name, array in found.items() if array.dtype.kind not in "biuf"]
+    wrong = [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]
     if wrong:
         raise ValueError(f"{path}: arrays must hold numbers. Received: "
-                         f"{listed([f'{n} of {found[n].dtype}' for n in wrong])}")
-    return found
+                         f"{listed([f'{n} of {arrays[n].dtype}' for n in wrong])}")
+    return arrays
 
 
 def _described(arrays: Arrays) -> str:
@@ -161,8 +161,8 @@ def _described(arrays: Arrays) -> str:
 def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
              ) -> Iterator[Tuple[List[Any], List[Any]]]:
     """Yields data and labels of each batch in a file."""
-    found = _read(path)
-    given = dict(found)
+    arrays = _read(path)
+    given = dict(arrays)
     wanted = model.labels or ([] if model.has_loss else [label])
     if len(wanted) == 1 and wanted[0] not in given and label in given:
         given[wanted[0]] = given.pop(label)
@@ -171,19 +171,20 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
     if missing or unknown:
         also = f" or {label}" if len(wanted) == 1 and wanted[0] != label else ""
         raise ValueError(f"{path} must have arrays called {', '.join(model.inputs + wanted)}{also}"
-                         f". Received: {_described(found)}")
+                         f". Received: {_described(arrays)}")
     parts = [given]
     if batch_size is not None:
         lengths = {array.shape[0] if array.ndim else 0 for array in given.values()}
         length = lengths.pop()
         if lengths or length < batch_size:
             raise ValueError(f"{path}: --batch-size needs arrays of equal length, {batch_size} or "
-                             f"more. Received: {_described(found)}")
+                             f"more. Received: {_described(arrays)}")
         parts = [{name: array[begin:begin + batch_size] for name, array in given.items()}
                  for begin in range(0, length - batch_size + 1, batch_size)]
     for part in parts:
-        made = {name: mx.nd.array(array) for name, array in part.items()}
-        yield [made[name] for name in model.inputs], [made[name] for name in wanted if name in made]
+        converted = {name: mx.nd.array(array) for name, array in part.items()}
+        yield [converted[name] for name in model.inputs], \
+            [converted[name] for name in wanted if name in converted]
 
 
 # ---- X-rays -------------------------------------------------------------------------------------
