@@ -31,7 +31,7 @@ def redraw(folder: str, format_: Format) -> str:
 def summary(folder: str) -> str:
     """Returns the printed results of an X-ray's folder."""
     with errors_of_damage(folder):
-        return str(_lines(folder)[0]["text"])
+        return str(_lines(folder)[0]["said"])
 
 
 def read(folder: str, format_: Format) -> View:

@@ -290,7 +290,7 @@ class Run:
         None if the direction of the measure is unknown.
         """
         errors = [(n, e.top1) for n, e in self.epochs.items() if e.top1 is not None]
-        has_direction = direction(self.measure) != "direction not has_direction"
+        has_direction = direction(self.measure) != "direction not known"
         return min(errors, key=itemgetter(1)) if errors and has_direction else None
 
     @property

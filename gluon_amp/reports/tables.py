@@ -55,7 +55,7 @@ def read(path: Path, name: str) -> List[Run]:
     at = [cell.lower() for cell in header].index("epoch")
     columns = _columns(header, at)
     if not columns:
-        raise ValueError(f"{path} has a column epoch, but right of it no quantity that is earlier: "
+        raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "
                          f"{header}. Known: top1_err, top5_err, accuracy, img_s, seconds, lr, "
                          "loss_scale, skipped, each with any run's name before it (fp16_top1_err)")
     for line, row in rows:
