@@ -456,7 +456,10 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        kept |= operator_names(clean) if self._amp.keep else self._amp.kept.in_graph(clean)
+        if self._amp.keep:
+            kept |= operator_names(clean)
+        elif any(self._amp.kept):
+            kept |= self._amp.kept.in_graph(clean)
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 

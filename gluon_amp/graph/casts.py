@@ -313,4 +313,5 @@ def sparse_nodes(graph: Graph, variables: Collection[str] = ()) -> Set[Node]:
 def touches_sparse(node: Node, sparse: Collection[Node]) -> bool:
     """Whether an operator reads or returns a sparse tensor, or gives a weight a sparse gradient."""
     return node in sparse or any(e.node in sparse for e in node.inputs) \
-        or node.op == "_contrib_SparseEmbedding" or node.is_set("sparse_grad")
+        or node.op == "_contrib_SparseEmbedding" \
+        or "sparse_grad" in node.attrs and node.is_set("sparse_grad")

@@ -47,13 +47,11 @@ class Comparisons:
         self._steps, self._position = 0, 0
 
     def after_step(self, workers: Workers, state: State) -> None:
-        """Compares ranks if it is time. All ranks must call it.
+        """Compares ranks if it is time. All ranks of several must call it.
 
         Args:
             state: returns settings, and arrays in the same order on all ranks.
         """
-        if not workers.exchange:
-            return
         if self._steps % _STEPS == 0:
             settings, arrays = state()
             compare(workers, [*settings, *(self._part(arrays) if self._steps else arrays)])

@@ -275,7 +275,8 @@ class _Module(Trained):
             self._step.apply(gradients, rescale_grad, lambda: apply)
         finally:
             optimizer.rescale_grad = rescale_grad
-        self._comparisons.after_step(self._workers, self._compared_state)
+        if self._workers.exchange:
+            self._comparisons.after_step(self._workers, self._compared_state)
         return self._step.updated
 
     def _read_gradients(self) -> Sequence[Gradient]:

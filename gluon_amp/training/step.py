@@ -134,7 +134,8 @@ class Step:
         """Decides loss_scale="auto" by the 16-bit types in which gradients are computed."""
         if self._auto is None and isinstance(self.loss_scale, AutoLossScale):
             self._auto, self.loss_scale = self.loss_scale, self.loss_scale.for_types(types)
-        self.check_types(types)
+        else:
+            self.check_types(types)
 
     def check_types(self, types: Collection[str]) -> None:
         """Refuses types of gradients that need more than what `decide` has decided."""

@@ -364,7 +364,8 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     def _end_step(self) -> bool:
         """Compares ranks from time to time. Returns whether the step updated."""
-        self._comparisons.after_step(self._workers, self._compared_state)
+        if self._workers.exchange:
+            self._comparisons.after_step(self._workers, self._compared_state)
         if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
