@@ -143,8 +143,9 @@ class BuildLibraries(build_ext):
             jobs += [pool.submit(compile_one, Path(source), MACROS, OF_MXNET, precompiled=gch)
                      for source in ext.sources if Path(source) not in KERNELS]
             objects = [str(job.result()) for job in jobs]
-        for path in {*self.objects.glob("*-*.*")} - {gch.result(), *map(Path, objects)}:
-            path.unlink()  # of other sources
+        compiled = {path for end in ("o", "gch") for path in self.objects.glob(f"*.{end}")}
+        for path in compiled - {gch.result(), *map(Path, objects)}:
+            path.unlink(missing_ok=True)  # of other sources
         return objects, "{ global: gluon_amp_functions;", [
             "-fopenmp", "-Wl,-Bsymbolic", f"-L{mxnet}", "-l:libmxnet.so"]
 
