@@ -46,12 +46,12 @@ def run(symbol, arrays, heads=None, training=True, types=None):
 def generic_code():
     """Disables dedicated kernels meanwhile."""
     mx.nd.waitall()
-    library.table().use_generic_code(1)
+    library.table().use_generic_code(b"all")
     try:
         yield
         mx.nd.waitall()
     finally:
-        library.table().use_generic_code(0)
+        library.table().use_generic_code(b"")
 
 
 def stock(symbol, arrays, heads):

@@ -234,7 +234,9 @@ nnvm::Op& add_operator(const std::string& name, uint32_t inputs,
                        bool (*types)(const NodeAttrs&, std::vector<int>*, std::vector<int>*),
                        const mxnet::FCompute& compute);
 
-// For tests: the generic operator runs instead of hand-written kernels.
-extern bool generic_only;
+// For tests and benchmarks: the generic operator runs instead of the hand-written kernels of these operators, their
+// names or "all".
+void use_generic(const std::string& operators);
+extern bool generic_only;  // of all
 
 }  // namespace gluon_amp

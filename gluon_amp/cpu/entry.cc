@@ -140,7 +140,7 @@ int64_t settings(const char* text) {
   }
 }
 
-void use_generic_code(int on) { generic_only = on; }
+void use_generic_code(const char* operators) { use_generic(operators); }
 
 // Whether these are dense arrays on one CPU, of this type (any if below 0). Python would need three calls of
 // MXNet for each.

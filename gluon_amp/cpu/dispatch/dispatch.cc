@@ -4,6 +4,7 @@
 // is float16 or bfloat16, or if the node has a setting, and MXNet's function otherwise, as if nothing were replaced
 // (but see repairs.h). Sparse arrays always go to MXNet's function.
 #include <algorithm>
+#include <set>
 #include <sstream>
 
 #include "dispatch/arrays.h"
@@ -22,6 +23,7 @@ bool generic_only = false;
 namespace {
 
 std::map<const nnvm::Op*, const Operator*> dispatched;
+std::set<const Operator*> generic_operators;  // those without a hand-written kernel, by use_generic
 
 // ---- which calls the engine runs -----------------------------------------------------------
 
@@ -46,7 +48,7 @@ bool overlaps(const Call& call, const OwnKernel& own) {
 // Whether an operator has a hand-written kernel that may run now.
 bool may_run_own(const Call& call) {
   const Operator& op = call.op;
-  return op.own && !(generic_only && op.has_generic()) && !overlaps(call, *op.own);
+  return op.own && !(generic_only && op.has_generic()) && !generic_operators.count(&op) && !overlaps(call, *op.own);
 }
 
 // Runs an operator's hand-written kernel if it supports this case, else `generic`.
@@ -388,6 +390,13 @@ bool is_dispatched(const nnvm::Op* x) { return dispatched.count(x) > 0; }
 bool engine_runs(const NodeAttrs& attrs, int type16) {
   const auto found = dispatched.find(attrs.op);
   return found != dispatched.end() && engine_runs(*found->second, settings_of(attrs), type16);
+}
+
+void use_generic(const std::string& operators) {
+  generic_only = operators == "all";
+  generic_operators.clear();
+  std::istringstream names(generic_only ? "" : operators);
+  for (std::string name; names >> name;) generic_operators.insert(dispatched.at(nnvm::Op::Get(name)));
 }
 
 std::string operator_rows() {
