@@ -228,14 +228,14 @@ def squares(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
 def beyond_float16(arrays: Sequence[Any]) -> "np.ndarray[Any, Any]":
     """Returns for each float32 array its largest finite magnitude that float16 rounds to infinity,
     or 0 if there is none."""
-    found = np.zeros(len(arrays))
+    magnitudes = np.zeros(len(arrays))
     # without the engine, reads all arrays
     sums = squares(arrays) if library.started() else np.full(len(arrays), np.inf)
     for i in np.flatnonzero(~(sums < ROUNDED_TO_INFINITY ** 2)):
         sizes = np.abs(arrays[i].asnumpy())
         largest = sizes[np.isfinite(sizes)].max(initial=0)
-        found[i] = largest if largest >= ROUNDED_TO_INFINITY else 0
-    return found
+        magnitudes[i] = largest if largest >= ROUNDED_TO_INFINITY else 0
+    return magnitudes
 
 
 def small_in_float16(named: Mapping[str, Any]) -> Set[str]:

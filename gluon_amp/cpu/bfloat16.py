@@ -41,19 +41,19 @@ def is_bfloat16(dtype: Any) -> bool:
 def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that creates a numpy array: values for a bfloat16 array become float32."""
     @functools.wraps(function)
-    def made(source: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def create(source: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         return function(source, np.float32 if is_bfloat16(dtype) else dtype, *args, **kwargs)
-    return made
+    return create
 
 
 def _cast(array: Any, dtype: Any, out: Any = None) -> Any:
     """Casts an array of `mx.nd` or `mx.np`; the result has its class."""
     name = "bfloat16" if is_bfloat16(dtype) else np.dtype(dtype).name
     classic = None if out is None else out.as_nd_ndarray()
-    made = mx.nd.cast(array.as_nd_ndarray(), dtype=name, out=classic)
+    result = mx.nd.cast(array.as_nd_ndarray(), dtype=name, out=classic)
     if out is not None:
         return out
-    return made.as_np_ndarray() if isinstance(array, mx.np.ndarray) else made
+    return result.as_np_ndarray() if isinstance(array, mx.np.ndarray) else result
 
 
 def _in_files(data: Any) -> Any:

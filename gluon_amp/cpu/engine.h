@@ -95,10 +95,10 @@ inline bool is_16bit(int type) { return type == mshadow::kFloat16 || type == msh
 inline bool is_16bit(const TBlob& array) { return is_16bit(array.type_flag_); }
 // The 16-bit type among types, bfloat16 if there are both, or kNoType16.
 inline int type16_among(const std::vector<int>& types) {
-  int found = kNoType16;
+  int type16 = kNoType16;
   for (int type : types)
-    if (is_16bit(type)) found = std::max(found, type);
-  return found;
+    if (is_16bit(type)) type16 = std::max(type16, type);
+  return type16;
 }
 inline const Kernels* kernels_of(int type) {
   return type == mshadow::kBfloat16 ? bfloat16_kernels : type == mshadow::kFloat16 ? float16_kernels : kernels;
@@ -120,9 +120,9 @@ inline bool overlap(const TBlob& a, const TBlob& b) {
   return from < other + size(b) * bytes_of(b.type_flag_) && other < from + size(a) * bytes_of(a.type_flag_);
 }
 // Writes numbers of the array's type to it, or adds them.
-inline void put(const void* made, const TBlob& to, Write write) {
-  if (write == kStore) kernels->copy(made, to.dptr_, size(to) * bytes_of(to.type_flag_));
-  if (write == kAdd) kernels_of(to)->sum(&made, 1, to.dptr_, size(to), kAdd);
+inline void put(const void* numbers, const TBlob& to, Write write) {
+  if (write == kStore) kernels->copy(numbers, to.dptr_, size(to) * bytes_of(to.type_flag_));
+  if (write == kAdd) kernels_of(to)->sum(&numbers, 1, to.dptr_, size(to), kAdd);
 }
 // Copies an array of 16-bit numbers or floats to floats.
 inline void widen(const TBlob& from, float* to) { kernels_of(from)->widen(from.dptr_, to, size(from)); }
@@ -174,10 +174,10 @@ std::mutex& scratch_lock();
 // ---- widening and narrowing ----------------------------------------------------------
 
 // Writes an operator's float32 result, plain or in oneDNN's blocked layout, to an array of 16-bit numbers or floats.
-void narrow(const NDArray& made, const TBlob& to, Write write);
+void narrow(const NDArray& from, const TBlob& to, Write write);
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
 // The block of channels of an array of this shape in oneDNN's blocked layout, else 0.
-int block_of(const NDArray& made, const mxnet::TShape& shape);
+int block_of(const NDArray& array, const mxnet::TShape& shape);
 int block_size();  // the block of channels of oneDNN's convolutions on this processor
 
 // ---- what runs -----------------------------------------------------------------------

@@ -34,9 +34,9 @@ int inputs_fit(const unsigned char* node, const void* input) {
   std::memcpy(at, node + kInputs, sizeof at);
   if (!at[0] || at[1] - at[0] != ptrdiff_t(sizeof(nnvm::NodeEntry)) || at[2] < at[1]) return 0;
   if (at[3] || at[4] || at[5] || at[6]) return 0;
-  const void* found;
-  std::memcpy(&found, at[0], sizeof found);
-  return found == input;
+  const void* first;
+  std::memcpy(&first, at[0], sizeof first);
+  return first == input;
 }
 
 // Whether the size of an attribute's map is that of pairs of a std::function and a number, for at most all
@@ -125,9 +125,9 @@ const char* list_repairs() {
 }
 
 const char* operators() {
-  static thread_local std::string made;
-  made = operator_rows();
-  return made.c_str();
+  static thread_local std::string rows;
+  rows = operator_rows();
+  return rows.c_str();
 }
 
 // The number of the settings in a text (settings.h), or -1 with the error in `reason`.
@@ -223,8 +223,8 @@ std::vector<nnvm::ObjectPtr> recorded(void** arrays, int64_t count) {
 mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
   dmlc::any& info = info_of(node.get());
   if (info.empty()) return nullptr;
-  auto& found = dmlc::get<mxnet::Imperative::AGInfo>(info);
-  return found.grad_req == mxnet::kNullOp ? nullptr : &found;
+  auto& grad_info = dmlc::get<mxnet::Imperative::AGInfo>(info);
+  return grad_info.grad_req == mxnet::kNullOp ? nullptr : &grad_info;
 }
 
 // Whether an operator calls the user's Python.
@@ -238,8 +238,8 @@ bool ignores_incoming(const nnvm::ObjectPtr& node) {
   if (!gradient) return false;
   const uint32_t outputs = op->get_num_outputs ? op->get_num_outputs(node->attrs) : op->num_outputs;
   const nnvm::ObjectPtr incoming = make_node(nnvm::Op::Get("_zeros"), {{"shape", "(1,)"}});
-  for (const auto& made : nodes_of((*gradient)(node, Outputs(outputs, nnvm::NodeEntry{incoming, 0, 0}))))
-    if (made == incoming) return false;
+  for (const auto& read : nodes_of((*gradient)(node, Outputs(outputs, nnvm::NodeEntry{incoming, 0, 0}))))
+    if (read == incoming) return false;
   return true;
 }
 
@@ -354,10 +354,10 @@ Generator* next_generator() {
 // This thread's parallel generators, MXNET_CPU_PARALLEL_RAND_COPY of them, in the order in which MXNet's
 // operators get them. The next operator gets the first.
 std::vector<Generator*> generators() {
-  std::vector<Generator*> made{next_generator()};
-  for (Generator* next; (next = next_generator()) != made[0];) made.push_back(next);
-  for (size_t i = 1; i < made.size(); ++i) next_generator();
-  return made;
+  std::vector<Generator*> all{next_generator()};
+  for (Generator* next; (next = next_generator()) != all[0];) all.push_back(next);
+  for (size_t i = 1; i < all.size(); ++i) next_generator();
+  return all;
 }
 
 // Writes this thread's state of MXNet's CPU random generators to `bytes` or, with `back`, reads it from there.

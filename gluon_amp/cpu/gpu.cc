@@ -61,13 +61,13 @@ void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a,
 }
 
 void add_in_float32(nnvm::Op& op) {
-  const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
-  if (!found) return;
+  const auto* compute = get<mxnet::FCompute>(&op, "FCompute<gpu>");
+  if (!compute) return;
   if (!cublasGemmStridedBatchedEx) throw dmlc::Error("cuBLAS lacks cublasGemmStridedBatchedEx");
   if (!cublasGetStream_v2) throw dmlc::Error("cuBLAS lacks cublasGetStream_v2");
   set<mxnet::FCompute>(
       op, "FCompute<gpu>",
-      [original = mxnet::FCompute(*found)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
+      [original = mxnet::FCompute(*compute)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
                                          const auto& req, const auto& out) {
         if (!is_16bit(out[0]) || !settings_of(attrs).float32_sums || !size(in[0]) || !size(in[1]))
           return original(attrs, context, in, req, out);
@@ -90,8 +90,8 @@ TBlob channels_last(const TBlob& weight) {
 }
 
 mxnet::FInferShape& mxnets_shapes() {
-  static auto* made = new mxnet::FInferShape;
-  return *made;
+  static auto* function = new mxnet::FInferShape;
+  return *function;
 }
 
 bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::ShapeVector* out) {
@@ -105,10 +105,10 @@ bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxne
 
 // The weight is among the inputs; `gradient`: its gradient among the outputs, or -1.
 void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
-  const auto* found = get<mxnet::FCompute>(&op, "FCompute<gpu>");
-  if (!found) return;
+  const auto* compute = get<mxnet::FCompute>(&op, "FCompute<gpu>");
+  if (!compute) return;
   set<mxnet::FCompute>(op, "FCompute<gpu>",
-                       [original = mxnet::FCompute(*found), weight, gradient](
+                       [original = mxnet::FCompute(*compute), weight, gradient](
                            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
                          if (!settings_of(attrs).plain_weight) return original(attrs, context, in, req, out);
@@ -129,18 +129,18 @@ OpStatePtr dropout_state() {
 }
 
 int dropout_fits(const unsigned char* state) {
-  const auto* found = reinterpret_cast<const DropoutState*>(state);
-  return found->keep == 0.75f && found->mode == 1 && found->axes == mxnet::TShape({1, 2}) &&
+  const auto* members = reinterpret_cast<const DropoutState*>(state);
+  return members->keep == 0.75f && members->mode == 1 && members->axes == mxnet::TShape({1, 2}) &&
          state[offsetof(DropoutState, passes)] == 1;
 }
 
 void keep_masks() {
   auto& backward = const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout"));
-  const auto* found = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
-  if (!found) return;
+  const auto* compute = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
+  if (!compute) return;
   set<mxnet::FStatefulCompute>(
       backward, "FStatefulCompute<gpu>",
-      [original = mxnet::FStatefulCompute(*found)](const OpStatePtr& state, const auto&... call) {
+      [original = mxnet::FStatefulCompute(*compute)](const OpStatePtr& state, const auto&... call) {
         bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
         const bool passed = passes;
         original(state, call...);

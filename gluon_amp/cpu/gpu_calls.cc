@@ -37,15 +37,15 @@ struct Run {
 };
 
 std::vector<NDArray> arrays(void** handles, int64_t count) {
-  std::vector<NDArray> made;
-  for (int64_t i = 0; i < count; ++i) made.push_back(static_cast<NDArray*>(handles[i])->Detach());
-  return made;
+  std::vector<NDArray> detached;
+  for (int64_t i = 0; i < count; ++i) detached.push_back(static_cast<NDArray*>(handles[i])->Detach());
+  return detached;
 }
 
 std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
-  std::vector<TBlob> made;
-  for (const NDArray& array : arrays) made.push_back(array.data());
-  return made;
+  std::vector<TBlob> blobs;
+  for (const NDArray& array : arrays) blobs.push_back(array.data());
+  return blobs;
 }
 
 // Throws, as MXNet's imperative call, if the arrays do not fit the operator.

@@ -156,11 +156,11 @@ struct Images {
 // The images of a device, which are described once and kept.
 const Images& described(int device, CudnnHandle handle, int channels, int rows, int operation) {
   static auto& lock = *new std::mutex;
-  static auto& made = *new std::map<std::tuple<int, int, int, int>, std::unique_ptr<Images>>;
+  static auto& cache = *new std::map<std::tuple<int, int, int, int>, std::unique_ptr<Images>>;
   const std::lock_guard<std::mutex> guard(lock);
-  auto& found = made[{device, channels, rows, operation}];
-  if (!found) found.reset(new Images(handle, channels, rows, operation));
-  return *found;
+  auto& entry = cache[{device, channels, rows, operation}];
+  if (!entry) entry.reset(new Images(handle, channels, rows, operation));
+  return *entry;
 }
 
 // ---- one call
@@ -318,9 +318,9 @@ Entries gradient(const nnvm::ObjectPtr& n, const Entries& above) {
   inputs_of(node.get()) = {above[0], of[at.x], {n, kY, 0}, of[at.x + 1], of[at.x + 2], {n, kMean, 0}, {n, kInverse, 0},
                            {n, kKept, 0}};
   const nnvm::ObjectPtr none = node_of("_NoGradient", {}, "NoGradient");
-  Entries made{{node, kOfX, 0}, {node, kOfGamma, 0}, {node, kOfBeta, 0}, {none, 0, 0}, {none, 0, 0}};
-  if (at.added) made.insert(made.begin() + at.z, nnvm::NodeEntry(node, kOfZ, 0));
-  return made;
+  Entries gradients{{node, kOfX, 0}, {node, kOfGamma, 0}, {node, kOfBeta, 0}, {none, 0, 0}, {none, 0, 0}};
+  if (at.added) gradients.insert(gradients.begin() + at.z, nnvm::NodeEntry(node, kOfZ, 0));
+  return gradients;
 }
 
 std::vector<mxnet::ResourceRequest> workspace(const NodeAttrs&) { return {mxnet::ResourceRequest::kTempSpace}; }

@@ -138,10 +138,10 @@ def compiler_of(library: Path) -> bytes:
 def check_mxnet(version: str, compiler: bytes) -> None:
     """Refuses an MXNet whose binary layout differs from native.h."""
     if version != VERSION or COMPILER not in compiler:
-        said = compiler.decode("ascii", "replace") or "no name"
+        name = compiler.decode("ascii", "replace") or "no name"
         raise KernelError(
             f"float16 on a CPU needs the wheel mxnet {VERSION} (or mxnet-cu112 {VERSION}), as it "
-            f"was compiled for PyPI by GCC 4.8.5. Received: MXNet {version}, compiled by {said}")
+            f"was compiled for PyPI by GCC 4.8.5. Received: MXNet {version}, compiled by {name}")
 
 
 def _operator_names() -> List[str]:
@@ -189,10 +189,10 @@ def _start(columns: str) -> Any:
     names = _operator_names()
     variable = mx.sym.var("x")
     symbol = mx.sym.negative(variable)
-    said = engine.probe(symbol.handle, variable.handle, len(names))
-    if said:
+    difference = engine.probe(symbol.handle, variable.handle, len(names))
+    if difference:
         raise KernelError(f"this MXNet {VERSION} is laid out differently from PyPI's wheels, so "
-                          f"float16 cannot run on a CPU: {said.decode()}")
+                          f"float16 cannot run on a CPU: {difference.decode()}")
     if engine.start(variant.encode(), len(names), _encoded(names), columns.encode(), REPAIRS) < 0:
         raise KernelError(f"gluon_amp's CPU kernels do not start: {engine.reason().decode()}")
     if REPAIRS:
@@ -453,9 +453,9 @@ class Attributes:
             texts(*[str(value).encode() for value in attrs.values()])
         self.parsed: Optional[int] = None
         if _table is not None:
-            self.parsed = made = _table.new_attributes(_operator(operator), *self.given)
-            mx.base.check_call(0 if made else -1)
-            _free_with(self, _table.free_attributes, made)
+            self.parsed = parsed = _table.new_attributes(_operator(operator), *self.given)
+            mx.base.check_call(0 if parsed else -1)
+            _free_with(self, _table.free_attributes, parsed)
 
 
 class Calls:
@@ -473,10 +473,10 @@ class Calls:
                       for name, inputs, out in calls]
         self._made: Optional[int] = None
         if _table is not None:
-            self._made = made = _table.new_calls()
-            _free_with(self, _table.free_calls, made)
+            self._made = address = _table.new_calls()
+            _free_with(self, _table.free_calls, address)
             for operator, inputs, out in self._rows:
-                _table.add_call(made, operator, inputs, len(inputs), out, len(out))
+                _table.add_call(address, operator, inputs, len(inputs), out, len(out))
 
     def run(self, attributes: Sequence[Attributes]) -> None:
         """Runs the calls, each with its attributes."""

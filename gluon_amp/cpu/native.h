@@ -54,9 +54,9 @@ constexpr size_t kInvoker = 3;
 
 template <class R, class... A>
 std::function<R(A...)> by_value(R (*f)(A...)) {
-  std::function<R(A...)> made(f);
-  reinterpret_cast<void**>(&made)[kInvoker] = reinterpret_cast<void*>(&ByValue<R, A...>::invoke);
-  return made;
+  std::function<R(A...)> function(f);
+  reinterpret_cast<void**>(&function)[kInvoker] = reinterpret_cast<void*>(&ByValue<R, A...>::invoke);
+  return function;
 }
 
 template <class R, class... A, class... Given>
@@ -75,9 +75,9 @@ struct Setting {
 
   static void exchange(dmlc::any* map) {
     if (map->empty()) {
-      nnvm::OpMap<T> made;
-      made.attr_name_ = key;
-      *map = std::move(made);
+      nnvm::OpMap<T> attributes;
+      attributes.attr_name_ = key;
+      *map = std::move(attributes);
     }
     auto& values = nnvm::get<nnvm::OpMap<T>>(*map).data_;
     if (values.size() <= op->index_) values.resize(op->index_ + 1, std::make_pair(T(), 0));
@@ -114,8 +114,8 @@ const T* get(const nnvm::Op* op, const char* key) {
 
 template <class T>
 void copy(const nnvm::Op* from, nnvm::Op& to, const char* key) {
-  const T* found = get<T>(from, key);
-  if (found) set<T>(to, key, T(*found));  // a copy, since set may move what `found` points at
+  const T* value = get<T>(from, key);
+  if (value) set<T>(to, key, T(*value));  // a copy, since set may move what `value` points at
 }
 
 // ---- 2. std::unordered_map ---------------------------------------------------
@@ -263,10 +263,10 @@ inline std::shared_ptr<StateLayout>& pointer_in(const mxnet::OpStatePtr& state) 
 
 template <class T>
 mxnet::OpStatePtr make_state(T* state) {
-  mxnet::OpStatePtr made;
-  pointer_in(made) = std::shared_ptr<StateLayout>(
+  mxnet::OpStatePtr pointer;
+  pointer_in(pointer) = std::shared_ptr<StateLayout>(
       new StateLayout{mxnet::Engine::Get()->NewVariable(), state}, StateDeleter<T>());
-  return made;
+  return pointer;
 }
 
 // The state if `make_state` created it with this type, else null; its deleter identifies it.
@@ -313,9 +313,9 @@ using PassInvoker = void* (*)(void* result, const std::_Any_data& data, void* gr
 inline nnvm::Graph no_graph(nnvm::Graph) { return {}; }
 
 inline PassBody as_pass(PassInvoker invoker) {
-  PassBody made(&no_graph);
-  reinterpret_cast<void**>(&made)[kInvoker] = reinterpret_cast<void*>(invoker);
-  return made;
+  PassBody pass(&no_graph);
+  reinterpret_cast<void**>(&pass)[kInvoker] = reinterpret_cast<void*>(invoker);
+  return pass;
 }
 
 inline void* call_pass(const PassBody& body, void* result, void* graph) {

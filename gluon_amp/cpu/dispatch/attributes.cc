@@ -13,8 +13,8 @@ namespace gluon_amp {
 namespace {
 
 std::set<std::string>& constants() {
-  static auto* made = new std::set<std::string>;
-  return *made;
+  static auto* names = new std::set<std::string>;
+  return *names;
 }
 
 locale_t c_locale() {
@@ -34,14 +34,14 @@ std::string rounded(const std::string& text, int type) {
   const float number = parse_float(text.c_str(), &end);
   if (end == text.c_str() || *end) return "";
   Number16 bits;
-  float made;
+  float value;
   kernels_of(type)->narrow(&number, &bits, 1, kStore);
-  kernels_of(type)->widen(&bits, &made, 1);
-  if (made == number || made != made) return "";
+  kernels_of(type)->widen(&bits, &value, 1);
+  if (value == number || value != value) return "";
   char digits[200];
   const locale_t before = uselocale(c_locale());
   const int places = type == mshadow::kFloat16 ? 24 : 133;  // exact
-  std::snprintf(digits, sizeof digits, "%.*f", places, made);
+  std::snprintf(digits, sizeof digits, "%.*f", places, value);
   uselocale(before);
   return digits;
 }
@@ -59,9 +59,9 @@ std::string substitute(const Operator& op, const std::string& key, const std::st
   if (limit(op, key, type) && text == "None") return limit(op, key, type);
   if (key == "dtype" && (text == "float16" || text == "bfloat16") && !op.is(kCasts)) return "float32";
   if (!is_constant(op, key)) return "";
-  const std::string made = rounded(text, type);
-  const auto at = made.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32
-  return op.name() == "_npi_nan_to_num" && at != std::string::npos ? made.substr(0, at) + "1e39" : made;
+  const std::string digits = rounded(text, type);
+  const auto at = digits.find("inf");  // nan_to_num's parser refuses it: use a number beyond float32
+  return op.name() == "_npi_nan_to_num" && at != std::string::npos ? digits.substr(0, at) + "1e39" : digits;
 }
 
 // Computes the attributes for a 16-bit type; returns whether any differs.
@@ -84,7 +84,7 @@ bool change(const Operator& op, const NodeAttrs& attrs, int type, Texts* texts) 
 constexpr size_t kMost = 1000;
 struct Cache {
   std::mutex lock;
-  std::map<std::string, nnvm::ObjectPtr> made;
+  std::map<std::string, nnvm::ObjectPtr> nodes;
 };
 
 }  // namespace
@@ -92,13 +92,13 @@ struct Cache {
 float parse_float(const char* text, char** end) { return strtof_l(text, end, c_locale()); }
 
 float number(const NodeAttrs& attrs, const char* key, float otherwise) {
-  const std::string* found = find(attrs, key);
-  return found ? parse_float(found->c_str()) : otherwise;
+  const std::string* text = find(attrs, key);
+  return text ? parse_float(text->c_str()) : otherwise;
 }
 
 int64_t whole(const NodeAttrs& attrs, const char* key, int64_t otherwise) {
-  const std::vector<int64_t> found = numbers(attrs, key);
-  return found.empty() ? otherwise : found[0];
+  const std::vector<int64_t> values = numbers(attrs, key);
+  return values.empty() ? otherwise : values[0];
 }
 
 int axis_of(const NodeAttrs& attrs, const char* key, int otherwise, int dimensions) {
@@ -107,25 +107,25 @@ int axis_of(const NodeAttrs& attrs, const char* key, int otherwise, int dimensio
 }
 
 bool flag(const NodeAttrs& attrs, const char* key, bool otherwise) {
-  const std::string* found = find(attrs, key);
-  return found ? *found == "True" || *found == "true" || *found == "1" : otherwise;
+  const std::string* text = find(attrs, key);
+  return text ? *text == "True" || *text == "true" || *text == "1" : otherwise;
 }
 
 std::string word(const NodeAttrs& attrs, const char* key, const char* otherwise) {
-  const std::string* found = find(attrs, key);
-  return found ? *found : otherwise;
+  const std::string* text = find(attrs, key);
+  return text ? *text : otherwise;
 }
 
 std::vector<int64_t> numbers(const NodeAttrs& attrs, const char* key) {
-  std::vector<int64_t> made;
+  std::vector<int64_t> values;
   const std::string* text = find(attrs, key);
   for (const char* at = text ? text->c_str() : ""; *at;) {
     char* end;
     const long long value = std::strtoll(at, &end, 10);
-    if (end != at) made.push_back(value);
+    if (end != at) values.push_back(value);
     at = end == at ? at + 1 : end;
   }
-  return made;
+  return values;
 }
 
 nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts) {
@@ -139,9 +139,9 @@ nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts) {
   if (MXSymbolCreateAtomicSymbol(const_cast<nnvm::Op*>(op), static_cast<uint32_t>(keys.size()),
                                  keys.data(), values.data(), &symbol))
     throw dmlc::Error(MXGetLastError());
-  const nnvm::ObjectPtr made = static_cast<const std::vector<nnvm::NodeEntry>*>(symbol)->front().node;
+  const nnvm::ObjectPtr node = static_cast<const std::vector<nnvm::NodeEntry>*>(symbol)->front().node;
   MXSymbolFree(symbol);
-  return made;
+  return node;
 }
 
 nnvm::ObjectPtr copy_node(const Operator& op, const NodeAttrs& attrs, int type16) {
@@ -157,13 +157,13 @@ nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int 
   std::string key = op.name() + '\0' + std::to_string(type16);
   for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
   const std::lock_guard<std::mutex> guard(cache.lock);
-  auto& found = cache.made[key];
-  if (!found) {
-    auto made = copy_node(op, attrs, type16);
-    if (cache.made.size() > kMost) cache.made.clear();
-    return cache.made[key] = std::move(made);
+  auto& node = cache.nodes[key];
+  if (!node) {
+    auto copy = copy_node(op, attrs, type16);
+    if (cache.nodes.size() > kMost) cache.nodes.clear();
+    return cache.nodes[key] = std::move(copy);
   }
-  return found;
+  return node;
 }
 
 void add_constant(const std::string& name) { constants().insert(name); }

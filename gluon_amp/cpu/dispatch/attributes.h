@@ -10,7 +10,7 @@ using Texts = std::vector<std::pair<std::string, std::string>>;
 // A number in the C locale, as strtof.
 float parse_float(const char* text, char** end = nullptr);
 
-// A new node without inputs, made by MXNet, which parses its attributes.
+// A new node without inputs, created by MXNet, which parses its attributes.
 nnvm::ObjectPtr make_node(const nnvm::Op* op, const Texts& texts);
 
 // A node with a copy of the attributes. `type16`: kNoType16, or the 16-bit type of constants, as below.

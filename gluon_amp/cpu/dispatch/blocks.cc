@@ -16,11 +16,11 @@ bool has_blocks(const TBlob& array) {
 int64_t places_of(const TBlob& array) { return array.shape_.ProdShape(2, array.ndim()); }
 
 // A plain array into one in blocks.
-void put_in_blocks(const TBlob& made, const TBlob& to, Write write) {
-  if (write == kStore) return block(made, numbers16(to));
+void put_in_blocks(const TBlob& plain, const TBlob& to, Write write) {
+  if (write == kStore) return block(plain, numbers16(to));
   Scratch scratch;
-  const TBlob blocks = scratch.like(made);
-  block(made, numbers16(blocks));
+  const TBlob blocks = scratch.like(plain);
+  block(plain, numbers16(blocks));
   put(blocks.dptr_, to, write);
 }
 
@@ -53,13 +53,13 @@ void unblock(const TBlob& blocks, Number16* plain) {
   bfloat16_kernels->transpose(numbers16(blocks), plain, size(blocks) / (kBlock * places), places, kBlock);
 }
 
-void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write) {
-  if (block_of(made, to.shape_) == kBlock)
-    return kernels_of(to)->narrow(static_cast<const float*>(made.storage_handle().dptr), numbers16(to), size(to),
+void narrow_to_blocks(const NDArray& from, const TBlob& to, Write write) {
+  if (block_of(from, to.shape_) == kBlock)
+    return kernels_of(to)->narrow(static_cast<const float*>(from.storage_handle().dptr), numbers16(to), size(to),
                                   write);
   Scratch scratch;
   const TBlob plain = scratch.like(to);
-  narrow(made, plain, kStore);
+  narrow(from, plain, kStore);
   put_in_blocks(plain, to, write);
 }
 

@@ -10,8 +10,8 @@ constexpr int64_t kBlock = 16;
 void block(const TBlob& plain, Number16* blocks);
 void unblock(const TBlob& blocks, Number16* plain);
 
-// What an operator has made, plain or in oneDNN's blocks, into an array in blocks, which rounds it.
-void narrow_to_blocks(const NDArray& made, const TBlob& to, Write write);
+// An operator's float32 result, plain or in oneDNN's blocks, into an array in blocks, which rounds it.
+void narrow_to_blocks(const NDArray& from, const TBlob& to, Write write);
 
 // run(call) with plain copies of the arrays that are in blocks.
 void in_plain(const Call& call, const std::function<void(const Call&)>& run);

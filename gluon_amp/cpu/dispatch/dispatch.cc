@@ -173,7 +173,7 @@ struct OperatorState {
     if (states) out.push_back(call.in[5]);
     if (states && lstm) out.push_back(call.in[8]);
     Scratch results;
-    for (TBlob& made : out) made = results.like(made);
+    for (TBlob& array : out) array = results.like(array);
     OpContext training = call.context;
     training.is_train = true;
     const std::vector<OpReqType> req(out.size(), mxnet::kWriteTo);
@@ -204,14 +204,14 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
 template <class F, class T>
 void run_stateful(const Operator& op, const F& original, const OpStatePtr& state, const OpContext& context,
               const std::vector<T>& in, const std::vector<OpReqType>& req, const std::vector<T>& out) {
-  OperatorState* made = state_of<OperatorState>(state);
-  if (!made && !repairs_empty_calls) return original(state, context, in, req, out);
-  if (is_empty_call(op, made ? &made->attrs() : nullptr, in, req, out)) return;
-  if (!made) return original(state, context, in, req, out);
+  OperatorState* ours = state_of<OperatorState>(state);
+  if (!ours && !repairs_empty_calls) return original(state, context, in, req, out);
+  if (is_empty_call(op, ours ? &ours->attrs() : nullptr, in, req, out)) return;
+  if (!ours) return original(state, context, in, req, out);
   const FiniteAverages finite(op, in);
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
-  made->run(op, bool(op.create_state), context, inputs, req, plain_outputs(out, req));
+  ours->run(op, bool(op.create_state), context, inputs, req, plain_outputs(out, req));
 }
 
 // ---- one operator ------------------------------------------------------------------------
@@ -274,14 +274,14 @@ std::vector<std::pair<int, int>> in_place_options(const Operator& op, const Node
   const nnvm::Op* x = op.nnvm_op;
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
   const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
-  std::vector<std::pair<int, int>> made;
+  std::vector<std::pair<int, int>> options;
   const bool any = !op.own || op.own->in_place == kAnyInput;
-  for (uint32_t in = 0; !any && in < op.own->in_place; ++in) made.emplace_back(in, 0);
-  if (!any) return made;
+  for (uint32_t in = 0; !any && in < op.own->in_place; ++in) options.emplace_back(in, 0);
+  if (!any) return options;
   for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
     for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
-      made.emplace_back(in, out);
-  return made;
+      options.emplace_back(in, out);
+  return options;
 }
 
 // MXNet skips operators whose output is their input, in place.
@@ -315,9 +315,9 @@ bool infer_instead(int type, int stand_in, Types* in, Types* out, F infer) {
     for (Types* types : {in, out}) std::replace(types->begin(), types->end(), from, to);
   };
   swap(type, stand_in);
-  const bool known = infer();
+  const bool complete = infer();
   swap(stand_in, type);
-  return known;
+  return complete;
 }
 
 // Type inference of a layer with float32 parameters: data and result have one type, and parameters are float32.
@@ -349,9 +349,9 @@ bool infer_identity(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxnet::Shape
   const auto& original = dispatched.at(attrs.op)->shapes;
   if (!settings_of(attrs).loss_scale) return call_original(original, attrs, in, out);
   mxnet::ShapeVector alike(2, in->front());
-  const bool known = call_original(original, attrs, &alike, out);
+  const bool complete = call_original(original, attrs, &alike, out);
   *in = {alike.front(), mxnet::TShape(1, 1)};
-  return known;
+  return complete;
 }
 
 void dispatch(nnvm::Op& target) {
@@ -388,8 +388,8 @@ bool should_dispatch(const nnvm::Op* x) {
 bool is_dispatched(const nnvm::Op* x) { return dispatched.count(x) > 0; }
 
 bool engine_runs(const NodeAttrs& attrs, int type16) {
-  const auto found = dispatched.find(attrs.op);
-  return found != dispatched.end() && engine_runs(*found->second, settings_of(attrs), type16);
+  const auto entry = dispatched.find(attrs.op);
+  return entry != dispatched.end() && engine_runs(*entry->second, settings_of(attrs), type16);
 }
 
 void use_generic(const std::string& operators) {
@@ -400,18 +400,18 @@ void use_generic(const std::string& operators) {
 }
 
 std::string operator_rows() {
-  std::ostringstream made;
+  std::ostringstream rows;
   for (const auto& pair : dispatched) {
     const Operator& op = *pair.second;
     const std::string& name = pair.first->name;
     const int supports = op.own ? op.own->supports : 0;
-    made << name;
-    if (op.own) made << " own_code";
-    if (supports & kAnyOrder) made << " any_order";
-    if (supports & kBlocks) made << ((supports & kAlike) == kAlike ? " alike" : " blocks");
-    made << "\n";
+    rows << name;
+    if (op.own) rows << " own_code";
+    if (supports & kAnyOrder) rows << " any_order";
+    if (supports & kBlocks) rows << ((supports & kAlike) == kAlike ? " alike" : " blocks");
+    rows << "\n";
   }
-  return made.str();
+  return rows.str();
 }
 
 void dispatch_operators(int count, const char** names) {

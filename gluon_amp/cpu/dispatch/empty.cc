@@ -29,11 +29,11 @@ bool refuses_empty(const Operator& op, const NodeAttrs* attrs, int type_of_resul
 
 template <class T>
 [[noreturn]] void refuse_empty(const Operator& op, const std::vector<T>& in, const T& result) {
-  std::ostringstream said;
-  said << op.name() << " takes no empty arrays, unless its results are empty, too. Received: inputs of the shapes";
-  for (const T& array : in) said << " " << shape_of(array);
-  said << ", which give a result of the shape " << shape_of(result);
-  throw dmlc::Error(said.str());
+  std::ostringstream message;
+  message << op.name() << " takes no empty arrays, unless its results are empty, too. Received: inputs of the shapes";
+  for (const T& array : in) message << " " << shape_of(array);
+  message << ", which give a result of the shape " << shape_of(result);
+  throw dmlc::Error(message.str());
 }
 
 }  // namespace

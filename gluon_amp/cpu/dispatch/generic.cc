@@ -46,15 +46,15 @@ bool is_read(const Operator& op, size_t i) {
 }
 
 TBlob copy_of(const TBlob& from, Scratch* scratch) {
-  const TBlob made = scratch->like(from);
-  put(from.dptr_, made, kStore);
-  return made;
+  const TBlob copy = scratch->like(from);
+  put(from.dptr_, copy, kStore);
+  return copy;
 }
 
 std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
-  std::vector<TBlob> made;
-  for (auto& array : arrays) made.push_back(array.data());
-  return made;
+  std::vector<TBlob> blobs_of_arrays;
+  for (auto& array : arrays) blobs_of_arrays.push_back(array.data());
+  return blobs_of_arrays;
 }
 
 // One run of MXNet's operator, in float32.
@@ -90,16 +90,16 @@ struct Float32Run {
     if (state && onednn && is_16bit(from) && !is_read(op, i))
       return {TBlob(from.dptr_, from.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0), 0};
     const bool copied = state && onednn && i == kWeightsOfRnn;
-    NDArray made = (copied ? &brief : scratch)->array(from.shape_);
-    float* const widened = floats(made.data());
+    NDArray wide = (copied ? &brief : scratch)->array(from.shape_);
+    float* const widened = floats(wide.data());
     if (!is_rounded) {
       widen(from, widened);
-      return made;
+      return wide;
     }
     Number16* const narrowed = brief.numbers16(size(from));
     bfloat16_kernels->narrow(floats(from), narrowed, size(from), kStore);
     bfloat16_kernels->widen(narrowed, widened, size(from));
-    return made;
+    return wide;
   }
 
   void add_outputs() {

@@ -17,7 +17,7 @@ bool same(const nnvm::NodeEntry& a, const nnvm::NodeEntry& b) {
 
 // The settings of a gradient's node. A gradient has the layout of its tensor.
 Settings gradient_settings(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& forward, const Entries& above,
-                           const Entries& made) {
+                           const Entries& gradients) {
   const Settings& settings = settings_of(forward->attrs);
   const Layouts& from = settings.layouts;
   const auto& forward_inputs = inputs_of(forward.get());
@@ -31,9 +31,9 @@ Settings gradient_settings(const nnvm::ObjectPtr& node, const nnvm::ObjectPtr& f
     to.inputs += layout;
   }
   std::vector<int> gradients_of;
-  for (size_t i = 0; i < made.size(); ++i) {
-    if (made[i].node != node) continue;
-    const size_t at = made[i].index, count = std::max(gradients_of.size(), at + 1);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].node != node) continue;
+    const size_t at = gradients[i].index, count = std::max(gradients_of.size(), at + 1);
     to.outputs.resize(count, '0');
     gradients_of.resize(count, -1);
     to.outputs[at] = letter_at(from.inputs, i, '0');
@@ -54,10 +54,10 @@ std::string key_of(const Settings& settings) {
 }
 
 // MXNet's gradient of the identity with a loss scale copies; this one multiplies by the scale.
-void scale_copy(const nnvm::ObjectPtr& n, const Entries& made) {
+void scale_copy(const nnvm::ObjectPtr& n, const Entries& gradients) {
   static const nnvm::Op *const copy = nnvm::Op::Get("_backward_copy"),
                         *const product = nnvm::Op::Get("broadcast_mul");
-  nnvm::Node* const node = made[0].node.get();
+  nnvm::Node* const node = gradients[0].node.get();
   if (node->attrs.op != copy) return;  // the gradient is zero
   node->attrs.op = product;
   inputs_of(node).push_back(inputs_of(n.get())[1]);
@@ -98,8 +98,8 @@ Entries gradient_of_dense_gradient(const nnvm::ObjectPtr& n, const Entries& abov
   if (!is_zero(above[0])) of_weight.push_back(add({above[0], weight})[1]);
   if (of_bias) of_data.push_back(add({data, above[1], above[2]})[0]);
   else if (!is_zero(above[1])) of_data.push_back(add({data, above[1]})[0]);
-  const auto or_zero = [](const Entries& found, const nnvm::NodeEntry& like) {
-    return found.empty() ? output_of("zeros_like", {like}) : found[0];
+  const auto or_zero = [](const Entries& entries, const nnvm::NodeEntry& like) {
+    return entries.empty() ? output_of("zeros_like", {like}) : entries[0];
   };
   return {layers.size() == 2 ? output_of("elemwise_add", layers) : or_zero(layers, head),
           or_zero(of_data, data), or_zero(of_weight, weight)};
@@ -107,26 +107,26 @@ Entries gradient_of_dense_gradient(const nnvm::ObjectPtr& n, const Entries& abov
 
 Entries gradient(const nnvm::FGradient& original, const nnvm::ObjectPtr& n,
                  const Entries& above) {
-  Entries made = original(n, above);
+  Entries gradients = original(n, above);
   const Settings& settings = settings_of(n->attrs);
-  if (!has_settings(settings)) return made;
-  if (settings.loss_scale) scale_copy(n, made);
+  if (!has_settings(settings)) return gradients;
+  if (settings.loss_scale) scale_copy(n, gradients);
   std::set<nnvm::Node*> seen{n.get()};
   for (auto& entry : above) seen.insert(entry.node.get());
   for (auto& entry : inputs_of(n.get())) seen.insert(entry.node.get());
   std::vector<nnvm::ObjectPtr> todo;
-  for (auto& entry : made) todo.push_back(entry.node);
+  for (auto& entry : gradients) todo.push_back(entry.node);
   while (!todo.empty()) {
     nnvm::ObjectPtr node = todo.back();
     todo.pop_back();
     if (!node || !node->attrs.op || !seen.insert(node.get()).second) continue;
     if (is_dispatched(node->attrs.op)) {
-      const Settings found = gradient_settings(node, n, above, made);
-      set_settings(node, n->attrs, key_of(found), found);
+      const Settings to = gradient_settings(node, n, above, gradients);
+      set_settings(node, n->attrs, key_of(to), to);
     }
     for (auto& entry : inputs_of(node.get())) todo.push_back(entry.node);
   }
-  return made;
+  return gradients;
 }
 
 }  // namespace gluon_amp

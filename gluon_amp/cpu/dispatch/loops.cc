@@ -73,10 +73,10 @@ void run_condition_backward(const Run& original, const OpStatePtr& state, const 
 // The first output of Embedding's backward pass is the gradient of the indices.
 void add_gradients_of_indices(const char* compute) {
   auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Embedding"));
-  const auto *found = get<mxnet::FCompute>(&op, compute),
+  const auto *gradient = get<mxnet::FCompute>(&op, compute),
              *zeros = get<mxnet::FCompute>(nnvm::Op::Get("_zeros"), compute);
-  if (!found || !zeros) return;
-  set<mxnet::FCompute>(op, compute, [original = mxnet::FCompute(*found), zeros = mxnet::FCompute(*zeros)](
+  if (!gradient || !zeros) return;
+  set<mxnet::FCompute>(op, compute, [original = mxnet::FCompute(*gradient), zeros = mxnet::FCompute(*zeros)](
                            const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
                            const Requests& req, const std::vector<TBlob>& out) {
     if (req[0] == mxnet::kWriteTo) zeros(attrs, context, {}, {req[0]}, {out[0]});

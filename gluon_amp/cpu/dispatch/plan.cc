@@ -19,16 +19,16 @@ thread_local std::set<const NodeAttrs*> planned;
 PassBody original;
 
 const Ints* ints(const GraphView& graph, const char* key) {
-  const dmlc::any* found = graph.find(key);
-  return found ? &nnvm::get<Ints>(*found) : nullptr;
+  const dmlc::any* attribute = graph.find(key);
+  return attribute ? &nnvm::get<Ints>(*attribute) : nullptr;
 }
 
 // The nodes of a graph that the engine runs on a CPU.
 std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
-  std::set<const NodeAttrs*> made;
+  std::set<const NodeAttrs*> in_engine;
   const Ints *types = ints(graph, "dtype"), *devices = ints(graph, "dev_mask");
   const std::vector<nnvm::IndexedGraph::Node>* nodes = graph.nodes();
-  if (!types || !devices || !nodes || devices->size() != nodes->size()) return made;
+  if (!types || !devices || !nodes || devices->size() != nodes->size()) return in_engine;
   std::vector<size_t> first;  // for each node, the index of its output 0 among all types
   size_t next = 0;
   for (const auto& node : *nodes) {
@@ -42,9 +42,9 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
     std::vector<int> its;
     for (uint32_t out = 0; out < node.source->num_outputs(); ++out) its.push_back(type(first[i] + out));
     for (const auto& in : node.inputs) its.push_back(type(first[in.node_id] + in.index));
-    if (engine_runs(node.source->attrs, type16_among(its))) made.insert(&node.source->attrs);
+    if (engine_runs(node.source->attrs, type16_among(its))) in_engine.insert(&node.source->attrs);
   }
-  return made;
+  return in_engine;
 }
 
 // The pass: its argument and its result, graphs by value, are addresses (native.h, 5).

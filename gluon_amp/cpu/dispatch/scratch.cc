@@ -33,12 +33,12 @@ struct Pool {
         if (has >= need && (best == free.size() || has < size_t(free[best].shape()[0]))) best = i;
       }
       if (best < free.size()) {
-        NDArray found = free[best];
+        NDArray array = free[best];
         free.erase(free.begin() + best);
-        kept -= found.shape()[0];
-        lent += found.shape()[0];
-        found.InvalidateMKLDNNData();
-        return found;
+        kept -= array.shape()[0];
+        lent += array.shape()[0];
+        array.InvalidateMKLDNNData();
+        return array;
       }
       lent += need;
       limit = std::min(std::max(limit, lent), kMost);
@@ -88,8 +88,8 @@ struct Pool {
 };
 
 Pool& pool() {
-  static Pool* made = new Pool;  // never deleted: MXNet's engine may be destroyed first at exit
-  return *made;
+  static Pool* instance = new Pool;  // never deleted: MXNet's engine may be destroyed first at exit
+  return *instance;
 }
 
 }  // namespace
@@ -114,8 +114,8 @@ TBlob Scratch::like(const TBlob& array) {
 }
 
 std::mutex& scratch_lock() {
-  static std::mutex* made = new std::mutex;
-  return *made;
+  static std::mutex* lock = new std::mutex;
+  return *lock;
 }
 
 }  // namespace gluon_amp

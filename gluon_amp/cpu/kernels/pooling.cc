@@ -75,12 +75,12 @@ struct Image {
 
   void pool_row(const float* from, float* to) const {
     for (int64_t i = 0; i < wide; i += W) {
-      V found = splat(kLowest);
+      V largest = splat(kLowest);
       for (int64_t k = 0; k < p.kernel_width; ++k) {
         const int64_t at = p.stride_width == 1 ? k : (k & 1) * length + (k >> 1);
-        found = larger_one(found, load(from + at + i, Whole()));
+        largest = larger_one(largest, load(from + at + i, Whole()));
       }
-      store(to + i, found, Whole());
+      store(to + i, largest, Whole());
     }
   }
 
@@ -103,12 +103,12 @@ struct Image {
 
   template <typename A> void put_row(int64_t begin, int64_t end, Number* to, A add) const {
     each(0, p.out_width, [&](int64_t i, auto lanes) {
-      V found = splat(kLowest);
+      V largest = splat(kLowest);
       for (int64_t k = begin, at = begin % kept; k < end; ++k) {
-        found = larger_one(found, load(results + at * wide + i, lanes));
+        largest = larger_one(largest, load(results + at * wide + i, lanes));
         if (++at == kept) at = 0;
       }
-      put(to, i, found, add, lanes);
+      put(to, i, largest, add, lanes);
     });
   }
 };

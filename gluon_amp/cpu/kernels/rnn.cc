@@ -44,12 +44,12 @@ void rnn_step(RnnMode mode, const RnnStep& s) {
       }
       if constexpr (kMode == kGru) h[2] = h[2] + load(s.bias_inside + j, lanes);
       if constexpr (kGates > 1) before = load(s.before + at, lanes);
-      const auto made = rnn_forward<kMode, Vectors>(x, h, before);
-      for (int k = 0; k < kGates; ++k) store(gates + k * n, made.gate[k], lanes);
-      if constexpr (kMode == kGru) store(s.inside + at, made.inside, lanes);
-      if constexpr (kGates > 1) store(s.after + at, made.after, lanes);
-      store(numbers(s.h) + at, made.state, lanes);
-      store(numbers(s.y) + row * s.y_row + j, made.state, lanes);
+      const auto step = rnn_forward<kMode, Vectors>(x, h, before);
+      for (int k = 0; k < kGates; ++k) store(gates + k * n, step.gate[k], lanes);
+      if constexpr (kMode == kGru) store(s.inside + at, step.inside, lanes);
+      if constexpr (kGates > 1) store(s.after + at, step.after, lanes);
+      store(numbers(s.h) + at, step.state, lanes);
+      store(numbers(s.y) + row * s.y_row + j, step.state, lanes);
     });
   });
 }
@@ -71,11 +71,11 @@ void rnn_step_back(RnnMode mode, const RnnStepBack& s) {
       }
       V state = load(s.dy, row * s.dy_row + j, lanes) + load(s.dh + at, lanes);
       if (s.back) state = state + load(s.back + at, lanes);
-      const auto made = rnn_backward<kMode, Vectors>(of, before, state, cell);
-      for (int k = 0; k < kGates; ++k) store(numbers(s.dx) + first + k * n, made.x[k], lanes);
-      for (int k = 0; k < kGates && kMode == kGru; ++k) store(numbers(s.ds) + first + k * n, made.h[k], lanes);
-      if constexpr (kMode == kLstm) store(s.dc + at, made.cell, lanes);
-      store(s.dh + at, made.state, lanes);
+      const auto step = rnn_backward<kMode, Vectors>(of, before, state, cell);
+      for (int k = 0; k < kGates; ++k) store(numbers(s.dx) + first + k * n, step.x[k], lanes);
+      for (int k = 0; k < kGates && kMode == kGru; ++k) store(numbers(s.ds) + first + k * n, step.h[k], lanes);
+      if constexpr (kMode == kLstm) store(s.dc + at, step.cell, lanes);
+      store(s.dh + at, step.state, lanes);
     });
   });
 }

@@ -12,10 +12,10 @@ namespace {
 
 Dense rows_of(const Convolution& layer) {
   const int64_t rows = layer.y[0] * layer.y[2] * layer.y[3], read = layer.w[1] * layer.w[2] * layer.w[3];
-  Dense made(rows, read, layer.w[0], layer.bias);
-  made.images = layer.x[0];
-  made.parameters = layer.parameters;
-  return made;
+  Dense dense(rows, read, layer.w[0], layer.bias);
+  dense.images = layer.x[0];
+  dense.parameters = layer.parameters;
+  return dense;
 }
 
 bool is_pointwise(const Convolution& layer) {
@@ -36,15 +36,15 @@ void unfold(const Convolution& layer, const Number16* x, Number16* to) {
   const int64_t planes = layer.x[0] * layer.x[1], kernel = layer.w[2] * layer.w[3];
   for_all(planes, planes * kernel * y_high * y_wide, [&](int64_t plane) {
     const Number16* const from = x + plane * high * wide;
-    Number16* made = to + plane * kernel * y_high * y_wide;
+    Number16* row_to = to + plane * kernel * y_high * y_wide;
     for (int64_t i = 0; i < layer.w[2]; ++i)
       for (int64_t j = 0; j < layer.w[3]; ++j)
-        for (int64_t row = 0; row < y_high; ++row, made += y_wide) {
+        for (int64_t row = 0; row < y_high; ++row, row_to += y_wide) {
           const int64_t at_row = row * layer.stride[0] + i * layer.dilate[0] - layer.pad[0];
           for (int64_t column = 0; column < y_wide; ++column) {
             const int64_t at = column * layer.stride[1] + j * layer.dilate[1] - layer.pad[1];
             const bool inside = at_row >= 0 && at_row < high && at >= 0 && at < wide;
-            made[column] = inside ? from[at_row * wide + at] : Number16(0);
+            row_to[column] = inside ? from[at_row * wide + at] : Number16(0);
           }
         }
   });

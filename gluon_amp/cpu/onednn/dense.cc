@@ -32,10 +32,10 @@ bool onednn_rows(int pass, int64_t rows, int64_t outputs, int64_t inputs, const 
   };
   const TBlob x = bfloat16(pass == kForward ? a : b, layer.x), y = bfloat16(a, layer.y), w = bfloat16(b, layer.w);
   const int to_is = pass == kForward ? DNNL_ARG_DST : pass == kBackwardData ? DNNL_ARG_DIFF_SRC : DNNL_ARG_DIFF_WEIGHTS;
-  const TBlob made = array(to, layer.sizes(to_is), mshadow::kFloat32);
+  const TBlob wide = array(to, layer.sizes(to_is), mshadow::kFloat32);
   product->run({pass == kForward ? layer.operand(DNNL_ARG_SRC, x) : layer.operand(DNNL_ARG_DIFF_DST, y),
                 pass == kBackwardWeights ? layer.operand(DNNL_ARG_SRC, x) : layer.operand(DNNL_ARG_WEIGHTS, w),
-                layer.operand(to_is, made, false, kStore)}, read);
+                layer.operand(to_is, wide, false, kStore)}, read);
   return true;
 }
 

@@ -39,16 +39,16 @@ NDArray surrounded(const NDArray& images, const Depth& depth, Scratch* scratch) 
   const int64_t plane = shape[3] * shape[4], count = shape[0] * shape[1], from = depth.in * plane;
   shape[2] = (depth.out - 1) * depth.stride + depth.kernel;
   const int64_t to = shape[2] * plane, before = depth.pad * plane;
-  const NDArray made = scratch->array(shape);
+  const NDArray padded = scratch->array(shape);
   const float* const read = floats(plain.data());
-  float* const written = floats(made.data());
+  float* const written = floats(padded.data());
   for_all(count, count * to, [&](int64_t i) {
     float* const at = written + i * to;
     std::fill_n(at, before, 0.0f);
     std::copy_n(read + i * from, from, at + before);
     std::fill_n(at + before + from, to - before - from, 0.0f);
   });
-  return made;
+  return padded;
 }
 
 // A node with these attributes, for images that have their padding in depth.

@@ -19,22 +19,22 @@ std::shared_ptr<Product> Layer::product(int pass, bool with_bias) const {
 
 template <class T>
 T Layer::description(dnnl_primitive_kind_t kind, int pass, bool with_bias) const {
-  T made;
-  std::memset(&made, 0, sizeof made);
-  made.primitive_kind = kind;
-  made.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
-  made.accum_data_type = dnnl_f32;
+  T descriptor;
+  std::memset(&descriptor, 0, sizeof descriptor);
+  descriptor.primitive_kind = kind;
+  descriptor.prop_kind = static_cast<dnnl_prop_kind_t>(pass);
+  descriptor.accum_data_type = dnnl_f32;
   const auto data = [&](const Sizes& dims, bool is_result) {
     const int type = is_result ? result : int(dnnl_bf16);
     return images ? plain_layout(dims, type) : any_layout(dims, type);
   };
-  (pass == kBackwardData ? made.diff_src_desc : made.src_desc) = data(x, pass == kBackwardData);
-  (pass == kForward ? made.dst_desc : made.diff_dst_desc) = data(y, pass == kForward);
-  if (pass == kBackwardWeights) made.diff_weights_desc = any_layout(w, parameters);
-  else made.weights_desc = any_layout(w);
+  (pass == kBackwardData ? descriptor.diff_src_desc : descriptor.src_desc) = data(x, pass == kBackwardData);
+  (pass == kForward ? descriptor.dst_desc : descriptor.diff_dst_desc) = data(y, pass == kForward);
+  if (pass == kBackwardWeights) descriptor.diff_weights_desc = any_layout(w, parameters);
+  else descriptor.weights_desc = any_layout(w);
   if (with_bias && pass != kBackwardData)
-    (pass == kBackwardWeights ? made.diff_bias_desc : made.bias_desc) = plain_layout(*bias, parameters);
-  return made;
+    (pass == kBackwardWeights ? descriptor.diff_bias_desc : descriptor.bias_desc) = plain_layout(*bias, parameters);
+  return descriptor;
 }
 
 // ---- convolutions ----------------------------------------------------------------
@@ -43,7 +43,7 @@ Convolution::Convolution(const Call& call, const TBlob& of_x, const TBlob& of_w,
                          const Sizes* of_bias)
     : Layer("convolution") {
   const size_t spatial = of_x.ndim() - 2;
-  const auto said = [&](const char* key, int64_t otherwise) {
+  const auto by_axis = [&](const char* key, int64_t otherwise) {
     const Sizes given = numbers(call.attrs, key);
     return given.size() == spatial ? given : Sizes(spatial, otherwise);
   };
@@ -53,23 +53,23 @@ Convolution::Convolution(const Call& call, const TBlob& of_x, const TBlob& of_w,
     w[0] /= groups;
     w.insert(w.begin(), groups);
   }
-  stride = said("stride", 1), dilate = said("dilate", 1), pad = said("pad", 0);
+  stride = by_axis("stride", 1), dilate = by_axis("dilate", 1), pad = by_axis("pad", 0);
   bias = of_bias;
   parameters = type_in_memory(of_w);
 }
 
 onednn::Description Convolution::describe(int pass, const onednn::Description* hint, bool with_bias) const {
-  auto made = description<dnnl_convolution_desc_t>(dnnl_convolution, pass, with_bias);
-  made.alg_kind = dnnl_convolution_direct;
+  auto descriptor = description<dnnl_convolution_desc_t>(dnnl_convolution, pass, with_bias);
+  descriptor.alg_kind = dnnl_convolution_direct;
   const size_t spatial = x.size() - 2;
   for (size_t i = 0; i < spatial; ++i) {
     const int64_t reach = (w[w.size() - spatial + i] - 1) * dilate[i] + 1;
-    made.strides[i] = stride[i];
-    made.dilates[i] = dilate[i] - 1;
-    made.padding[0][i] = pad[i];
-    made.padding[1][i] = (y[2 + i] - 1) * stride[i] + reach - x[2 + i] - pad[i];
+    descriptor.strides[i] = stride[i];
+    descriptor.dilates[i] = dilate[i] - 1;
+    descriptor.padding[0][i] = pad[i];
+    descriptor.padding[1][i] = (y[2 + i] - 1) * stride[i] + reach - x[2 + i] - pad[i];
   }
-  return gluon_amp::describe(&made, hint);
+  return gluon_amp::describe(&descriptor, hint);
 }
 
 Sizes Convolution::more() const {
@@ -105,8 +105,8 @@ Dense::Dense(int64_t rows, int64_t inputs, int64_t outputs, const Sizes* of_bias
 }
 
 onednn::Description Dense::describe(int pass, const onednn::Description* hint, bool with_bias) const {
-  const auto made = description<dnnl_inner_product_desc_t>(dnnl_inner_product, pass, with_bias);
-  return gluon_amp::describe(&made, hint);
+  const auto descriptor = description<dnnl_inner_product_desc_t>(dnnl_inner_product, pass, with_bias);
+  return gluon_amp::describe(&descriptor, hint);
 }
 
 // ---- calls -----------------------------------------------------------------------

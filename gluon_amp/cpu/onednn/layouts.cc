@@ -20,9 +20,9 @@ int block_size() {
 }
 
 mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
-  mkldnn::memory::desc made;
-  std::memset(&made.data, 0, sizeof made.data);
-  auto& d = made.data;
+  mkldnn::memory::desc result;
+  std::memset(&result.data, 0, sizeof result.data);
+  auto& d = result.data;
   d.ndims = shape.ndim();
   d.data_type = dnnl_f32;
   d.format_kind = dnnl_blocked;
@@ -36,12 +36,12 @@ mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block) {
   for (int k = d.ndims; k-- > 2; stride *= shape[k]) b.strides[k] = stride;
   b.strides[1] = stride;
   b.strides[0] = stride * (d.padded_dims[1] / block);
-  return made;
+  return result;
 }
 
-int block_of(const NDArray& made, const mxnet::TShape& shape) {
-  if (!made.IsMKLDNNData()) return 0;
-  const auto& d = description(made.GetMKLDNNData());
+int block_of(const NDArray& array, const mxnet::TShape& shape) {
+  if (!array.IsMKLDNNData()) return 0;
+  const auto& d = description(array.GetMKLDNNData());
   const auto& b = d.format_desc.blocking;
   const auto block = static_cast<int>(b.inner_blks[0]);
   if (d.ndims < 3 || d.ndims != shape.ndim() || d.format_kind != dnnl_blocked || b.inner_nblks != 1 ||
@@ -52,17 +52,17 @@ int block_of(const NDArray& made, const mxnet::TShape& shape) {
   return std::equal(strides, strides + d.ndims, b.strides) ? block : 0;
 }
 
-void narrow(const NDArray& made, const TBlob& to, Write write) {
+void narrow(const NDArray& array, const TBlob& to, Write write) {
   if (write == kNothing || size(to) == 0) return;
-  const int block = block_of(made, to.shape_);
+  const int block = block_of(array, to.shape_);
   if (!block) {
-    const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
+    const NDArray plain = array.IsMKLDNNData() ? array.Reorder2Default() : array;
     return narrow(floats(plain.data()), to, write);
   }
-  const auto& d = description(made.GetMKLDNNData());
+  const auto& d = description(array.GetMKLDNNData());
   const auto& b = d.format_desc.blocking;
   const int64_t batch = d.dims[0], channels = d.dims[1], plane = b.strides[1] / block;
-  const auto* from = static_cast<const float*>(made.storage_handle().dptr);
+  const auto* from = static_cast<const float*>(array.storage_handle().dptr);
   // A watched node runs some images, or some channels of an image, at a time.
   const int64_t stored = b.strides[0], most = watching() ? counted_at_a_time() : batch * stored;
   const int64_t images = std::max<int64_t>(1, most / stored);

@@ -14,9 +14,9 @@ struct Matrix {
   bool turned;
 
   Sizes dims() const {
-    Sizes made = sizes_of(array);
-    if (turned) std::swap(made[made.size() - 1], made[made.size() - 2]);
-    return made;
+    Sizes sizes = sizes_of(array);
+    if (turned) std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
+    return sizes;
   }
   dnnl_memory_desc_t layout() const {
     const int type = type_in_memory(array);
@@ -69,11 +69,11 @@ bool are_matrices(const Call& call, int axes) {
 
 bool product_of(const Call& call, int axes) {
   if (!are_matrices(call, axes)) return false;
-  const Multiplication made{{call.in[0], flag(call.attrs, "transpose_a", false)},
+  const Multiplication multiplication{{call.in[0], flag(call.attrs, "transpose_a", false)},
                             {call.in[1], flag(call.attrs, "transpose_b", false)}, call.out[0],
                             call.write(0)};
-  const auto product = made.product();
-  if (product) made.run_alone(*product);
+  const auto product = multiplication.product();
+  if (product) multiplication.run_alone(*product);
   return product != nullptr;
 }
 
@@ -107,9 +107,9 @@ bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
     return TBlob(const_cast<float*>(of.data), mxnet::TShape({high, wide}), mshadow::cpu::kDevMask);
   };
   const TBlob first = array(a, rows, depth), second = array(b, depth, columns), to = array({y, false}, rows, columns);
-  const Multiplication made{{first, a.transposed}, {second, b.transposed}, to, kStore};
-  const auto product = made.product();
-  if (product) made.run(*product);
+  const Multiplication multiplication{{first, a.transposed}, {second, b.transposed}, to, kStore};
+  const auto product = multiplication.product();
+  if (product) multiplication.run(*product);
   return product != nullptr;
 }
 

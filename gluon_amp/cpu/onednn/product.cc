@@ -29,24 +29,24 @@ bool may_use_amx() {
 const onednn::Engine& engine() { return *static_cast<const onednn::Engine*>(onednn::cpu_engine()); }
 
 const onednn::Stream& stream() {
-  static const onednn::Stream* const made = [] {
+  static const onednn::Stream* const instance = [] {
     auto* stream = new onednn::Stream;
     onednn::make_stream(stream, engine(), dnnl_stream_default_flags);
     return stream;
   }();
-  return *made;
+  return *instance;
 }
 
 onednn::Memory memory(const dnnl_memory_desc_t& layout, void* at) {
-  onednn::Memory made;
-  onednn::make_memory(&made, layout, engine(), at);
-  return made;
+  onednn::Memory result;
+  onednn::make_memory(&result, layout, engine(), at);
+  return result;
 }
 
 onednn::Primitive primitive(const onednn::Handle& description) {
-  onednn::Primitive made;
-  onednn::make_primitive(&made, description.get());
-  return made;
+  onednn::Primitive result;
+  onednn::make_primitive(&result, description.get());
+  return result;
 }
 
 onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc_t& to) {
@@ -55,9 +55,9 @@ onednn::Primitive reorder(const dnnl_memory_desc_t& from, const dnnl_memory_desc
     onednn::make_attributes(attributes);
     return attributes;
   }();
-  onednn::ReorderDescription made;
-  onednn::make_reorder(&made, memory(from, nullptr), memory(to, nullptr), *none, false);
-  return primitive(made);
+  onednn::ReorderDescription description;
+  onednn::make_reorder(&description, memory(from, nullptr), memory(to, nullptr), *none, false);
+  return primitive(description);
 }
 
 // The memory of a layout, in floats.
@@ -108,16 +108,16 @@ dnnl_memory_desc_t plain_layout(const Sizes& dims, int type) {
 }
 
 dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type) {
-  dnnl_memory_desc_t made;
-  std::memset(&made, 0, sizeof made);
-  onednn::make_layout(&made, dims, type, tag, false);
-  return made;
+  dnnl_memory_desc_t layout;
+  std::memset(&layout, 0, sizeof layout);
+  onednn::make_layout(&layout, dims, type, tag, false);
+  return layout;
 }
 
 onednn::Description describe(const void* operation, const onednn::Description* hint) {
-  onednn::Description made;
-  onednn::make_description(&made, operation, nullptr, engine(), hint ? hint->get() : nullptr, true);
-  return made;
+  onednn::Description result;
+  onednn::make_description(&result, operation, nullptr, engine(), hint ? hint->get() : nullptr, true);
+  return result;
 }
 
 Product::Product(onednn::Description description)
@@ -125,14 +125,14 @@ Product::Product(onednn::Description description)
 
 std::shared_ptr<Product> Product::find(const std::string& key, const Make& make) {
   static std::mutex lock;
-  static auto& made = *new std::map<std::string, std::shared_ptr<Product>>;
+  static auto& products = *new std::map<std::string, std::shared_ptr<Product>>;
   constexpr size_t kMost = 1000;
   const std::lock_guard<std::mutex> guard(lock);
-  const auto found = made.find(key);
-  if (found != made.end()) return found->second;
-  if (made.size() >= kMost) made.clear();
+  const auto entry = products.find(key);
+  if (entry != products.end()) return entry->second;
+  if (products.size() >= kMost) products.clear();
   onednn::Description description = make();
-  auto& product = made[key];
+  auto& product = products[key];
   if (description.get()) product.reset(new Product(std::move(description)));
   return product;
 }
@@ -145,10 +145,10 @@ bool Product::Way::is_like(const Way& other) const {
 void* Product::Inside::enter(const Operand& operand, const Way& way) {
   for (const Held& held : held_)
     if (held.array == operand.array.dptr_ && held.way.is_like(way)) return held.memory;
-  void* const made = scratch_.memory(room_for(way.inside));
-  way.enter(operand, made);
-  held_.push_back({operand.array.dptr_, way, made});
-  return made;
+  void* const reordered = scratch_.memory(room_for(way.inside));
+  way.enter(operand, reordered);
+  held_.push_back({operand.array.dptr_, way, reordered});
+  return reordered;
 }
 
 namespace {
@@ -192,8 +192,8 @@ void Product::Way::leave(const Operand& operand, void* from, void* to) const {
 
 Product::Way& Product::way(const Operand& operand) {
   const std::pair<int, bool> key(operand.argument, operand.plain.format_desc.blocking.inner_nblks > 0);
-  const auto found = ways_.find(key);
-  if (found != ways_.end()) return found->second;
+  const auto entry = ways_.find(key);
+  if (entry != ways_.end()) return entry->second;
   Way way;
   way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
   way.same = !operand.images && !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
@@ -217,9 +217,9 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
   Scratch scratch;
   onednn::Arguments arguments;
   std::map<int, void*> inside;
-  const auto lies_on_read = [&](const Operand& made) {  // shares memory with an input that is not reordered
+  const auto lies_on_read = [&](const Operand& written) {  // shares memory with an input that is not reordered
     return std::any_of(operands.begin(), operands.end(), [&](const Operand& read) {
-      return read.write == kNothing && way(read).same && overlap(read.array, made.array);
+      return read.write == kNothing && way(read).same && overlap(read.array, written.array);
     });
   };
   for (const Operand& operand : operands) {
@@ -236,14 +236,14 @@ void Product::run(const std::vector<Operand>& operands, Inside* read) {
   onednn::execute(&primitive_, stream(), arguments);
   for (const Operand& operand : operands) {
     const Way& way = this->way(operand);
-    const void* made = inside[operand.argument];
-    if (operand.write == kNothing || made == operand.array.dptr_) continue;
+    const void* numbers = inside[operand.argument];
+    if (operand.write == kNothing || numbers == operand.array.dptr_) continue;
     if (!way.same) {
       void* const plain = operand.write == kAdd ? scratch.like(operand.array).dptr_ : operand.array.dptr_;
       way.leave(operand, inside[operand.argument], plain);
-      made = plain;
+      numbers = plain;
     }
-    if (made != operand.array.dptr_) put(made, operand.array, operand.write);
+    if (numbers != operand.array.dptr_) put(numbers, operand.array, operand.write);
   }
 }
 

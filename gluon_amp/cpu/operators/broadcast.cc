@@ -13,7 +13,7 @@ struct Run {
 
 // The axes of `whole`, from the last to the first, for two arrays that broadcast to it.
 std::vector<Run> runs_of(const TBlob& x, const TBlob& y, const TBlob& whole) {
-  std::vector<Run> made;
+  std::vector<Run> runs;
   const TBlob* const arrays[] = {&x, &y};
   int64_t steps[2] = {1, 1};
   for (int i = 1; i <= whole.ndim(); ++i) {
@@ -25,14 +25,14 @@ std::vector<Run> runs_of(const TBlob& x, const TBlob& y, const TBlob& whole) {
       run.steps[k] = steps[k];
       steps[k] *= run.size;
     }
-    if (!made.empty() && !made.back().steps[0] == !run.steps[0] &&
-        !made.back().steps[1] == !run.steps[1])
-      made.back().size *= run.size;
+    if (!runs.empty() && !runs.back().steps[0] == !run.steps[0] &&
+        !runs.back().steps[1] == !run.steps[1])
+      runs.back().size *= run.size;
     else
-      made.push_back(run);
+      runs.push_back(run);
   }
-  if (made.empty()) made.push_back({1, {1, 1}});
-  return made;
+  if (runs.empty()) runs.push_back({1, {1, 1}});
+  return runs;
 }
 
 // The offset of number `i` in array k.
@@ -72,9 +72,9 @@ bool map_rows(Binary f, const TBlob& x, const TBlob& y, const TBlob& to, Write w
   if (f == kQuotient && one_x) return false;
   for_all(rows, size(to), [&](int64_t i) {
     const void *from_x = at(x, place(runs, i, 0)), *from_y = at(y, place(runs, i, 1));
-    void* const made = at(to, i * row.size);
-    if (one_x || one_y) map_row(kernels_of(to), f, one_x, from_x, from_y, made, row.size, write);
-    else kernels_of(to)->binary(f, from_x, from_y, made, row.size, write);
+    void* const row_to = at(to, i * row.size);
+    if (one_x || one_y) map_row(kernels_of(to), f, one_x, from_x, from_y, row_to, row.size, write);
+    else kernels_of(to)->binary(f, from_x, from_y, row_to, row.size, write);
   });
   return true;
 }

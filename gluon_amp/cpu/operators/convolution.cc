@@ -54,9 +54,9 @@ struct Some {
   int64_t first, count;
 
   mxnet::TShape shape(const TBlob& all) const {
-    mxnet::TShape made = all.shape_;
-    made[axis] = count;
-    return made;
+    mxnet::TShape shape = all.shape_;
+    shape[axis] = count;
+    return shape;
   }
   int64_t width(const TBlob& all) const {
     return all.shape_.ProdShape(axis + 1, all.ndim()) * count;
@@ -75,9 +75,9 @@ struct Some {
     });
     return holder;
   }
-  void narrow(const NDArray& made, const TBlob& all, Write write) const {
+  void narrow(const NDArray& sums, const TBlob& all, Write write) const {
     if (write == kNothing) return;
-    const NDArray plain = made.IsMKLDNNData() ? made.Reorder2Default() : made;
+    const NDArray plain = sums.IsMKLDNNData() ? sums.Reorder2Default() : sums;
     const float* const from = floats(plain.data());
     each_row(all, [&](int64_t in_part, int64_t in_all) {
       gluon_amp::narrow(from + in_part, part(all, in_all, mxnet::TShape(1, width(all))), write);

@@ -72,18 +72,18 @@ struct Axis {
 std::vector<Axis> transposed_axes(const mxnet::TShape& shape, const std::vector<int64_t>& order) {
   std::vector<int64_t> step(shape.ndim(), 1);
   for (int i = shape.ndim() - 1; i-- > 0;) step[i] = step[i + 1] * shape[i + 1];
-  std::vector<Axis> made;
+  std::vector<Axis> axes;
   for (int64_t i : order) {
     const int64_t size = shape[i];
-    if (!made.empty() && made.back().from == step[i] * size)
-      made.back() = {made.back().size * size, step[i], 0};
+    if (!axes.empty() && axes.back().from == step[i] * size)
+      axes.back() = {axes.back().size * size, step[i], 0};
     else if (size != 1)
-      made.push_back({size, step[i], 0});
+      axes.push_back({size, step[i], 0});
   }
-  if (made.empty()) made.push_back({1, 1, 0});
-  for (size_t i = made.size(); i-- > 0;)
-    made[i].to = i + 1 < made.size() ? made[i + 1].to * made[i + 1].size : 1;
-  return made;
+  if (axes.empty()) axes.push_back({1, 1, 0});
+  for (size_t i = axes.size(); i-- > 0;)
+    axes[i].to = i + 1 < axes.size() ? axes[i + 1].to * axes[i + 1].size : 1;
+  return axes;
 }
 
 constexpr int64_t kSquare = 32;
@@ -106,7 +106,7 @@ void copy_transposed(const T* from, T* to, const Axis& axis, int64_t begin, int6
 
 // Transposes an array of this shape to this order of axes.
 template <class T>
-void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
+void copy_transposed(const T* all, T* result, const mxnet::TShape& shape,
                      const std::vector<int64_t>& order) {
   const auto n = static_cast<int64_t>(shape.Size());
   if (n == 0) return;
@@ -115,16 +115,16 @@ void copy_transposed(const T* all, T* made, const mxnet::TShape& shape,
   axes.pop_back();
   Axis square{1, 0, 0};  // the other axis of tiles: the previous one, or that of the input's rows
   if (!axes.empty()) {
-    auto found = std::prev(axes.end());
-    while (row.from != 1 && found->from != 1) --found;
-    square = *found;
-    axes.erase(found);
+    auto axis = std::prev(axes.end());
+    while (row.from != 1 && axis->from != 1) --axis;
+    square = *axis;
+    axes.erase(axis);
   }
   const int64_t squares = (square.size + kSquare - 1) / kSquare;
   const int64_t count = n / row.size / square.size * squares;
   for_all(count, n, [&](int64_t which) {
     const T* from = all;
-    T* to = made;
+    T* to = result;
     int64_t rest = which / squares;
     for (size_t i = axes.size(); i-- > 0; rest /= axes[i].size) {
       from += rest % axes[i].size * axes[i].from;
@@ -149,10 +149,10 @@ bool transpose(const Call& call) {
 // Copies elements of an array, or adds them to those of another.
 void copy_row(const TBlob& from, int64_t source, const TBlob& to, int64_t target, int64_t width, Write write) {
   const void* const its = at(from, source);
-  void* const made = at(to, target);
-  if (write == kNothing || its == made || width == 0) return;
-  if (write == kStore) std::memcpy(made, its, width * bytes_of(to.type_flag_));
-  else kernels_of(to)->sum(&its, 1, made, width, kAdd);
+  void* const target_memory = at(to, target);
+  if (write == kNothing || its == target_memory || width == 0) return;
+  if (write == kStore) std::memcpy(target_memory, its, width * bytes_of(to.type_flag_));
+  else kernels_of(to)->sum(&its, 1, target_memory, width, kAdd);
 }
 
 // The number of rows of a concatenation: the product of the sizes before its axis.
@@ -234,9 +234,9 @@ bool swap_axes(const Call& call) {
   } else if (is_float(x)) {
     make_numbers<float>(call, move);
   } else if (call.write(0) == kAdd) {  // float64, in an X-ray
-    std::vector<double> made(size(y));
-    move(made.data());
-    for (size_t i = 0; i < made.size(); ++i) static_cast<double*>(y.dptr_)[i] += made[i];
+    std::vector<double> moved(size(y));
+    move(moved.data());
+    for (size_t i = 0; i < moved.size(); ++i) static_cast<double*>(y.dptr_)[i] += moved[i];
   } else {
     move(y.dptr_);
   }

@@ -12,9 +12,9 @@ constexpr int64_t kHalf = int64_t(1) << 16;  // the least floats of a piece that
 
 NDArray widened_rows(const NDArray& holder, const TBlob& piece) {
   if (is_float(piece)) return NDArray(piece, 0);
-  NDArray made = holder.AsArray(piece.shape_, mshadow::kFloat32);
-  widen(piece, floats(made.data()));
-  return made;
+  NDArray wide = holder.AsArray(piece.shape_, mshadow::kFloat32);
+  widen(piece, floats(wide.data()));
+  return wide;
 }
 
 bool run_dense(const Call& call, bool backward) {
@@ -85,8 +85,8 @@ bool run_by_outputs(const Call& call, bool backward) {
     if (!backward) {
       std::vector<NDArray> out{y};
       call.op.compute_ex(call.attrs, context, in, req, out);
-      const NDArray made = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
-      const auto* from = static_cast<const float*>(made.data().dptr_);
+      const NDArray result = out[0].IsMKLDNNData() ? out[0].Reorder2Default() : out[0];
+      const auto* from = static_cast<const float*>(result.data().dptr_);
       count_exact(from, rows * n, 0, call.out[0].dptr_, call.out[0].type_flag_);
       for (int64_t i = 0; i < rows; ++i)
         kernels_of(call.out[0])->narrow(from + i * n, numbers16(call.out[0]) + i * high + first, n, call.write(0));

@@ -11,17 +11,17 @@ namespace {
 // The rows that were looked up; indices beyond the ends select the first or last row. Empty for types of
 // indices that are not supported.
 std::vector<int64_t> looked_up(const TBlob& data, int64_t rows) {
-  std::vector<int64_t> made(size(data));
+  std::vector<int64_t> indices(size(data));
   const auto read = [&](auto* from) {
-    std::transform(from, from + made.size(), made.begin(), [=](auto index) {
+    std::transform(from, from + indices.size(), indices.begin(), [=](auto index) {
       return std::clamp<int64_t>(static_cast<int64_t>(index), 0, rows - 1);
     });
   };
   if (is_float(data)) read(floats(data));
   else if (data.type_flag_ == mshadow::kInt32) read(static_cast<int32_t*>(data.dptr_));
   else if (data.type_flag_ == mshadow::kInt64) read(static_cast<int64_t*>(data.dptr_));
-  else made.clear();
-  return made;
+  else indices.clear();
+  return indices;
 }
 
 // The generic operator widens and rounds all rows. This one sums only rows that were looked up, in float32 and

@@ -22,12 +22,12 @@ struct Squares {
   int64_t rows, width, scale;  // of the smaller array
 };
 
-bool squares_of(const Call& call, const TBlob& small, Squares* made) {
+bool squares_of(const Call& call, const TBlob& small, Squares* squares) {
   if (!all_16bit(call) || call.in.size() != 1 || call.out.size() != 1 || small.ndim() != 4 ||
       size(small) == 0 || word(call.attrs, "sample_type", "") != "nearest" ||
       call.in[0].dptr_ == call.out[0].dptr_)
     return false;
-  *made = {size(small) / small.shape_[3], small.shape_[3],
+  *squares = {size(small) / small.shape_[3], small.shape_[3],
            static_cast<int64_t>(number(call.attrs, "scale", 1))};
   return true;
 }

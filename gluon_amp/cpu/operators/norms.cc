@@ -6,16 +6,16 @@
 namespace gluon_amp {
 namespace {
 
-bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* made) {
+bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* norm) {
   if (!is_16bit(x) && !(is_float(x) && kernels_take_floats())) return false;
   if (size(x) == 0) return false;
   const int axis = axis_of(call.attrs, "axis", 1, x.ndim());
   const int64_t outer = x.shape_.ProdShape(0, axis), inner = x.shape_.ProdShape(axis + 1, x.ndim());
-  *made = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
+  *norm = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
            flag(call.attrs, "fix_gamma", true), relu, call.blocked.any()};
-  return !made->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
+  return !norm->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
 }
 
 // The counts for a watched output 0 of 16-bit numbers, counted by the kernel; null otherwise, and with a relu, which
@@ -54,21 +54,21 @@ bool batch_norm_gradient(const Call& call) {
 }
 
 // Over the last axis, of 16-bit numbers, or of floats if the node has that setting.
-bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* made) {
+bool layer_norm_of(const Call& call, const TBlob& x, LayerNorm* norm) {
   if (!is_16bit(x) && !(is_float(x) && (kernels_take_floats() || call.settings.in_engine))) return false;
   if (x.ndim() == 0 || axis_of(call.attrs, "axis", -1, x.ndim()) != x.ndim() - 1) return false;
   const int64_t width = x.shape_[x.ndim() - 1];
   if (width == 0) return false;
-  *made = {size(x) / width, width, number(call.attrs, "eps", 1e-5f)};
+  *norm = {size(x) / width, width, number(call.attrs, "eps", 1e-5f)};
   return true;
 }
 
 // A parameter or statistic as floats.
 const float* as_floats(const TBlob& x, Scratch* scratch) {
   if (is_float(x)) return floats(x);
-  float* const made = scratch->memory(size(x));
-  widen(x, made);
-  return made;
+  float* const wide = scratch->memory(size(x));
+  widen(x, wide);
+  return wide;
 }
 
 // Output i as floats, which `round` rounds to 16-bit numbers if the output is 16-bit.

@@ -5,28 +5,28 @@ namespace gluon_amp {
 
 const Rows& all_rows() {
   static const Rows* rows = [] {
-    auto* made = new Rows;
-    add_broadcast(*made);
-    add_convolution(*made);
-    add_copies(*made);
-    add_dense(*made);
-    add_dropout(*made);
-    add_elementwise(*made);
-    add_embedding(*made);
-    add_images(*made);
-    add_norms(*made);
-    add_pad(*made);
-    add_pooling(*made);
-    add_products(*made);
-    add_updates(*made);
-    return made;
+    auto* table = new Rows;
+    add_broadcast(*table);
+    add_convolution(*table);
+    add_copies(*table);
+    add_dense(*table);
+    add_dropout(*table);
+    add_elementwise(*table);
+    add_embedding(*table);
+    add_images(*table);
+    add_norms(*table);
+    add_pad(*table);
+    add_pooling(*table);
+    add_products(*table);
+    add_updates(*table);
+    return table;
   }();
   return *rows;
 }
 
 const OwnKernel* own_kernel(const std::string& name) {
-  auto found = all_rows().find(name);
-  return found == all_rows().end() ? nullptr : &found->second;
+  auto row = all_rows().find(name);
+  return row == all_rows().end() ? nullptr : &row->second;
 }
 
 }  // namespace gluon_amp

@@ -47,9 +47,9 @@ void make_numbers(const Call& call, F make) {
   const TBlob& to = call.out[0];
   if (call.write(0) == kStore) return make(static_cast<T*>(to.dptr_));
   Scratch scratch;
-  T* const made = reinterpret_cast<T*>(scratch.memory(size(to) * sizeof(T) / sizeof(float) + 1));
-  make(made);
-  put(made, to, call.write(0));
+  T* const numbers = reinterpret_cast<T*>(scratch.memory(size(to) * sizeof(T) / sizeof(float) + 1));
+  make(numbers);
+  put(numbers, to, call.write(0));
 }
 
 }  // namespace gluon_amp

@@ -16,16 +16,16 @@ struct Padding {
 
 // For each index of a padded axis, the index that it copies; -1: none.
 std::vector<int64_t> places_of(int64_t size, int64_t before, int64_t after, const std::string& mode) {
-  std::vector<int64_t> made;
+  std::vector<int64_t> places;
   for (int64_t at = -before; at < size + after; ++at) {
-    if (mode == "edge") made.push_back(std::clamp<int64_t>(at, 0, size - 1));
-    else if (at >= 0 && at < size) made.push_back(at);
+    if (mode == "edge") places.push_back(std::clamp<int64_t>(at, 0, size - 1));
+    else if (at >= 0 && at < size) places.push_back(at);
     else if (mode == "reflect" && (before >= size || after >= size))
       throw dmlc::Error("Pad: reflect needs a padding below the size of the axis, " + std::to_string(size));
-    else if (mode == "reflect") made.push_back(at < 0 ? -at : 2 * (size - 1) - at);
-    else made.push_back(-1);
+    else if (mode == "reflect") places.push_back(at < 0 ? -at : 2 * (size - 1) - at);
+    else places.push_back(-1);
   }
-  return made;
+  return places;
 }
 
 Padding padding_of(const Call& call, const mxnet::TShape& x) {
@@ -34,18 +34,18 @@ Padding padding_of(const Call& call, const mxnet::TShape& x) {
   const int last = x.ndim() - 1;
   const int64_t before = added[2 * last], after = added[2 * last + 1], width = x[last];
   const int64_t first = std::max<int64_t>(0, -before), end = std::min(width, width + after);
-  Padding made{x[0] * x[1], 1, width, first, std::max<int64_t>(0, end - first), 0, {0}, {}};
+  Padding padding{x[0] * x[1], 1, width, first, std::max<int64_t>(0, end - first), 0, {0}, {}};
   for (int i = 2; i < last; ++i) {
     std::vector<int64_t> rows;
-    for (int64_t row : made.row_of)
+    for (int64_t row : padding.row_of)
       for (int64_t place : places_of(x[i], added[2 * i], added[2 * i + 1], mode))
         rows.push_back(row < 0 || place < 0 ? -1 : row * x[i] + place);
-    made.row_of = rows;
-    made.rows *= x[i];
+    padding.row_of = rows;
+    padding.rows *= x[i];
   }
-  made.place_of = places_of(width, before, after, mode);
-  made.begin = std::clamp<int64_t>(before, 0, made.place_of.size());
-  return made;
+  padding.place_of = places_of(width, before, after, mode);
+  padding.begin = std::clamp<int64_t>(before, 0, padding.place_of.size());
+  return padding;
 }
 
 template <class T>

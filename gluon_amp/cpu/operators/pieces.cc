@@ -51,16 +51,16 @@ NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece
   const mxnet::TShape& shape = piece.shape_;
   const bool blocks = in_blocks_of(shape[1], groups);
   if (!blocks && is_float(piece)) return NDArray(piece, 0);
-  NDArray made = holder.AsArray(shape, mshadow::kFloat32);
-  float* to = floats(made.data());
+  NDArray array = holder.AsArray(shape, mshadow::kFloat32);
+  float* to = floats(array.data());
   if (!blocks) {
     widen(piece, to);
-    return made;
+    return array;
   }
   const int64_t plane = size(piece) / (shape[0] * shape[1]);
   kernels_of(piece)->widen_blocked(piece.dptr_, to, shape[0], shape[1], plane, block_size());
-  made.CreateMKLDNNData(in_blocks(shape, block_size()));
-  return made;
+  array.CreateMKLDNNData(in_blocks(shape, block_size()));
+  return array;
 }
 
 void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TShape y, int64_t some,
@@ -95,10 +95,10 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
     if (backward) in.push_back(piece(y_holder, call.in[0], per_y, y));
     in.push_back(piece(x_holder, call.in[backward ? 1 : 0], per_x, x));
     for (auto& param : params) in.push_back(param);
-    const mxnet::TShape& made = backward ? x : y;
+    const mxnet::TShape& result_shape = backward ? x : y;
     NDArray& target = backward ? dx_holder : y_holder;
     target.InvalidateMKLDNNData();
-    out.push_back(target.AsArray(made, mshadow::kFloat32));
+    out.push_back(target.AsArray(result_shape, mshadow::kFloat32));
     req.push_back(call.write(0) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
     for (size_t i = 0; i < gradients.size(); ++i) {
       out.push_back(gradients[i]);
@@ -108,7 +108,7 @@ void run_in_pieces(const Call& call, bool backward, mxnet::TShape x, mxnet::TSha
     }
     call.op.adapt_requests(req);
     call.op.compute_ex(call.attrs, context, in, req, out);
-    narrow(out[0], part(call.out[0], first * (backward ? per_x : per_y), made), call.write(0));
+    narrow(out[0], part(call.out[0], first * (backward ? per_x : per_y), result_shape), call.write(0));
     for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = out[i + 1];
   }
   for (size_t i = 0; i < gradients.size(); ++i)

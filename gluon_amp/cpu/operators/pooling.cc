@@ -23,10 +23,10 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
 // Widens a piece to floats in blocks. `blocked`: the layout of the piece.
 NDArray widened(const NDArray& holder, const TBlob& piece, bool blocked) {
   if (!blocked) return widened_images(1, holder, piece);
-  NDArray made = holder;
-  widen(piece, floats(made.data()));
-  made.CreateMKLDNNData(in_blocks(piece.shape_, kBlock));
-  return made;
+  NDArray wide = holder;
+  widen(piece, floats(wide.data()));
+  wide.CreateMKLDNNData(in_blocks(piece.shape_, kBlock));
+  return wide;
 }
 
 // oneDNN is ten times slower on plain arrays. Backward, the arguments are the gradients of the outputs, x, and
@@ -80,8 +80,8 @@ bool run_maximum(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
   if (!predicts_maximum(call)) return false;
   auto two = [&](const char* key, int64_t otherwise) {
-    const std::vector<int64_t> said = numbers(call.attrs, key);
-    return said.size() == 2 ? said : std::vector<int64_t>(2, otherwise);
+    const std::vector<int64_t> values = numbers(call.attrs, key);
+    return values.size() == 2 ? values : std::vector<int64_t>(2, otherwise);
   };
   const auto kernel = two("kernel", 0), stride = two("stride", 1), pad = two("pad", 0);
   if (kernel[0] < 1 || kernel[1] < 1 || stride[0] < 1 || stride[1] < 1 || stride[1] > 2) return false;

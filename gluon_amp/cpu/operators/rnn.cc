@@ -37,9 +37,9 @@ void float_product(const OpContext& context, int64_t rows, int64_t columns, int6
 }
 
 const float* widened(const Number16* numbers, int64_t n, Scratch* scratch) {
-  float* const made = scratch->memory(n);
-  bfloat16_kernels->widen(numbers, made, n);
-  return made;
+  float* const wide = scratch->memory(n);
+  bfloat16_kernels->widen(numbers, wide, n);
+  return wide;
 }
 
 // The float32 products of a weight, (outputs, inputs), for one call. They run in oneDNN, if it can.
@@ -120,16 +120,16 @@ class RnnLoop : public Rnn {
   };
   Parameters parameters(int64_t which, int64_t data) const {  // data: the input size of the first layer
     const int64_t count = layers_ * directions_;
-    Parameters made{};
+    Parameters parameters{};
     int64_t at = 0;
     for (int64_t k = 0; k < count; ++k) {
       const int64_t in = k < directions_ ? data : directions_ * units_;
-      if (k == which) made = {in, at, at + all_ * in, 0, 0};
+      if (k == which) parameters = {in, at, at + all_ * in, 0, 0};
       at += all_ * (in + units_);
     }
-    made.bx = at + which * 2 * all_;
-    made.bh = made.bx + all_;
-    return made;
+    parameters.bx = at + which * 2 * all_;
+    parameters.bh = parameters.bx + all_;
+    return parameters;
   }
 
   // Data of one direction of a layer for its backward pass.
@@ -217,10 +217,10 @@ void RnnLoop::backward(const Call& call) {
   const int64_t steps = time * rows, wide = directions_ * units_, of_states = layers_ * directions_ * n;
   Scratch scratch;
   const auto state_gradient = [&](size_t input, int64_t count) {
-    float* const made = scratch.memory(count);
-    if (with_states && count > 0) widen(call.in[input], made);
-    else std::fill_n(made, count, 0.0f);
-    return made;
+    float* const state = scratch.memory(count);
+    if (with_states && count > 0) widen(call.in[input], state);
+    else std::fill_n(state, count, 0.0f);
+    return state;
   };
   const Number16* dy = numbers16(call.in[4]);
   const int64_t of_cells = mode_ == kLstm ? of_states : 0;
@@ -253,9 +253,9 @@ void RnnLoop::backward(const Call& call) {
       }
       for (int64_t i = 0; i < n && time > 0; ++i) dh[i] += back[i];
       if (wants_x) {
-        float* const made = d ? own.memory(steps * width) : dx;
-        wx.backward(steps, sums, made);
-        if (d) kernels->binary(kSum, dx, made, dx, steps * width, kStore);
+        float* const gradient = d ? own.memory(steps * width) : dx;
+        wx.backward(steps, sums, gradient);
+        if (d) kernels->binary(kSum, dx, gradient, dx, steps * width, kStore);
       }
       if (!dparams) continue;
       wx.gradient(steps, sums, x, dparams + at.wx);

@@ -109,8 +109,8 @@ uint32_t update_inputs(const NodeAttrs& attrs) {
 
 // A number parsed like MXNet's operators do, not always to the nearest float.
 float mxnets_number(const NodeAttrs& attrs, const char* key, float otherwise) {
-  const std::string* found = find(attrs, key);
-  return found ? dmlc::strtof(found->c_str(), nullptr) : otherwise;
+  const std::string* text = find(attrs, key);
+  return text ? dmlc::strtof(text->c_str(), nullptr) : otherwise;
 }
 
 // Comma-separated numbers, one for each weight. MXNet parses lists correctly.
@@ -118,32 +118,32 @@ std::vector<float> per_weight(const NodeAttrs& attrs, const char* key, size_t co
   const std::string* text = find(attrs, key);
   const char* at = text ? text->c_str() : "";
   if (*at == '(' || *at == '[') ++at;
-  std::vector<float> made;
-  while (*at && made.size() < count) {
+  std::vector<float> values;
+  while (*at && values.size() < count) {
     char* end;
-    made.push_back(lists ? parse_float(at, &end) : dmlc::strtof(at, &end));
+    values.push_back(lists ? parse_float(at, &end) : dmlc::strtof(at, &end));
     if (end == at) throw dmlc::Error(std::string(key) + " needs numbers. Received: " + *text);
     at = *end ? end + 1 : end;
   }
-  if (made.size() != count) throw dmlc::Error(std::string(key) + " needs a number for each weight");
-  return made;
+  if (values.size() != count) throw dmlc::Error(std::string(key) + " needs a number for each weight");
+  return values;
 }
 
 UpdateSettings update_settings(const NodeAttrs& attrs, bool momentum) {
   auto get = [&](const char* key, float otherwise) { return mxnets_number(attrs, key, otherwise); };
-  UpdateSettings made = {};
-  made.rescale = get("rescale_grad", 1);
-  made.clip = get("clip_gradient", -1);
-  made.momentum = get("momentum", 0);
-  made.beta1 = get("beta1", 0);
-  made.beta2 = get("beta2", 0);
-  made.epsilon = get("epsilon", 0);
-  made.clip_weights = get("clip_weights", -1);
-  made.lower = get("lower_bound", -1);
-  made.upper = get("upper_bound", -1);
-  made.bias_correction = flag(attrs, "bias_correction", true);
-  made.has_momentum = momentum;
-  return made;
+  UpdateSettings settings = {};
+  settings.rescale = get("rescale_grad", 1);
+  settings.clip = get("clip_gradient", -1);
+  settings.momentum = get("momentum", 0);
+  settings.beta1 = get("beta1", 0);
+  settings.beta2 = get("beta2", 0);
+  settings.epsilon = get("epsilon", 0);
+  settings.clip_weights = get("clip_weights", -1);
+  settings.lower = get("lower_bound", -1);
+  settings.upper = get("upper_bound", -1);
+  settings.bias_correction = flag(attrs, "bias_correction", true);
+  settings.has_momentum = momentum;
+  return settings;
 }
 
 void update(const NodeAttrs& attrs, const OpContext&, const std::vector<TBlob>& in,
