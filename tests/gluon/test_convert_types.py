@@ -564,7 +564,7 @@ def test_unknown_policy_lists_valid_ones(policy):
 
 @pytest.mark.parametrize(("keep", "said"), [
     ("net_dense9", "'net_dense9' matches nothing.*net_dense0"),
-    ([nn.Dense(3, prefix="other_dense0_")], "block 'other_dense0' matches nothing.*net_dense0"),
+    ([nn.Dense(3, prefix="other_dense0_")], "block other_dense0 matches nothing.*net_dense0"),
     ([nn.Dense, nn.Conv3D], "class Conv3D matches nothing.*Conv2D"),
     ("dense", "matches nothing"),  # whole names only
     ("*dense", r"keep: '\*dense' is not a regular expression"),

@@ -687,7 +687,7 @@ def test_nan_outputs_do_not_lower_scale(scale, caplog):
     for _ in range(15):
         assert learn(mod, bad) is False
     assert (mod.loss_scale, mod.skipped) == (first, 15)
-    assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"] * 15
+    assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"]
     with pytest.raises(amp.LossScaleError, match=r"16 steps.*the loss itself is not finite"):
         learn(mod, bad)
 
