@@ -1,7 +1,7 @@
 """Backward passes of Trainers: losses, and loss heads that no loss scale reaches.
 
-A loss head is an operator that ignores the incoming gradient. It is known by its name; the user's
-operators (Custom) are known by the gradient that they declare. A head counts if the loss depends on
+A loss head is an operator that ignores the incoming gradient. Its name shows it; the gradient that
+the user's operators (Custom) declare shows it for these. A head counts if the loss depends on
 it, and if its gradient reaches a trained variable.
 """
 import functools

@@ -114,7 +114,7 @@ class DynamicLossScale(LossScale):
     Attributes:
         scale: this value's scale.
         finite_steps: the number of finite steps in a row since the scale last changed.
-        settled: whether the first scale has been found.
+        settled: whether the first steps, which calibrate it, are over.
         overflows: the number of overflows since the scale could last double after
             `growth_interval` finite steps. Until then it does not grow sooner.
     """
@@ -296,10 +296,10 @@ class StaticLossScale(LossScale):
             rescale_grad: divided by the scale. (The Trainer divides by the batch size.)
             kwargs: the optimizer's other arguments.
         """
-        made = make_optimizer(name, rescale_grad=rescale_grad / self.scale, **kwargs)
-        check_scalable(made)
-        made.static_loss_scale = self.scale
-        return made
+        optimizer = make_optimizer(name, rescale_grad=rescale_grad / self.scale, **kwargs)
+        check_scalable(optimizer)
+        optimizer.static_loss_scale = self.scale
+        return optimizer
 
     def module_optimizer(self, name: str, *, batch_size: int, rescale_grad: float = 1.0,
                          **kwargs: Any) -> Optimizer:

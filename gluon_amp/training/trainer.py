@@ -58,7 +58,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     Args:
         params: the parameters, as for `gluon.Trainer`.
         optimizer: a name, as for `gluon_amp.optimizer`, or an optimizer. 16-bit weights get master
-            weights, unless `gluon_amp.optimizer(name, multi_precision=False)` made it.
+            weights, unless `gluon_amp.optimizer(name, multi_precision=False)` created it.
         optimizer_params: the optimizer's arguments.
         kvstore: as for `gluon.Trainer`. With several workers "dist_sync", "dist_device_sync",
             "horovod" or `gluon_amp.Horovod()`.
@@ -95,13 +95,13 @@ class Trainer(Trained, mx.gluon.Trainer):
         """See the class for the arguments."""
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._averaged: List[Any] = []  # `AveragedWeights`
-        self._found: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
+        self._lists: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
         self._gradients: List[Gradient] = []
         self._workers = Workers()
         self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm)
-        # what `_averages` has found
-        self._found_for_averages: List[Any] = []
-        self._found_averages: Named = []
+        # MXNet's lists of arrays, and the moving averages in them
+        self._lists_of_averages: List[Any] = []
+        self._named_averages: Named = []
         self._comparisons = consistency.Comparisons()
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
@@ -206,9 +206,9 @@ class Trainer(Trained, mx.gluon.Trainer):
     def _read_gradients(self) -> List[Gradient]:
         """Returns the gradients of trained parameters. MXNet replaces a parameter's lists of arrays
         if it casts or moves them."""
-        found = [one for p in self._params for one in (p._data, p._grad, p._grad_req)]
-        if not same_objects(found, self._found):
-            self._found, self._gradients = found, [
+        lists = [part for p in self._params for part in (p._data, p._grad, p._grad_req)]
+        if not same_objects(lists, self._lists):
+            self._lists, self._gradients = lists, [
                 Gradient(i, p.name, device, weight, own, own, p.grad_req == "add")
                 for i, p in enumerate(self._params) if p.grad_req != "null"
                 for device, (weight, own) in enumerate(zip(p._data or p.list_data(),  # its error
@@ -375,12 +375,12 @@ class Trainer(Trained, mx.gluon.Trainer):
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
         nothing has changed."""
-        found = [one for p in self._params for one in (p._data, p._grad_req)]
-        if not same_objects(found, self._found_for_averages):
-            self._found_for_averages, self._found_averages = found, [
+        lists = [part for p in self._params for part in (p._data, p._grad_req)]
+        if not same_objects(lists, self._lists_of_averages):
+            self._lists_of_averages, self._named_averages = lists, [
                 (p.name, p.list_data()) for p in self._params
                 if p.grad_req == "null" and p._data is not None and _is_average(p)]
-        return self._found_averages
+        return self._named_averages
 
     # ---- master weights
 
@@ -694,23 +694,23 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
         TypeError: `trainers` is not a list of Trainers.
         ValueError: Trainers share parameters, or some have a loss scale and some have none.
     """
-    found = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
-    wrong = [type(t).__module__ + "." + type(t).__name__ for t in found
+    several = list(trainers) if isinstance(trainers, (list, tuple)) else [trainers]
+    wrong = [type(t).__module__ + "." + type(t).__name__ for t in several
              if not isinstance(t, Trainer)]
-    if wrong or not found:
+    if wrong or not several:
         raise TypeError("backward takes a loss and a list of gluon_amp.Trainers. "
                         f"Received: {', '.join(wrong) or 'an empty list'}")
-    parameters = [p for trainer in found for p in trainer._params]
+    parameters = [p for trainer in several for p in trainer._params]
     shared = sorted({p.name for p in parameters if sum(p is q for q in parameters) > 1})
     if shared:
         raise ValueError("each Trainer has parameters of its own. Received in several: "
                          f"{', '.join(shared[:5])}")
-    for trainer in found:
+    for trainer in several:
         trainer._decide()
-    if len({trainer._step.scaling for trainer in found}) > 1:
+    if len({trainer._step.scaling for trainer in several}) > 1:
         raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
                          "scale, or all with loss_scale=None")
-    _backward("gluon_amp.backward()", loss, found, retain_graph)
+    _backward("gluon_amp.backward()", loss, several, retain_graph)
 
 
 def _backward(call: str, loss: Arrays,
