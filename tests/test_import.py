@@ -228,7 +228,7 @@ refused(build)
 def test_a_server_needs_numpy_and_mxnet_alone(tmp_path):
     """Convert, train, save, load, predict and X-ray; errors of the rest name what to install."""
     said = output(f"import os; os.chdir({str(tmp_path)!r})\n" + WITHOUT.format(TOOLS) + SERVER)
-    extras = ["tools", "tools", "tensorboard", "onnx", "demo", "cuda-build"]
+    extras = ["tools", "tensorboard", "onnx", "demo", "cuda-build"]
     messages = said.splitlines()
     assert len(messages) == len(extras)
     for message, extra in zip(messages, extras):
