@@ -88,6 +88,15 @@ class _Module(Trained):
 
     @property
     def gradient_norm(self) -> Optional[float]:
+        """The norm of all gradients of the last update together, times `rescale_grad`.
+
+        It is unscaled and not clipped; infinite or NaN if a step was skipped for that, and None
+        before the first. Without a loss scale and `clip_norm`, reading it computes it, before the
+        next backward pass.
+
+        Raises:
+            RuntimeError: the store or servers have the sums of gradients.
+        """
         if self._store_updates():
             raise RuntimeError("gradient_norm needs gradients that this process sums, and the "
                                "store sums them. Valid: a loss scale, clip_norm, or "

@@ -35,14 +35,5 @@ class Trained:
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last step together, as the update sees them.
-
-        They are summed over devices and workers, unscaled, and multiplied by `rescale_grad`, which
-        a Trainer divides by the batch size; they are not clipped. It is infinite or NaN if a step
-        was skipped for that, and None before the first. Without a loss scale and `clip_norm`,
-        reading it computes it, before the next backward pass.
-
-        Raises:
-            RuntimeError: servers or a store have the sums of gradients.
-        """
+        """The norm of all gradients of the last step together, as the update sees them."""
         return self._step.gradient_norm

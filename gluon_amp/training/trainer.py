@@ -148,6 +148,10 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     @property
     def gradient_norm(self) -> Optional[float]:
+        """The norm of all gradients of the last step together, divided by the batch size.
+
+        It is unscaled and not clipped. See `Module.gradient_norm`.
+        """
         if self._update_on_kvstore:
             raise RuntimeError("gradient_norm needs gradients that this process sums, and servers "
                                "sum them. Valid: a Trainer with update_on_kvstore=False")
@@ -183,8 +187,7 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._step.averages.begin()
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuses to convert parameters to a policy if its gradients need another loss scale than
-        loss_scale="auto" has become."""
+        """Refuses a policy whose gradients need another loss scale than "auto" has become."""
         self._step.check_types(_types_of(policy))
 
     # ---- a backward pass

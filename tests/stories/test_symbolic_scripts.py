@@ -157,7 +157,7 @@ def test_benchmark_needs_no_data_and_supports_xray(tmp_path):
     (["--data-train", "nowhere.rec"], "nowhere.rec does not exist"),
     (["--num-layers", "21"], "num_layers"),
     (["--macrobatch-size", "60"], "an epoch has 40 images, which is less"),
-    (["--loss-scale", "big"], "takes a positive number, dynamic or none. Received: big"),
+    (["--loss-scale", "big"], "takes auto, dynamic, none or a positive number. Received: big"),
     (["--gpus", "0"], "--gpus 0: MXNet finds 0 GPUs"),
     (["--load-epoch", "3", "--model-prefix", "nowhere"], "nowhere-symbol.json does not exist"),
     (["--batch-size", "41"], "has 40 images, fewer than one batch of 41"),
