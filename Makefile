@@ -1,6 +1,7 @@
 # make demo      measure a step of MobileNetV2, then train in float32, float16 and bfloat16
 # make test      run the tests: each value of each parameter once, nothing that takes more than 20 seconds
-# make test-all  run all tests with all combinations of parameters; includes make test
+# make test QUICK=   run them with all combinations of parameters
+# make test-all  the same with all cases: longer trainings, more workers and starts
 # make lint      ruff and mypy
 # make docs      build the documentation: docs/_build/html
 # make wheel     dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
@@ -13,6 +14,7 @@
 # PYTHON=python3.10 make demo    with another Python (3.8 or later)
 
 PYTHON ?= python3
+QUICK ?= --quick
 BIN := .venv/bin
 BUILT_FROM := setup.py pyproject.toml $(wildcard gluon_amp/cpu/*.cc gluon_amp/cpu/*.h \
 	gluon_amp/cpu/*/*.cc gluon_amp/cpu/*/*.h \
@@ -36,7 +38,7 @@ demo: .venv/demo
 # two files at a time, in the order of tests/conftest.py; passive waiting leaves the CPU to the other
 # process
 test: .venv/test
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --quick
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 test-all: .venv/test
 	GLUON_AMP_TESTS=all OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder

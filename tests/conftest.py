@@ -55,7 +55,7 @@ def with_each_value(items):
 
 
 def leave_out(config, items):
-    """Leaves out what only `make test-all` runs."""
+    """Leaves out what `make test` leaves out."""
     quick = [item for item in items if item.get_closest_marker("thorough") is None]
     kept = with_each_value(quick)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
