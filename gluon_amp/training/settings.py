@@ -1,14 +1,17 @@
 """What a file of states holds of an optimizer and its scheduler, and the checks of it.
 
 MXNet would read numbers without checks: in the next step they would be an error, a weight of NaN,
-or a loop without end. So a copy of the optimizer first updates one small weight. A class of the
-user's is given again by the script, whose object gets the attributes in the file.
+or a loop without end. A class of the user's is given again by the script, whose object gets the
+attributes in the file.
 """
 import copy
+import math
 import numbers
+import sys
+from contextlib import suppress
 from typing import Any, Collection, Dict, Mapping, Optional
 
-from .._mxnet import message, mx, np
+from .._mxnet import mx, np
 from ..annotations import Optimizer
 from .optimizer import check_scalable, is_of_mxnet
 from .state_file import Saved, Settings
@@ -23,6 +26,11 @@ _SCHEDULERS: Dict[Any, Mapping[str, Any]] = {type(scheduler): vars(scheduler) fo
     mx.lr_scheduler.PolyScheduler(1), mx.lr_scheduler.CosineScheduler(1),
     mx.lr_scheduler.LRScheduler())}
 _BY_NAME = {cls.__name__: cls for cls in _SCHEDULERS if cls is not mx.lr_scheduler.LRScheduler}
+_COUNTS = ("num_update", "begin_num_update", "cur_step_ind")
+_BELOW_1 = 1 - 2 ** -53
+_LIMITS = {"step": (1, _MOST), "max_update": (1, _MOST), "count": (0, _MOST),
+           "warmup_steps": (0, _MOST), "beta1": (0, _BELOW_1), "beta2": (0, _BELOW_1),
+           "schedule_decay": (0, math.inf)}  # Nadam computes 0.96 ** (t * schedule_decay)
 
 
 def settings_of(owner: Any) -> Optional[Settings]:
@@ -56,22 +64,18 @@ def restored(saved: Saved, mine: Optimizer, keep: Collection[str]) -> Optimizer:
         raise ValueError(f"it holds the states of {name}, not of {type(mine).__name__}")
     if "lr_scheduler" not in keep:
         optimizer.lr_scheduler = _scheduler(saved.scheduler, mine.lr_scheduler)
-    others = _OTHERS.union(keep)
-    _set(optimizer, {name: value for name, value in saved.optimizer.values.items()
-                     if name not in others},
-         {name: value for name, value in _usual(mine).items() if name not in others})
+    usual = {name: value for name, value in _usual(mine).items() if name not in _OTHERS}
+    _set(optimizer, mine, {name: value for name, value in saved.optimizer.values.items()
+                           if name not in keep and name not in _OTHERS},
+         # MXNet's lr may be None with a scheduler
+         {**usual, "lr": None} if optimizer.lr_scheduler is not None else usual, keep)
     optimizer.multi_precision = optimizer.multi_precision or mine.multi_precision
     check_scalable(optimizer)
-    for counts in ({"num_update": optimizer.num_update, "begin": optimizer.begin_num_update},
-                   *optimizer._all_index_update_counts.values()):
-        for index, count in counts.items():
-            if not (isinstance(count, (int, np.integer)) and 0 <= int(count) <= _MOST):
-                raise ValueError(f"it holds {count!r:.200} as updates of parameter {index!r}")
-    for factor in (*optimizer.lr_mult.values(), *optimizer.wd_mult.values()):
-        if not isinstance(factor, numbers.Real):
-            raise ValueError(f"it holds the factor {factor!r:.200} of a parameter")
-    if is_of_mxnet(type(optimizer)):
-        _check_update(optimizer)
+    _check_items("lr_mult", optimizer.lr_mult, _is_number)
+    _check_items("wd_mult", optimizer.wd_mult, _is_number)
+    for counts in optimizer._all_index_update_counts.values():
+        _check_items("updates", counts, _is_count)
+    _check_schedule(optimizer.lr_scheduler, optimizer.num_update)
     return optimizer
 
 
@@ -81,14 +85,14 @@ def _scheduler(saved: Optional[Settings], mine: Any) -> Any:
         return None
     module, _, name = saved.name.rpartition(".")
     if module == "mxnet.lr_scheduler" and name in _BY_NAME:
-        scheduler = _BY_NAME[name].__new__(_BY_NAME[name])
+        scheduler = mine = _BY_NAME[name].__new__(_BY_NAME[name])
     elif type(mine).__name__ == name:
         scheduler = copy.deepcopy(mine)
     else:
         raise ValueError(f"it was saved with the scheduler {saved.name}, which is given again: "
                          f"create the optimizer with lr_scheduler={name}(...), then load the "
                          f"states. Received: {type(mine).__name__}")
-    _set(scheduler, saved.values, _usual(scheduler))
+    _set(scheduler, mine, saved.values, _usual(scheduler))
     return scheduler
 
 
@@ -102,47 +106,74 @@ def _usual(owner: Any) -> Mapping[str, Any]:
     return {}
 
 
-def _set(owner: Any, values: Dict[str, Any], usual: Mapping[str, Any]) -> None:
-    """Sets attributes. Refuses those that hide methods, and, of MXNet's classes, those of another
-    kind than the usual ones."""
-    cls, state = type(owner), values.pop("state_dict", None)
-    missing = sorted(name for name in usual if name not in values and is_of_mxnet(cls))
+def _set(owner: Any, mine: Any, values: Dict[str, Any], usual: Mapping[str, Any],
+         keep: Collection[str] = ()) -> None:
+    """Sets attributes. Refuses those that hide methods, and, unless the user's class has others,
+    values of another type than the usual ones, or beyond their limits."""
+    cls, values = type(owner), dict(values)
+    state = values.pop("state_dict", None)
+    missing = sorted(name for name in usual if name not in values and name not in keep
+                     and (is_of_mxnet(cls) or hasattr(mine, name)))
     if missing:
         raise ValueError(f"it holds a {cls.__name__} without {', '.join(missing)}")
     for name, value in values.items():
         if not isinstance(name, str) or callable(getattr(cls, name, None)):
             raise ValueError(f"it replaces {cls.__name__}.{name}")
-        if name in usual and is_of_mxnet(cls) and (_kind(value) is not _kind(usual[name])
-                                                   or value != value):
+        if name in usual and not _fits(name, value, usual[name]) \
+                and (is_of_mxnet(cls)
+                     or _fits(name, getattr(mine, name, usual[name]), usual[name])):
             raise ValueError(f"it holds {name}={value!r:.200} of {cls.__name__}")
     vars(owner).update(values)
     if state is not None:
         owner.load_state_dict(state)
 
 
-def _kind(value: Any) -> type:
-    if isinstance(value, (bool, np.bool_)):
-        return bool
-    return float if value is None or isinstance(value, numbers.Real) else type(value)
+def _fits(name: str, value: Any, usual: Any) -> bool:
+    if name in _COUNTS:
+        return _is_count(value)
+    if isinstance(usual, bool):
+        return isinstance(value, (int, np.bool_)) and value in (False, True)
+    if usual is None:
+        return value is None or _is_number(value) or value == math.inf
+    if not isinstance(usual, numbers.Real):
+        return isinstance(value, type(usual))
+    least, most = _LIMITS.get(name, (-math.inf, math.inf))
+    return _is_number(value) and least <= value <= most
 
 
-def _check_update(optimizer: Optimizer) -> None:
-    """Refuses settings with which the next update fails or loops, or whose weight is no number."""
-    trial = copy.deepcopy(optimizer)
-    weight = mx.nd.ones((1, 1))
-    try:
-        scheduler: Any = trial.lr_scheduler
-        fits = all(0 <= getattr(trial, name, 0) < 1 for name in ("beta1", "beta2"))
-        if type(scheduler) is mx.lr_scheduler.FactorScheduler:
-            fits &= scheduler.step >= 1 and \
-                trial.num_update - scheduler.count <= _MOST_AT_ONCE * scheduler.step
-        if fits:
-            trial._set_current_context(0)
-            trial.update(0, weight, weight.copy(), trial.create_state(0, weight))
-            fits = bool(np.isfinite(weight.asnumpy()).all())
-    except Exception as error:  # of any kind, for values that MXNet does not check
-        raise ValueError(f"it holds settings that {type(trial).__name__} refuses: {message(error)}"
-                         ) from error
+def _check_items(what: str, items: Any, fits: Any) -> None:
+    for index, value in items.items():
+        if not fits(value):
+            raise ValueError(f"it holds {value!r:.200} as {what} of parameter {index!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) \
+        and not isinstance(value, bool) \
+        and math.isfinite(value) and (value == 0 or abs(float(value)) >= sys.float_info.min)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and 0 <= int(value) <= _MOST
+
+
+def _check_schedule(scheduler: Any, num_update: int) -> None:
+    """Refuses a scheduler of MXNet whose next rate is no number, or takes a loop of many steps."""
+    cls = type(scheduler)
+    if cls not in _BY_NAME.values():
+        return
+    fits = scheduler.warmup_mode in ("linear", "constant")
+    if cls is mx.lr_scheduler.FactorScheduler:
+        fits &= num_update - scheduler.count <= _MOST_AT_ONCE * scheduler.step
+    elif cls is mx.lr_scheduler.MultiFactorScheduler:
+        fits &= all(map(_is_number, scheduler.step))
+    elif fits:
+        for update in {max(num_update, scheduler.warmup_steps), scheduler.max_update}:
+            with suppress(ArithmeticError):
+                fits &= not scheduler.warmup_steps <= update <= scheduler.max_update \
+                    or _is_number(copy.copy(scheduler)(update))
+                continue
+            fits = False
     if not fits:
-        raise ValueError(f"it holds settings of {type(trial).__name__} without a next update: "
-                         f"{settings_of(trial)!r:.500}")
+        raise ValueError(f"it holds a {cls.__name__} that has no rate after {num_update} updates: "
+                         f"{vars(scheduler)!r:.500}")

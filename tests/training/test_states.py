@@ -695,6 +695,28 @@ def test_invalid_settings_with_a_checksum_are_refused(change, path):
 
 
 @pytest.mark.parametrize("change", [
+    {"final_lr": float("inf")}, {"power": float("inf")}, {"max_update": 0},
+    {"warmup_steps": 5, "warmup_mode": "slow"}, {"base_lr": "high"}])
+def test_settings_of_a_scheduler_without_a_later_rate_are_refused(change, path):
+    net = make()
+    trainer = amp.Trainer(net.collect_params(), "sgd", {
+        "lr_scheduler": mx.lr_scheduler.PolyScheduler(20, base_lr=0.1, warmup_steps=1)})
+    fit(net, trainer)
+    trainer.save_states(path)
+    rewrite(path, lambda saved: saved["scheduler"][1].update(change))
+    check_refused(trainer, net, path, r"trainer\.states")
+
+
+def test_long_digits_in_names_are_refused(path):
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    rewrite(path, lambda saved: saved["training"]["names"].__setitem__(0, "dense" + "9" * 10 ** 5))
+    check_refused(trainer, net, path, "another order")
+
+
+@pytest.mark.parametrize("change", [
     {"skipped": "many"}, {"names": 3}, {"loss_scale": 5},
     {"loss_scale": {"scale": "x"}}, {"averaged": [3]}, {"averaged": 3}])
 def test_invalid_state_of_the_training_is_refused(change, path):
