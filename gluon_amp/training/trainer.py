@@ -82,6 +82,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     after_pass: Optional[Callable[[float], None]] = None
     _servers_connected = False  # only if servers update
     _is_decided = False  # whether `_decide` has decided
+    _is_scalable = False  # whether `__init__` checks that gradients may be scaled
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
     _has_updated = False
 
@@ -110,7 +111,8 @@ class Trainer(Trained, mx.gluon.Trainer):
         if twice:
             raise ValueError("a Trainer takes each parameter once. Received twice: "
                              + listed(twice))
-        checks = clip_norm is not None or self._decided_now(parameters).scales
+        self._is_scalable = self._decided_now(parameters).scales
+        checks = clip_norm is not None or self._is_scalable
         if checks:
             store.check_kvstore(kvstore, update_on_kvstore, parameters)
             update_on_kvstore = False
@@ -136,7 +138,7 @@ class Trainer(Trained, mx.gluon.Trainer):
                         optimizer_params: Any) -> None:
         if not isinstance(optimizer, Optimizer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
-        if self._decided_now(self._params).scales:
+        if self._is_scalable:
             check_scalable(optimizer)
             check_rescales(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
@@ -172,7 +174,7 @@ class Trainer(Trained, mx.gluon.Trainer):
             return
         self._step.decide(types_of_gradients(self._params))
         self._is_decided = True
-        if self._step.scaling:
+        if self._step.scaling and not self._is_scalable:
             check_scalable(self._optimizer)
             check_rescales(self._optimizer)
             config = self._kvstore_params
