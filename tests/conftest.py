@@ -1,3 +1,4 @@
+import faulthandler
 import os
 import sys
 from collections import Counter, defaultdict
@@ -14,6 +15,9 @@ import numpy_mode
 import pytest
 from ranks import Ranks
 
+STDERR = pytest.StashKey()
+LIMIT = 900  # seconds, after which a test that hangs ends its process: pytest-xdist names it
+
 # They run on a software GPU: make -C tests gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]
 
@@ -24,6 +28,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # before pytest captures what tests write
     if config.getoption("numpy"):
         numpy_mode.prepare_networks()
 
@@ -73,6 +78,15 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("numpy"):
         numpy_mode.prepare_modules()
         numpy_mode.mark_differences(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
