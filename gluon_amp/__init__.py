@@ -27,6 +27,7 @@ from .training.averaged_weights import AveragedWeights
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
+from .training.resume import load_checkpoint, save_checkpoint
 from .training.trainer import Trainer, backward, scale_loss
 from .version import __version__ as __version__
 
@@ -38,8 +39,9 @@ refuse_in_feed_forward()
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
            "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
            "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
-           "data", "explain", "export_onnx", "freeze", "lr_find",
-           "ops", "optimizer", "read_logs", "report", "restore", "scale_loss", "types", "xray"]
+           "data", "explain", "export_onnx", "freeze", "load_checkpoint", "lr_find", "ops",
+           "optimizer", "read_logs", "report", "restore", "save_checkpoint", "scale_loss", "types",
+           "xray"]
 
 _MODULES = {"BatchProcessor": "training.estimator", "RanksDifferError": "parallel",
             "Speedometer": "symbolic.module", "average_statistics": "parallel"}

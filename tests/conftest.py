@@ -16,7 +16,7 @@ import pytest
 from ranks import Ranks
 
 STDERR = pytest.StashKey()
-LIMIT = 900  # seconds, after which a test that hangs ends its process: pytest-xdist names it
+LIMIT = 600  # seconds, after which a test that hangs ends its process: pytest-xdist names it
 
 # They run on a software GPU: make -C tests gpu.
 collect_ignore = [] if "RECORDING_GPU_LOG" in os.environ else ["software_gpu"]

@@ -235,6 +235,24 @@ def resumes(store, rank, folder):
     return trained(net, trainer, range(5), np.random.default_rng(20 + rank))
 
 
+def checkpoints(store, rank, folder, stop):
+    """Trains from a folder's checkpoint. Returns all values, and the next random number."""
+    mx.random.seed(rank)
+    np.random.seed(rank)
+    net = network()
+    trainer = trainer_for(net, store)
+    position = amp.load_checkpoint(folder, net, trainer)
+    for _ in range(position.epoch, 2):
+        for batch in position.batches(range(3)):
+            backward(net, trainer, np.random.standard_normal((4, 3, 8, 8)),
+                     np.random.randint(0, 5, 4))
+            trainer.step(8)
+            amp.save_checkpoint(folder, net, trainer, position)
+            if batch + 1 == stop:
+                return None
+    return held(trainer), np.random.standard_normal()
+
+
 def averages_statistics(store, rank, symbol=False):
     """Moving averages before and after, of a network or of a SymbolBlock with its symbol."""
     net = network()

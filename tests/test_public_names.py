@@ -11,7 +11,7 @@ PUBLIC = """
     Trainer AveragedWeights backward optimizer
     scale_loss StaticLossScale DynamicLossScale LossScaleError
     Module BucketingModule convert_symbol convert_model
-    export_onnx lr_find Log report read_logs data
+    save_checkpoint load_checkpoint export_onnx lr_find Log report read_logs data
     xray explain types Monitor
     Horovod KernelError
 """.split()

@@ -11,8 +11,8 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
 
 from .._mxnet import np
-from ..checks import whole_number
-from ..files import replace_text
+from ..checks import counted, whole_number
+from ..files import errors_of_damage, replace_text
 from .events import EventFile
 from .read import VERSION
 
@@ -41,8 +41,9 @@ class Log:
             runs by them: give `seed`, and `dtype` such as "float16".
         interval: the number of steps between two lines. Skipped steps have a line each.
         tensorboard: a folder for TensorBoard's files.
-        begin: the number of epochs that a resumed training has completed: their lines in the file
-            stay, and later ones are removed. By default the file must not exist.
+        begin: the number of epochs that a resumed training has completed, or the position that
+            `load_checkpoint` returned: their lines in the file stay, and later ones are removed.
+            By default the file must not exist.
         rank: the rank of this worker. Only rank 0 writes.
         progress: whether to show the progress; by default if stderr is a terminal.
 
@@ -54,7 +55,7 @@ class Log:
 
     def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
                  interval: int = 20, tensorboard: Optional[str] = None,
-                 begin: Optional[int] = None, rank: int = 0,
+                 begin: Any = None, rank: int = 0,
                  progress: Optional[bool] = None) -> None:
         """See the class for the arguments."""
         given = {} if arguments is None else arguments
@@ -64,14 +65,18 @@ class Log:
         self._shows = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
         self.lines: List[Dict[str, Any]] = []
         self._resumes = self._closed = False
+        state = getattr(begin, "log", None)
+        begin = getattr(begin, "epoch", begin)
         self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
         if self.path is not None:
-            self._start_file(self.path, begin)
+            self._start_file(self.path, begin if state is None else sys.maxsize)
         self.steps: int = next((line["steps"] for line in reversed(self.lines)
                                 if "steps" in line), 0)
         self._last: Any = None  # the Trainer or Module of the last step
         self._skipped = 0
         self._start_epoch()
+        if state is not None:
+            self._load_state(state)
         self._events = None
         if tensorboard is not None and rank == 0:
             self._events = EventFile(tensorboard)
@@ -108,6 +113,24 @@ class Log:
         self._losses: List[Any] = []  # means of steps since the last line
         self._sum = self._count = 0.0  # of earlier losses of the epoch
         self._began = self._ended = time.time()
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Returns where the log stands, for a checkpoint."""
+        self._losses = [_number(one) for one in self._losses]
+        return {"lines": len(self.lines), "losses": self._losses,
+                "sums": [self._sum, self._count], "seconds": time.time() - self._began,
+                "counts": [self._epoch, self.steps, self._batch, self._samples, self._due]}
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        with errors_of_damage("the log's state in the checkpoint"):
+            if self.path is not None and len(self.lines) < state["lines"]:
+                raise ValueError(f"{self.path} has {counted(len(self.lines), 'line')}, and had "
+                                 f"{state['lines']} when the checkpoint was saved")
+            del self.lines[state["lines"]:]
+            self._losses = list(map(float, state["losses"]))
+            self._sum, self._count = map(float, state["sums"])
+            self._epoch, self.steps, self._batch, self._samples, self._due = state["counts"]
+            self._began -= state["seconds"]
 
     def step(self, trainer: Any, loss: Any, samples: int = 0, **values: Any) -> bool:
         """Adds a step, after it; returns whether it has a line.

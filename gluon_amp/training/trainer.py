@@ -425,6 +425,11 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._connect()
         return self._workers.rank
 
+    def gather(self, mine: bytes) -> List[bytes]:
+        """Returns the bytes of all workers, of one length, by rank. All workers must call it."""
+        self._connect()
+        return self._workers.gather(mine)
+
     def check_ranks(self) -> None:
         """Compares optimizer, weights, master weights and loss scale over all workers.
 
