@@ -134,12 +134,12 @@ class Builder:
             with contextlib.suppress(OSError, EOFError, zlib.error):  # damaged: compiled again
                 return gzip.decompress(kept.read_bytes()).decode()
         with self._scratch() as scratch:
-            made = Path(scratch, "made.ptx")
+            compiled = Path(scratch, "kernels.ptx")
             include = [self.tree / path for path in sources.INCLUDE]
             self._run([self.tools / "bin" / "nvcc", *_FLAGS,
                        *(f"-I{path}" for path in (*include, *self.toolkit.headers, HERE)),
-                       "-o", made, self.tree / source.name], source, scratch)
-            text = made.read_text()
+                       "-o", compiled, self.tree / source.name], source, scratch)
+            text = compiled.read_text()
         module = ptx.parse(ptx.rename_namespace(text, source.kernels))
         compare(source, {item.name: ptx.parameters(item) for item in module.items
                          if item.is_kernel}, list(source.kernels), "the PTX")
@@ -153,12 +153,12 @@ class Builder:
         if ptxas == self.toolkit.old_ptxas:
             text = ptx.with_version(text, PTX_VERSION)
         with self._scratch() as scratch:
-            given, made = Path(scratch, "given.ptx"), Path(scratch, "made.cubin")
-            given.write_text(text)
-            self._run([ptxas.path, "-w", "-m64", f"-arch=sm_{architecture}", given, "-o", made],
-                      source, scratch)
-            code = made.read_bytes()
-        ours, what = elf.kernels(code, str(made)), f"the machine code for {architecture}"
+            source_file, object_file = Path(scratch, "kernels.ptx"), Path(scratch, "kernels.cubin")
+            source_file.write_text(text)
+            self._run([ptxas.path, "-w", "-m64", f"-arch=sm_{architecture}", source_file, "-o",
+                       object_file], source, scratch)
+            code = object_file.read_bytes()
+        ours, what = elf.kernels(code, str(object_file)), f"the machine code for {architecture}"
         compare(source, {name: each.parameters for name, each in ours.items()}, source.first, what)
         for item in ptx.parse(text).items:
             if not item.is_kernel or item.has_launch_bounds:
@@ -271,12 +271,12 @@ def build(architectures: Sequence[str], source: Optional[Path] = None, jobs: Opt
             repr(_FLAGS), str(_EDITS), pack.LIBMXNET))
         _check_space(builder, wheel, architectures)
         _compile_all(builder, wheel, architectures, jobs or len(os.sched_getaffinity(0)))
-        made = []
+        packs = []
         for each in architectures:
-            made.append(_pack(builder, wheel, each, output))
-            report(f"{made[-1]}: {sum(len(source.first) for source in wheel)} kernels, all of the "
+            packs.append(_pack(builder, wheel, each, output))
+            report(f"{packs[-1]}: {sum(len(source.first) for source in wheel)} kernels, all of the "
                    "wheel, with its names and parameters")
-        return made
+        return packs
 
 
 @contextlib.contextmanager
@@ -364,7 +364,7 @@ def _pack(builder: Builder, wheel: List[Source], architecture: str,
 
 def _compress(source: Path, target: Path) -> None:
     def write(beside: str) -> None:
-        with open(source, "rb") as given, lzma.open(beside, "wb", preset=9) as made:
-            shutil.copyfileobj(given, made, 1 << 20)
+        with open(source, "rb") as file, lzma.open(beside, "wb", preset=9) as compressed:
+            shutil.copyfileobj(file, compressed, 1 << 20)
 
     files.replace_file(str(target), write)

@@ -12,10 +12,10 @@ def libmxnet() -> Path:
     library = wheel.library()
     if library is None or wheel.build_id(library) != wheel.BUILD_ID:
         library = wheel.cuda_mxnet() / "mxnet" / "libmxnet.so"
-    found = sha256(library)
-    if found != pack.LIBMXNET:
+    digest = sha256(library)
+    if digest != pack.LIBMXNET:
         raise ValueError(f"{library} must be of {pack.MXNET}, SHA-256 {pack.LIBMXNET}. Received: "
-                         f"{found}")
+                         f"{digest}")
     return library
 
 
@@ -56,7 +56,7 @@ def read(library: Path, names: Sequence[str]) -> List[Source]:
         library: the wheel's libmxnet.so. It has a fat binary for each file, and one without code.
         names: the files, in the order of linking.
     """
-    found: List[Source] = []
+    sources: List[Source] = []
     seen: Set[str] = set()
     for index, entries in enumerate(elf.fat_binaries(library)):
         newest = max((entry for entry in entries if entry.kind == "cubin"),
@@ -68,8 +68,8 @@ def read(library: Path, names: Sequence[str]) -> List[Source]:
             raise ValueError(f"{library} has code of more files than the sources: {len(names)}")
         first = [name for name in kernels if name not in seen]
         seen.update(first)
-        found.append(Source(names[index], index, kernels, first))
-    return found
+        sources.append(Source(names[index], index, kernels, first))
+    return sources
 
 
 class Differs(ValueError):

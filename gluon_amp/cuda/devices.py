@@ -66,14 +66,14 @@ class _NVML:
             raise OSError(f"the NVIDIA driver's {function} fails with error {status}")
 
     def text(self, function: str, *arguments: Any) -> str:
-        found = ctypes.create_string_buffer(256)
-        self.call(function, *arguments, found, 256)
-        return found.value.decode(errors="replace")
+        buffer = ctypes.create_string_buffer(256)
+        self.call(function, *arguments, buffer, 256)
+        return buffer.value.decode(errors="replace")
 
     def number(self, function: str, *arguments: Any) -> int:
-        found = ctypes.c_int()
-        self.call(function, *arguments, ctypes.byref(found))
-        return found.value
+        value = ctypes.c_int()
+        self.call(function, *arguments, ctypes.byref(value))
+        return value.value
 
     def gpu(self, handle: ctypes.c_void_p) -> GPU:
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -83,12 +83,12 @@ class _NVML:
                    self.text("nvmlDeviceGetUUID", handle))
 
     def all(self) -> List[GPU]:
-        found = []
+        gpus = []
         for i in range(self.number("nvmlDeviceGetCount_v2")):
             handle = ctypes.c_void_p()
             self.call("nvmlDeviceGetHandleByIndex_v2", i, ctypes.byref(handle))
-            found.append(self.gpu(handle))
-        return found
+            gpus.append(self.gpu(handle))
+        return gpus
 
     def of_instance(self, uuid: str) -> Optional[GPU]:
         """Returns the GPU of a MIG instance, or None if there is no such instance."""
@@ -122,7 +122,7 @@ def visible() -> Devices:
 
 def _chosen(nvml: _NVML, gpus: List[GPU], names: str) -> List[GPU]:
     """Returns the named GPUs up to the first invalid name, as CUDA does."""
-    found: List[GPU] = []
+    selected: List[GPU] = []
     for name in (part.strip() for part in names.split(",")):
         if name.startswith("MIG-GPU-"):  # MIG-GPU-<uuid>/<instance>/<instance>
             name = name[len("MIG-"):].partition("/")[0]
@@ -140,5 +140,5 @@ def _chosen(nvml: _NVML, gpus: List[GPU], names: str) -> List[GPU]:
             matches = []
         if len(matches) != 1:
             break
-        found += [gpu for gpu in matches if gpu not in found]
-    return found
+        selected += [gpu for gpu in matches if gpu not in selected]
+    return selected

@@ -54,10 +54,10 @@ def sections(data: Buffer, what: str = "file") -> List[Section]:
         if start + size * count > len(data):
             raise ValueError(f"{what} is truncated: its {count} section headers start at {start}, "
                              f"and it has {len(data)} bytes")
-        found = [struct.unpack_from("<IIQQQQI", data, start + size * i) for i in range(count)]
-        strings = found[names][4]
+        headers = [struct.unpack_from("<IIQQQQI", data, start + size * i) for i in range(count)]
+        strings = headers[names][4]
         return [Section(text(data, strings + name), kind, address, offset, length, link)
-                for name, kind, _, address, offset, length, link in found]
+                for name, kind, _, address, offset, length, link in headers]
     except (struct.error, IndexError) as error:
         raise ValueError(f"{what} is truncated or damaged: {error}") from None
 
@@ -67,10 +67,10 @@ def text(data: Buffer, start: int) -> str:
     return data[start:data.find(b"\0", start)].decode()
 
 
-def symbols(data: Buffer, found: List[Section]) -> List[str]:
+def symbols(data: Buffer, all_sections: List[Section]) -> List[str]:
     """Returns the name of each symbol, in order."""
-    table = next(section for section in found if section.type == 2)
-    strings = found[table.link].offset
+    table = next(section for section in all_sections if section.type == 2)
+    strings = all_sections[table.link].offset
     return [text(data, strings + struct.unpack_from("<I", data, at)[0])
             for at in range(table.offset, table.offset + table.size, 24)]
 
@@ -87,11 +87,11 @@ def _attributes(data: Buffer, section: Section) -> Iterator[Tuple[int, int]]:
 
 def kernels(data: Buffer, what: str = "cubin") -> Dict[str, Kernel]:
     """Returns the kernels of a cubin by their mangled names."""
-    found = sections(data, what)
-    names = symbols(data, found)
+    all_sections = sections(data, what)
+    names = symbols(data, all_sections)
     parameters: Dict[str, List[Parameter]] = {}
     registers: Dict[str, int] = {}
-    for section in found:
+    for section in all_sections:
         if section.name == ".nv.info":
             for attribute, at in _attributes(data, section):
                 if attribute == _REGISTERS:
@@ -103,7 +103,7 @@ def kernels(data: Buffer, what: str = "cubin") -> Dict[str, Kernel]:
                 if attribute == _PARAMETER:
                     _, ordinal, offset, bits = struct.unpack_from("<IHHI", data, at)
                     of_kernel.append(Parameter(ordinal, offset, bits >> 18))
-    entries = {section.name[6:] for section in found if section.name.startswith(".text.")}
+    entries = {section.name[6:] for section in all_sections if section.name.startswith(".text.")}
     return {name: Kernel(tuple(sorted(parameters[name])), registers.get(name, 0))
             for name in parameters if name in entries}
 

@@ -63,10 +63,10 @@ def entry(code: bytes, arch: int, kind: str = "cubin", packed: Optional[bytes] =
     if kind == "cubin":
         major, minor = 1, code[8]  # the ELF file's ABI version
     else:
-        found = re.search(rb"\.version (\d+)\.(\d+)", code)
-        if found is None:
+        match = re.search(rb"\.version (\d+)\.(\d+)", code)
+        if match is None:
             raise ValueError("the PTX has no .version")
-        major, minor = map(int, found.groups())
+        major, minor = map(int, match.groups())
     stored = code if packed is None else packed
     padded = stored + bytes(-len(stored) % 8)
     header = _ENTRY.pack(
@@ -94,14 +94,14 @@ def entries(data: bytes, offset: int = 0) -> List[Entry]:
             raise ValueError("it is no fat binary")
         at, end = offset + start, offset + start + size
         names = {number: name for name, number in KINDS.items()}
-        found = []
+        parsed = []
         while at < end:
             kind, _, header, length, *_, arch = _ENTRY.unpack_from(data, at)[:9]
             stop = at + header + length
             if kind not in names or header != _ENTRY.size or stop > end or stop > len(data):
                 raise ValueError("an entry of the fat binary is invalid")
-            found.append(Entry(names[kind], arch, data[at:stop]))
+            parsed.append(Entry(names[kind], arch, data[at:stop]))
             at = stop
-        return found
+        return parsed
     except struct.error as error:
         raise ValueError("the fat binary is incomplete") from error

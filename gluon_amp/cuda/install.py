@@ -33,15 +33,15 @@ def install(path: Path) -> pack.Pack:
             file.flush()
             os.fsync(file.fileno())
         try:
-            found = pack.read(copy)
-            found.verify()
+            new = pack.read(copy)
+            new.verify()
         except pack.PackError as error:
             raise pack.PackError(str(error).replace(str(copy), str(path))) from None
-        if found.manifest["libmxnet"] != pack.LIBMXNET:
+        if new.manifest["libmxnet"] != pack.LIBMXNET:
             raise pack.PackError(f"{path} must be for {pack.MXNET}, whose libmxnet.so has the "
-                                 f"SHA-256 {pack.LIBMXNET}. Received: {found.manifest['libmxnet']}")
-        os.replace(copy, pack.place(found.arch, found.kind))
-    installed = pack.installed(found.arch, found.kind)
+                                 f"SHA-256 {pack.LIBMXNET}. Received: {new.manifest['libmxnet']}")
+        os.replace(copy, pack.place(new.arch, new.kind))
+    installed = pack.installed(new.arch, new.kind)
     assert installed is not None
     return installed
 

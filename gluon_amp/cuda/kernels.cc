@@ -74,24 +74,24 @@ void append(std::string* to, const char* fat_binary, const std::vector<uint32_t>
 }
 
 // A fat binary of the wheel's kept code and that of the parts; kept in memory for the life of the process.
-const char* composed(const char* own, const std::vector<const Part*>& parts) {
+const char* composed(const char* of_wheel, const std::vector<const Part*>& parts) {
   if (g.kept.empty() && parts.size() == 1) return parts[0]->code;
-  auto& made = *new std::string(sizeof(Header), '\0');
-  append(&made, own, &g.kept);
-  for (const Part* part : parts) append(&made, part->code, nullptr);
+  auto& binary = *new std::string(sizeof(Header), '\0');
+  append(&binary, of_wheel, &g.kept);
+  for (const Part* part : parts) append(&binary, part->code, nullptr);
   Header header;
-  memcpy(&header, own, sizeof header);
+  memcpy(&header, of_wheel, sizeof header);
   header.size = sizeof header;
-  header.bytes = made.size() - sizeof header;
-  memcpy(made.data(), &header, sizeof header);
-  return made.data();
+  header.bytes = binary.size() - sizeof header;
+  memcpy(binary.data(), &header, sizeof header);
+  return binary.data();
 }
 
 bool is_registered(const Registered& binary, const char* name) {
   if (g.parts.empty()) return true;
   auto range = g.wrappers.equal_range(name);
-  for (auto one = range.first; one != range.second; ++one)
-    if (one->second == binary.wrapper) return true;
+  for (auto entry = range.first; entry != range.second; ++entry)
+    if (entry->second == binary.wrapper) return true;
   return range.first == range.second && !g.kept.empty();  // only the wheel has its code
 }
 
@@ -103,11 +103,11 @@ thread_local std::string t_message;
 // Passes an error on; if it is "invalid device function" or "no kernel image", keeps a message.
 int with_message(int error, const void* host) {
   if (error != 98 && error != 209) return error;
-  auto found = g.names.find(host);
-  if (found == g.names.end()) return error;
-  char* text = abi::__cxa_demangle(found->second, nullptr, nullptr, nullptr);
+  auto symbol = g.names.find(host);
+  if (symbol == g.names.end()) return error;
+  char* text = abi::__cxa_demangle(symbol->second, nullptr, nullptr, nullptr);
   t_message = std::string("no kernel image is available for execution on the device: ") +
-              (text ? text : found->second) + ". " + g.advice;
+              (text ? text : symbol->second) + ". " + g.advice;
   free(text);
   t_error = error;
   return error;
@@ -129,7 +129,7 @@ API void gluon_amp_set_kernels(const Part* parts, int count, const uint32_t* kep
 // The number of fat binaries that libmxnet.so has registered, and of those that were replaced.
 API int gluon_amp_registered(int replaced) {
   int count = 0;
-  for (auto& one : g.binaries) count += !replaced || one.second.replaced;
+  for (auto& binary : g.binaries) count += !replaced || binary.second.replaced;
   return count;
 }
 
@@ -139,12 +139,13 @@ API void** __cudaRegisterFatBinary(void* argument) {
   NEXT(__cudaRegisterFatBinary);
   Dl_info info;
   if (!dladdr(argument, &info) || !info.dli_fname || !strstr(info.dli_fname, "libmxnet.so")) return next(argument);
-  const auto* own = (const Wrapper*)argument;
+  const auto* wrapper = (const Wrapper*)argument;
   uint64_t address = (uint64_t)argument - (uint64_t)info.dli_fbase;
   std::vector<const Part*> parts;
   for (const Part& part : g.parts)
     if (part.wrapper == address) parts.push_back(&part);
-  if (!parts.empty()) argument = new Wrapper{own->magic, own->version, composed(own->data, parts), own->more};
+  if (!parts.empty())
+    argument = new Wrapper{wrapper->magic, wrapper->version, composed(wrapper->data, parts), wrapper->more};
   void** handle = next(argument);
   g.binaries[handle] = {address, !parts.empty()};
   return handle;
@@ -153,10 +154,10 @@ API void** __cudaRegisterFatBinary(void* argument) {
 API void __cudaRegisterFunction(void** handle, const char* host, char* function, const char* name, int limit, void* a,
                                 void* b, void* c, void* d, int* e) {
   NEXT(__cudaRegisterFunction);
-  auto found = g.binaries.find(handle);
-  if (found != g.binaries.end()) {
+  auto binary = g.binaries.find(handle);
+  if (binary != g.binaries.end()) {
     g.names[host] = name;
-    if (!is_registered(found->second, name)) return;
+    if (!is_registered(binary->second, name)) return;
   }
   next(handle, host, function, name, limit, a, b, c, d, e);
 }
@@ -165,8 +166,8 @@ API void __cudaRegisterFunction(void** handle, const char* host, char* function,
 API void __cudaRegisterVar(void** handle, char* host, char* address, const char* name, int external, size_t bytes,
                            int constant, int global) {
   NEXT(__cudaRegisterVar);
-  auto found = g.binaries.find(handle);
-  if (found == g.binaries.end() || !found->second.replaced)
+  auto binary = g.binaries.find(handle);
+  if (binary == g.binaries.end() || !binary->second.replaced)
     next(handle, host, address, name, external, bytes, constant, global);
 }
 

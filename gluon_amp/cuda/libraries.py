@@ -89,20 +89,20 @@ def folders() -> List[Path]:
     chosen = _chosen_folders()
     if chosen:
         return chosen
-    found = [Path(lib) for root in _wheels() for lib in sorted(glob.glob(f"{root}/*/lib"))]
+    paths = [Path(lib) for root in _wheels() for lib in sorted(glob.glob(f"{root}/*/lib"))]
     listed = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    found += [Path(part) for part in listed if part]
-    found += [Path(os.environ[name], "lib64") for name in ("CUDA_HOME", "CUDA_PATH")
+    paths += [Path(part) for part in listed if part]
+    paths += [Path(os.environ[name], "lib64") for name in ("CUDA_HOME", "CUDA_PATH")
               if os.environ.get(name)]
-    found.append(Path(sys.prefix, "lib"))
+    paths.append(Path(sys.prefix, "lib"))
     for listing in sorted(glob.glob("/etc/ld.so.conf.d/*.conf")):
         with suppress(OSError, UnicodeDecodeError):
-            found += [Path(line.strip()) for line in Path(listing).read_text().splitlines()
+            paths += [Path(line.strip()) for line in Path(listing).read_text().splitlines()
                       if line.startswith("/")]
-    found += [Path(name) for name in (*sorted(glob.glob("/usr/local/cuda*/lib64"), reverse=True),
+    paths += [Path(name) for name in (*sorted(glob.glob("/usr/local/cuda*/lib64"), reverse=True),
                                       "/usr/lib/x86_64-linux-gnu", "/lib/x86_64-linux-gnu",
                                       "/usr/lib64", "/lib64", "/usr/local/lib", "/usr/lib", "/lib")]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(paths))
 
 
 def _chosen_folders() -> List[Path]:

@@ -117,28 +117,28 @@ def arch_for(capability: int) -> int:
 
 
 def _packs(gpus: Sequence[GPU], devices: Optional[Devices]) -> List[pack.Pack]:
-    found: Dict[int, pack.Pack] = {}
+    packs: Dict[int, pack.Pack] = {}
     for capability in sorted({gpu.capability for gpu in gpus}):
         try:
-            one = pack.find(capability)
+            selected = pack.find(capability)
         except (pack.PackError, OSError) as error:
             raise ImportError(f"{error}. Replace it: {commands(arch_for(capability))}") from error
-        if one is not None:
-            found[one.arch] = one
-            _check(one, devices)
-    return list(found.values())
+        if selected is not None:
+            packs[selected.arch] = selected
+            _check(selected, devices)
+    return list(packs.values())
 
 
-def _check(one: pack.Pack, devices: Optional[Devices]) -> None:
-    if one.manifest["libmxnet"] != pack.LIBMXNET:
-        raise ImportError(f"{one.path} has kernels for another libmxnet.so than that of "
-                          f"{wheel.DISTRIBUTION} 1.9.1. Replace it: {commands(one.arch)}")
-    abis = {entry.abi for part in one.parts[:1] for entry in fatbin.entries(part.fat_binary)
-            if one.kind == "cubin"}
+def _check(selected: pack.Pack, devices: Optional[Devices]) -> None:
+    if selected.manifest["libmxnet"] != pack.LIBMXNET:
+        raise ImportError(f"{selected.path} has kernels for another libmxnet.so than that of "
+                          f"{wheel.DISTRIBUTION} 1.9.1. Replace it: {commands(selected.arch)}")
+    abis = {entry.abi for part in selected.parts[:1] for entry in fatbin.entries(part.fat_binary)
+            if selected.kind == "cubin"}
     needed = max((_CUDA_OF_ABI.get(abi, 0) for abi in abis), default=0)
     if devices and devices.cuda < needed:
-        raise ImportError(f"{one.path} needs a driver of CUDA {needed // 1000} or newer. "
-                          f"Installed: {devices.driver}. Replace it: {commands(one.arch)}")
+        raise ImportError(f"{selected.path} needs a driver of CUDA {needed // 1000} or newer. "
+                          f"Installed: {devices.driver}. Replace it: {commands(selected.arch)}")
 
 
 def _without_pack(gpus: Sequence[GPU]) -> List[str]:

@@ -212,11 +212,11 @@ def _part(path: Path, manifest: Mapping[str, Any], listed: Mapping[str, Any],
             or (kernels and not kernels.endswith(b"\0")):
         raise PackError(f"{path} is damaged: {listed['source']} is invalid")
     try:
-        found = {(entry.kind, str(entry.arch)) for entry in fatbin.entries(code)}
+        codes = {(entry.kind, str(entry.arch)) for entry in fatbin.entries(code)}
     except ValueError as error:
         raise PackError(f"{path} is damaged: {listed['source']}: {error}") from error
-    if found != {(manifest["kind"], manifest["arch"])}:
-        raise PackError(f"{path} is damaged: {listed['source']} has code for {sorted(found)}")
+    if codes != {(manifest["kind"], manifest["arch"])}:
+        raise PackError(f"{path} is damaged: {listed['source']} has code for {sorted(codes)}")
     return Part(listed["source"], listed["index"], listed["sha256"], code, names)
 
 
@@ -233,13 +233,13 @@ def installed(arch: int, kind: str = "cubin") -> Optional[Pack]:
         OSError: it cannot be read.
     """
     try:
-        found = read(place(arch, kind))
+        kept = read(place(arch, kind))
     except FileNotFoundError:
         return None
-    if (found.arch, found.kind) != (arch, kind):
-        raise PackError(f"{found.path} has code for architecture {found.arch} ({found.kind}), not "
+    if (kept.arch, kept.kind) != (arch, kind):
+        raise PackError(f"{kept.path} has code for architecture {kept.arch} ({kept.kind}), not "
                         f"{arch} ({kind})")
-    return found
+    return kept
 
 
 def find(capability: int) -> Optional[Pack]:
@@ -252,7 +252,7 @@ def find(capability: int) -> Optional[Pack]:
         names = (path.name[:-len(suffix)] for path in place(0).parent.glob(f"*{suffix}"))
         for arch in sorted((int(name) for name in names if name.isdecimal()), reverse=True):
             if runs_on(arch, kind, capability):
-                found = installed(arch, kind)
-                if found is not None:
-                    return found
+                kept = installed(arch, kind)
+                if kept is not None:
+                    return kept
     return None

@@ -65,11 +65,11 @@ def parse(text: str) -> Module:
 
 def _item(text: str) -> Item:
     entry = _ENTRY.search(text, 0, 4096)
-    found = entry or _FUNCTION.search(text, 0, 4096) or _VARIABLE.search(
+    match = entry or _FUNCTION.search(text, 0, 4096) or _VARIABLE.search(
         text[:4096].partition("=")[0].rstrip().rstrip(";"))
-    if found is None:
+    if match is None:
         raise ValueError(f"the compiler's PTX has a statement of an unknown kind: {text[:80]}")
-    return Item(found.group(1), text, entry is not None)
+    return Item(match.group(1), text, entry is not None)
 
 
 def select(module: Module, kernels: Iterable[str]) -> Module:
@@ -110,18 +110,18 @@ def limit_registers(module: Module, limits: Dict[str, int]) -> Module:
 def parameters(item: Item) -> Tuple[Parameter, ...]:
     """Returns the parameters of a kernel: their order, offsets and sizes in bytes."""
     listed = item.text.partition("(")[2].partition(")")[0]
-    found, end = [], 0
-    for ordinal, one in enumerate(filter(str.strip, listed.split(","))):
-        match = _PARAMETER.search(one)
+    layout, end = [], 0
+    for ordinal, declaration in enumerate(filter(str.strip, listed.split(","))):
+        match = _PARAMETER.search(declaration)
         if match is None:
-            raise ValueError(f"unknown parameter of {item.name}: {one.strip()}")
+            raise ValueError(f"unknown parameter of {item.name}: {declaration.strip()}")
         align, bits, count = match.groups()
         size = int(bits) // 8 * int(count or 1)
         alignment = int(align or int(bits) // 8)
         offset = -(-end // alignment) * alignment
-        found.append(Parameter(ordinal, offset, size))
+        layout.append(Parameter(ordinal, offset, size))
         end = offset + size
-    return tuple(found)
+    return tuple(layout)
 
 
 def rename_namespace(text: str, kernels: Iterable[str]) -> str:

@@ -103,10 +103,10 @@ def check(tree: Path) -> Path:
             ("3rdparty/nvidia_cub/cub/version.cuh", "CUB_VERSION", "101000"),
             ("3rdparty/thrust/thrust/version.h", "THRUST_VERSION", "101000")):
         text = (tree / path).read_text(encoding="utf-8", errors="replace")
-        found = re.search(rf"#define {name}\s+(\w+)", text)
-        if found is None or found.group(1) != wanted:
+        definition = re.search(rf"#define {name}\s+(\w+)", text)
+        if definition is None or definition.group(1) != wanted:
             raise ValueError(f"{tree / path} must define {name} as {wanted}. Received: "
-                             f"{found.group(1) if found else 'no definition'}")
+                             f"{definition.group(1) if definition else 'no definition'}")
     return tree
 
 

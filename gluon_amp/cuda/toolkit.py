@@ -81,21 +81,21 @@ def _nvcc(packages: Path) -> Path:
     installed = packages / "cu13" / "bin" / "nvcc"
     if installed.exists():
         return installed
-    found = shutil.which("nvcc")
-    if found is None:
+    command = shutil.which("nvcc")
+    if command is None:
         raise FileNotFoundError(f"building kernels needs nvcc 13: {INSTALL}")
     # A command on PATH may be a script that starts nvcc.
-    top = re.search(r"(?m)^#\$ TOP=(.*)$", run([found, "--dryrun", "-x", "cu", os.devnull]))
-    return Path(top.group(1), "bin", "nvcc").resolve() if top else Path(found)
+    top = re.search(r"(?m)^#\$ TOP=(.*)$", run([command, "--dryrun", "-x", "cu", os.devnull]))
+    return Path(top.group(1), "bin", "nvcc").resolve() if top else Path(command)
 
 
 def compiler(path: Path) -> Compiler:
     """Returns nvcc or ptxas with its version."""
     text = run([str(path), "--version"])
-    found = re.search(r"V(\d+\.\d+\.\d+)", text)
-    if found is None:
+    match = re.search(r"V(\d+\.\d+\.\d+)", text)
+    if match is None:
         raise ValueError(f"{path} must be a compiler of CUDA. Received: {' '.join(text.split())}")
-    return Compiler(path, found.group(1))
+    return Compiler(path, match.group(1))
 
 
 def run(command: List[str]) -> str:

@@ -83,9 +83,9 @@ def build_id(path: Path) -> Optional[str]:
                 kind, _, offset, _, _, length = struct.unpack_from("<IIQQQQ", table, size * i)
                 if kind == _PT_NOTE:
                     file.seek(offset)
-                    found = _gnu_build_id(file.read(length))
-                    if found:
-                        return found
+                    note = _gnu_build_id(file.read(length))
+                    if note:
+                        return note
     except struct.error:  # the file is truncated
         pass
     return None

@@ -52,8 +52,8 @@ struct Library {
 };
 
 const Library& library() {
-  static const Library found;
-  return found;
+  static const Library functions;
+  return functions;
 }
 
 // On a device, for all threads.
@@ -66,13 +66,13 @@ struct Ones {
   bool grow(int wanted) {
     if (count >= wanted) return true;
     const std::vector<uint16_t> ones(std::max<size_t>(wanted, 2 * (size_t)count), 0x3c00);  // in float16
-    void* made = nullptr;
-    if (library().allocate(&made, ones.size() * sizeof ones[0]) ||
-        library().copy(made, ones.data(), ones.size() * sizeof ones[0], kToDevice) || library().wait(nullptr)) {
+    void* memory = nullptr;
+    if (library().allocate(&memory, ones.size() * sizeof ones[0]) ||
+        library().copy(memory, ones.data(), ones.size() * sizeof ones[0], kToDevice) || library().wait(nullptr)) {
       library().clear_error();
       return false;
     }
-    data = made, count = (int)std::min<size_t>(ones.size(), INT32_MAX);
+    data = memory, count = (int)std::min<size_t>(ones.size(), INT32_MAX);
     return true;
   }
 };
@@ -86,13 +86,13 @@ std::map<int, Ones>& g_ones = *new std::map<int, Ones>;  // with the same mutex
 
 // The handle's cuBLAS, which does not add partial sums in float16; null if there is none.
 Blas products(Handle handle) {
-  Products& its = g_products[handle];
-  Blas made;
-  if (!its && !library().create(&made)) {
-    its.reset(made);
-    if (library().set_math(made, kNoSumsInHalf)) its.reset();
+  Products& blas = g_products[handle];
+  Blas created;
+  if (!blas && !library().create(&created)) {
+    blas.reset(created);
+    if (library().set_math(created, kNoSumsInHalf)) blas.reset();
   }
-  return its.get();
+  return blas.get();
 }
 
 // Adds rows of channels-last data. False for other data.

@@ -68,8 +68,8 @@ struct Library {
 };
 
 const Library& library() {
-  static const Library found;
-  return found;
+  static const Library functions;
+  return functions;
 }
 
 class Part {  // a descriptor of cuDNN 9
@@ -101,10 +101,10 @@ struct Problem {
   bool adds;  // to the result
 
   std::vector<int64_t> key() const {
-    std::vector<int64_t> made{pass->operation, device, adds};
-    for (const auto& of : {x, w, y}) made.insert(made.end(), of, of + 8);
-    for (const auto& of : {pads, strides, dilations}) made.insert(made.end(), of, of + 2);
-    return made;
+    std::vector<int64_t> numbers{pass->operation, device, adds};
+    for (const auto& of : {x, w, y}) numbers.insert(numbers.end(), of, of + 8);
+    for (const auto& of : {pads, strides, dilations}) numbers.insert(numbers.end(), of, of + 2);
+    return numbers;
   }
 };
 
@@ -159,7 +159,7 @@ struct Plan {
 // found to be fastest, often none, so plans have another. Those for which there is no memory are left out.
 std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem, Handle handle, int64_t first, size_t most) {
   constexpr int64_t kMostBytes = 128 << 20;  // of a workspace
-  std::vector<std::unique_ptr<Plan>> made;
+  std::vector<std::unique_ptr<Plan>> plans;
   const auto tensor = [](Part& part, int64_t name, const int64_t* sizes) {
     const int type = kHalf;
     part.set(901, kOfType, type).set(902, kInt64, sizes, 4).set(903, kInt64, sizes + 4, 4);
@@ -173,35 +173,35 @@ std::vector<std::unique_ptr<Plan>> plans_for(const Problem& problem, Handle hand
   convolution.set(104, kInt64, problem.pads, 2).set(103, kInt64, problem.strides, 2);
   convolution.set(102, kInt64, problem.dilations, 2);
   if (!tensor(x, 'x', problem.x) || !tensor(w, 'w', problem.w) || !tensor(y, 'y', problem.y) || !convolution.finalize())
-    return made;
+    return plans;
   const Pass& pass = *problem.pass;
   const Descriptor of[] = {convolution.get(), w.get(), x.get(), y.get()};
   operation.set(pass.convolution, kDescriptor, of[0]).set(pass.w, kDescriptor, of[1]).set(pass.x, kDescriptor, of[2]);
   operation.set(pass.y, kDescriptor, of[3]).set(pass.alpha, kOfFloat, 1.0f);
-  if (!operation.set(pass.beta, kOfFloat, problem.adds ? 1.0f : 0.0f).finalize()) return made;
-  const Descriptor its = operation.get();
-  if (!graph.set(800, kOfHandle, handle).set(801, kDescriptor, its).finalize()) return made;
+  if (!operation.set(pass.beta, kOfFloat, problem.adds ? 1.0f : 0.0f).finalize()) return plans;
+  const Descriptor pass_of_graph = operation.get();
+  if (!graph.set(800, kOfHandle, handle).set(801, kDescriptor, pass_of_graph).finalize()) return plans;
   const Descriptor whole = graph.get();
-  if (!heuristic.set(201, kDescriptor, whole).set(200, kOfHeuristic, best).finalize()) return made;
+  if (!heuristic.set(201, kDescriptor, whole).set(200, kOfHeuristic, best).finalize()) return plans;
   int64_t count = 0;
-  if (library().get(heuristic.get(), 202, kDescriptor, 0, &count, nullptr)) return made;
-  std::vector<std::unique_ptr<Part>> found;
+  if (library().get(heuristic.get(), 202, kDescriptor, 0, &count, nullptr)) return plans;
+  std::vector<std::unique_ptr<Part>> configurations;
   std::vector<Descriptor> pointers;
   for (int64_t i = 0; i < count; i++) {
-    found.emplace_back(new Part(kConfiguration));
-    pointers.push_back(found.back()->get());
+    configurations.emplace_back(new Part(kConfiguration));
+    pointers.push_back(configurations.back()->get());
   }
-  if (library().get(heuristic.get(), 202, kDescriptor, count, &count, pointers.data())) return made;
-  for (int64_t i = first; i < count && made.size() < most; i++) {
-    std::unique_ptr<Plan> one(new Plan);
+  if (library().get(heuristic.get(), 202, kDescriptor, count, &count, pointers.data())) return plans;
+  for (int64_t i = first; i < count && plans.size() < most; i++) {
+    std::unique_ptr<Plan> plan(new Plan);
     int64_t values;
-    one->place = i;
-    if (one->plan.set(400, kOfHandle, handle).set(401, kDescriptor, pointers[i]).finalize() &&
-        !library().get(one->plan.get(), 402, kInt64, 1, &values, &one->bytes) && one->bytes <= kMostBytes &&
-        (!one->bytes || workspace(handle, one->bytes)))
-      made.push_back(std::move(one));
+    plan->place = i;
+    if (plan->plan.set(400, kOfHandle, handle).set(401, kDescriptor, pointers[i]).finalize() &&
+        !library().get(plan->plan.get(), 402, kInt64, 1, &values, &plan->bytes) && plan->bytes <= kMostBytes &&
+        (!plan->bytes || workspace(handle, plan->bytes)))
+      plans.push_back(std::move(plan));
   }
-  return made;
+  return plans;
 }
 
 // Functions of the CUDA runtime that measure time on a GPU.
@@ -218,13 +218,13 @@ struct Clock {
     constexpr int kRuns = 3;
     constexpr float kMany = 1e30f;
     Event begin = nullptr, end = nullptr;
-    float made = kMany;
+    float milliseconds = kMany;
     bool good = run() && !create(&begin) && !create(&end) && !record(begin, stream);
     for (int i = 0; i < kRuns && good; i++) good = run();
-    good = good && !record(end, stream) && !wait(end) && !elapsed(&made, begin, end);
+    good = good && !record(end, stream) && !wait(end) && !elapsed(&milliseconds, begin, end);
     for (Event event : {begin, end})
       if (event) destroy(event);
-    return good ? made : kMany;
+    return good ? milliseconds : kMany;
   }
 };
 
@@ -258,16 +258,16 @@ const Plan* plan_for(const Problem& problem, Handle handle, const Arrays& arrays
   Plans& plans = g_plans[handle];
   const auto kept = plans.find(key);
   if (kept != plans.end()) return kept->second.get();
-  std::unique_ptr<Plan>& made = plans[key];
+  std::unique_ptr<Plan>& plan = plans[key];
   const auto place = g_places.find(key);
   if (place == g_places.end()) {
-    made = fastest(problem, handle, arrays);
-    if (made) g_places[key] = made->place;
+    plan = fastest(problem, handle, arrays);
+    if (plan) g_places[key] = plan->place;
   } else {
-    auto found = plans_for(problem, handle, place->second, 1);
-    if (!found.empty()) made = std::move(found[0]);
+    auto rebuilt = plans_for(problem, handle, place->second, 1);
+    if (!rebuilt.empty()) plan = std::move(rebuilt[0]);
   }
-  return made.get();
+  return plan.get();
 }
 
 // Runs a pass by a plan. False if cuDNN has none; the function of MXNet's interface then runs.

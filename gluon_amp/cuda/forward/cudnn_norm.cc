@@ -45,16 +45,16 @@ struct Described {
   Tensor tensor;
   bool channels_last = false;
 
-  Described(Tensor given, bool for_all) : tensor(given) {
+  Described(Tensor original, bool for_all) : tensor(original) {
     int type, count, dims[4], strides[4];
-    if (!for_all || cudnnGetTensorNdDescriptor(given, 4, &type, &count, dims, strides) || type != kHalf || count != 4 ||
-        dims[2] != 1 || dims[3] != 1 || strides[0] != dims[1] || strides[1] != 1)
+    if (!for_all || cudnnGetTensorNdDescriptor(original, 4, &type, &count, dims, strides) || type != kHalf ||
+        count != 4 || dims[2] != 1 || dims[3] != 1 || strides[0] != dims[1] || strides[1] != 1)
       return;
-    Tensor made;
-    if (cudnnCreateTensorDescriptor(&made)) return;
-    channels_last = !cudnnSetTensor4dDescriptor(made, kNhwc, type, 1, dims[1], dims[0], 1);
-    if (channels_last) tensor = made;
-    else cudnnDestroyTensorDescriptor(made);
+    Tensor as_nhwc;
+    if (cudnnCreateTensorDescriptor(&as_nhwc)) return;
+    channels_last = !cudnnSetTensor4dDescriptor(as_nhwc, kNhwc, type, 1, dims[1], dims[0], 1);
+    if (channels_last) tensor = as_nhwc;
+    else cudnnDestroyTensorDescriptor(as_nhwc);
   }
   Described(const Described&) = delete;
   ~Described() {

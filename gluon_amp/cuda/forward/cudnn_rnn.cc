@@ -105,7 +105,7 @@ int configure(Rnn rnn, Tensor x, Settings* settings, int* batch) {
 struct Spaces { size_t work, reserve; };
 
 // The sizes for sequences of `steps`, both for training and prediction.
-int spaces(Handle handle, Rnn rnn, int steps, Tensor x, Spaces* made) {
+int spaces(Handle handle, Rnn rnn, int steps, Tensor x, Spaces* sizes) {
   Settings settings;
   int batch;
   if (int status = configure(rnn, x, &settings, &batch)) return status;
@@ -126,8 +126,8 @@ int spaces(Handle handle, Rnn rnn, int steps, Tensor x, Spaces* made) {
   }
   if (!status) status = cudnnGetRNNTempSpaceSizes(handle, rnn, 1, data, &training.work, &training.reserve);
   cudnnDestroyRNNDataDescriptor(data);
-  *made = {std::max(prediction.work, training.work), training.reserve};
-  made->work = (made->work + 7) / 8 * 8;  // MXNet allocates whole elements
+  *sizes = {std::max(prediction.work, training.work), training.reserve};
+  sizes->work = (sizes->work + 7) / 8 * 8;  // MXNet allocates whole elements
   return status;
 }
 
@@ -217,16 +217,16 @@ API int cudnnRNNSetClip(Handle, Rnn, int mode, int, double, double) {
 }
 
 API int cudnnGetRNNWorkspaceSize(Handle handle, Rnn rnn, int steps, const Tensor* x, size_t* bytes) {
-  Spaces made;
-  const int status = spaces(handle, rnn, steps, x[0], &made);
-  if (!status) *bytes = made.work;
+  Spaces sizes;
+  const int status = spaces(handle, rnn, steps, x[0], &sizes);
+  if (!status) *bytes = sizes.work;
   return status;
 }
 
 API int cudnnGetRNNTrainingReserveSize(Handle handle, Rnn rnn, int steps, const Tensor* x, size_t* bytes) {
-  Spaces made;
-  const int status = spaces(handle, rnn, steps, x[0], &made);
-  if (!status) *bytes = made.reserve;
+  Spaces sizes;
+  const int status = spaces(handle, rnn, steps, x[0], &sizes);
+  if (!status) *bytes = sizes.reserve;
   return status;
 }
 

@@ -33,11 +33,11 @@ void* workspace(void* handle, size_t bytes) {
   size_t large = 16 << 20;
   while (large < bytes) large *= 8;
   for (const size_t size : {large, bytes}) {
-    void* made = nullptr;
-    if (!allocate(&made, size)) {
-      kept.data.emplace_back(made);
+    void* memory = nullptr;
+    if (!allocate(&memory, size)) {
+      kept.data.emplace_back(memory);
       kept.bytes = size;
-      return made;
+      return memory;
     }
     clear_error();
   }

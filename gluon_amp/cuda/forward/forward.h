@@ -63,10 +63,10 @@ template <class T> class OfHandles {
   // Ends that of a handle, unless CUDA graphs may use it.
   void forget(void* handle) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto found = kept_.find(handle);
-    if (found == kept_.end()) return;
-    if (setting("MXNET_ENABLE_CUDA_GRAPHS", 0)) new T(std::move(found->second));
-    kept_.erase(found);
+    const auto entry = kept_.find(handle);
+    if (entry == kept_.end()) return;
+    if (setting("MXNET_ENABLE_CUDA_GRAPHS", 0)) new T(std::move(entry->second));
+    kept_.erase(entry);
   }
 
  private:

@@ -13,11 +13,11 @@ static int supported(int wanted) {
   int count = 0, best = wanted;
   using Read = int (*)(int*);
   if (((Read)forward_symbol("nvrtcGetNumSupportedArchs"))(&count) || count <= 0) return wanted;
-  std::vector<int> known(count);
-  if (((Read)forward_symbol("nvrtcGetSupportedArchs"))(known.data())) return wanted;
-  bool found = false;
-  for (int arch : known)
-    if (arch <= wanted && (!found || arch > best)) best = arch, found = true;
+  std::vector<int> archs(count);
+  if (((Read)forward_symbol("nvrtcGetSupportedArchs"))(archs.data())) return wanted;
+  bool is_supported = false;
+  for (int arch : archs)
+    if (arch <= wanted && (!is_supported || arch > best)) best = arch, is_supported = true;
   return best;
 }
 
