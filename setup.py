@@ -1,5 +1,4 @@
-"""Compiles the engine, one library for all instruction sets, and the libraries that load CUDA;
-pyproject.toml has the rest."""
+"""Compiles the engine and the libraries that load CUDA; pyproject.toml has the rest."""
 import hashlib
 import importlib.util
 import json
@@ -22,10 +21,8 @@ OF_MXNET = ["-O2", "-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unkno
 # The macros of MXNet's wheels: see gluon_amp/cpu/native.h.
 MACROS = [("_GLIBCXX_USE_CXX11_ABI", "0"), ("MSHADOW_USE_CBLAS", "0"), ("MSHADOW_USE_MKL", "0"),
           ("MSHADOW_USE_CUDA", "0"), ("MSHADOW_USE_F16C", "0"), ("MXNET_USE_MKLDNN", "1")]
-KERNELS = sorted((CPU / "kernels").glob("*.cc"))
 VARIANTS = json.loads((CPU / "variants.json").read_text())  # sets of instructions
 TYPES = {"": "FLOAT32", "_float16": "FLOAT16", "_bfloat16": "BFLOAT16"}  # of kernels' tensors
-OF_ONE_TYPE = {"rnn": "_bfloat16"}
 # Libraries of CUDA 11 that newer ones replace, with the files of forward/ that begin like them.
 FORWARDED = {"cublas": "libcublas.so.11", "cusolver": "libcusolver.so.11",
              "cufft": "libcufft.so.10", "cudnn": "libcudnn.so.8", "nvrtc": "libnvrtc.so.11.2",
@@ -35,8 +32,7 @@ PROBE = "#include <omp.h>\n#include <optional>\n#ifndef __GLIBCXX__\n#error of c
 
 
 def mxnet_folder(folder):
-    """Returns the folder of MXNet's headers and library: installed, or else unpacked here without
-    the numpy that it requires, which some Pythons would have to compile."""
+    """Returns the folder of MXNet's headers and library: installed, or unpacked without numpy."""
     spec = importlib.util.find_spec("mxnet")
     if spec is not None and spec.origin:
         return Path(spec.origin).parent
@@ -53,27 +49,20 @@ def check_machine(compiler):
     if platform.machine() not in ("x86_64", "AMD64"):
         raise SystemExit("gluon_amp's engine supports x86-64 only, like the wheels of MXNet "
                          f"1.9.1. Received: {platform.machine()}")
-    try:
-        tried = subprocess.run([*compiler.compiler_so, *FLAGS, "-fsyntax-only", "-x", "c++", "-"],
-                               input=PROBE, capture_output=True, text=True)
-    except FileNotFoundError as error:
-        raise SystemExit(f"{NEEDS}a C++ compiler, and there is no {error.filename}: "
-                         "apt install g++") from None
+    cc = compiler.compiler_so
+    if shutil.which(cc[0]) is None:
+        raise SystemExit(f"{NEEDS}a C++ compiler, and there is no {cc[0]}: apt install g++")
+    tried = subprocess.run([*cc, *FLAGS, "-fsyntax-only", "-x", "c++", "-"],
+                           input=PROBE, capture_output=True, text=True)
     if tried.returncode:
         why = next((line for line in tried.stderr.splitlines() if "error" in line), "it fails")
-        raise SystemExit(f"{NEEDS}a compiler with C++17, OpenMP and GCC's standard library: "
-                         "apt install g++, or for clang also its libomp-dev. Received: "
-                         f"{compiler.compiler_so[0]}: {why}")
+        raise SystemExit(f"{NEEDS}a compiler with C++17, OpenMP and GCC's standard library: apt "
+                         f"install g++, or for clang also its libomp-dev. Received: {cc[0]}: {why}")
 
 
 class BuildLibraries(build_ext):
     """Builds libraries that are no Python modules, so their names have no ABI. The engine's objects
     are in $GLUON_AMP_OBJECTS, or else in build/, under names with a digest of what they compile."""
-
-    def finalize_options(self):
-        super().finalize_options()
-        self.parallel = self.parallel or True  # libraries at the same time
-        self.objects = Path(os.environ.get("GLUON_AMP_OBJECTS") or self.build_temp)
 
     def get_ext_filename(self, fullname):
         return os.path.join(*fullname.split(".")) + ".so"
@@ -82,8 +71,8 @@ class BuildLibraries(build_ext):
         check_machine(self.compiler)
         folder = Path(self.build_temp, ext.name)
         folder.mkdir(parents=True, exist_ok=True)
-        is_engine = ext.name.startswith("gluon_amp.cpu.")
-        objects, exports, flags = (self.engine if is_engine else self.of_cuda)(ext, folder)
+        build = self.engine if ext.name.startswith("gluon_amp.cpu.") else self.of_cuda
+        objects, exports, flags = build(ext, folder)
         (folder / "exports").write_text(f"{exports} local: *; }};\n")
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), target_lang="c++",
@@ -108,57 +97,53 @@ class BuildLibraries(build_ext):
     def engine(self, ext, folder):
         """Compiles the engine, its kernels for each set of instructions and each type. It binds
         names to itself, because other libraries of the process have the same templates."""
-        mxnet = mxnet_folder(self.objects / "mxnet-1.9.1")
+        cache = Path(os.environ.get("GLUON_AMP_OBJECTS") or self.build_temp)
+        cache.mkdir(parents=True, exist_ok=True)
+        mxnet = mxnet_folder(cache / "mxnet-1.9.1")
         version = subprocess.check_output([self.compiler.compiler_so[0], "--version"])
         headers = [*sorted(CPU.glob("**/*.h")), mxnet / "libinfo.py"]
-        include = ["-I", str(CPU), *(flag for path in ("include", "include/mkldnn")
-                                     for flag in ("-isystem", str(mxnet / path)))]
+        include = [f"-isystem{mxnet / path}" for path in ("include", "include/mkldnn")]
 
-        def compile_one(source, macros, flags, *before, end=".o", precompiled=None):
-            kernel = source in KERNELS
+        def compile_one(source, macros, flags, *before, end=".o", included=()):
+            kernel = source.parent.name == "kernels"
             read = [path.read_bytes() for path in (*headers, source)
                     if not kernel or path.parent.name == "kernels"]
             command = self.compiler.compiler_so, version, macros, flags, before, read
             digest = hashlib.sha256(repr(command).encode()).hexdigest()
-            target = self.objects / f"{source.stem}-{digest}{end}"
+            target = cache / f"{source.stem}-{digest}{end}"
             if not target.exists():
-                flags = [*FLAGS, *flags, "-I", str(CPU), *([] if kernel else include)]
-                if precompiled:  # half of the time of a file with MXNet's headers
-                    flags += ["-include", str(precompiled.result())[:-len(".gch")]]
+                flags = [*FLAGS, *flags, *included, f"-I{CPU}", *([] if kernel else include)]
                 built, = self.compiler.compile([str(source)], str(folder / digest), macros,
                                                extra_preargs=before, extra_postargs=flags)
                 shutil.move(built, f"{target}.{os.getpid()}")  # from another file system
                 os.replace(f"{target}.{os.getpid()}", target)
             return target
 
-        self.objects.mkdir(parents=True, exist_ok=True)
+        kernels = sorted((CPU / "kernels").glob("*.cc"))
         (folder / "headers.cc").write_text('#include "native.h"\n')
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            gch = pool.submit(compile_one, folder / "headers.cc", MACROS, OF_MXNET, "-x",
-                              "c++-header", end=".h.gch")
             jobs = [pool.submit(compile_one, source, [("ISA", isa + of), (macro, "1")],
                                 ["-O3", *variant["flags"]])
-                    for source in KERNELS for isa, variant in VARIANTS.items()
-                    for of, macro in TYPES.items() if of == OF_ONE_TYPE.get(source.stem, of)]
-            jobs += [pool.submit(compile_one, Path(source), MACROS, OF_MXNET, precompiled=gch)
-                     for source in ext.sources if Path(source) not in KERNELS]
+                    for source in kernels for isa, variant in VARIANTS.items()
+                    for of, macro in TYPES.items() if source.stem != "rnn" or of == "_bfloat16"]
+            gch = compile_one(folder / "headers.cc", MACROS, OF_MXNET, "-x", "c++-header",
+                              end=".h.gch")  # half of the time of a file with MXNet's headers
+            jobs += [pool.submit(compile_one, source, MACROS, OF_MXNET,
+                                 included=["-include", str(gch)[:-len(".gch")]])
+                     for source in map(Path, ext.sources) if source not in kernels]
             objects = [str(job.result()) for job in jobs]
-        compiled = {path for end in ("o", "gch") for path in self.objects.glob(f"*.{end}")}
-        for path in compiled - {gch.result(), *map(Path, objects)}:
+        for path in {*cache.glob("*.o"), *cache.glob("*.gch")} - {gch, *map(Path, objects)}:
             path.unlink(missing_ok=True)  # of other sources
         return objects, "{ global: gluon_amp_functions;", [
             "-fopenmp", "-Wl,-Bsymbolic", f"-L{mxnet}", "-l:libmxnet.so"]
 
 
-def extension(name, *sources):
-    return setuptools.Extension(f"gluon_amp.{name}", sorted(map(str, sources)), language="c++")
-
-
+SOURCES = {  # of each library
+    "cpu._engine": CPU.glob("**/*.cc"), "cuda._kernels": [CPU / "portable.cc", CUDA / "kernels.cc"],
+    **{f"cuda._lib{name}": [CPU / "portable.cc", CUDA / "forward" / "forward.cc",
+                            *(CUDA / "forward").glob(f"{name}*.cc")] for name in FORWARDED}}
 setuptools.setup(
     license="Apache-2.0", cmdclass={"build_ext": BuildLibraries},
-    options={"bdist_wheel": {"py_limited_api": "cp38"}},  # one wheel for all versions of Python
-    ext_modules=[
-        extension("cpu._engine", *CPU.glob("**/*.cc")),
-        extension("cuda._kernels", CPU / "portable.cc", CUDA / "kernels.cc"),
-        *(extension(f"cuda._lib{name}", CPU / "portable.cc", CUDA / "forward" / "forward.cc",
-                    *(CUDA / "forward").glob(f"{name}*.cc")) for name in FORWARDED)])
+    options={"bdist_wheel": {"py_limited_api": "cp38"}, "build_ext": {"parallel": True}},
+    ext_modules=[setuptools.Extension(f"gluon_amp.{name}", sorted(map(str, of)), language="c++")
+                 for name, of in SOURCES.items()])
