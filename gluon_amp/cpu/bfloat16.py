@@ -8,7 +8,7 @@ import functools
 import inspect
 import sys
 from contextlib import nullcontext
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable
 
 from .. import _numpy
 from .._mxnet import keeping_graphs, mx, np, replace
@@ -63,15 +63,6 @@ def _in_files(data: Any) -> Any:
     if isinstance(data, (list, tuple)):
         return [_in_files(array) for array in data]
     return data.astype("float32") if is_bfloat16(getattr(data, "dtype", None)) else data
-
-
-def _parameters_of_norms(names: Sequence[str]) -> Iterator[str]:
-    """Yields the names that are parameters of batch norms, by MXNet's naming."""
-    for mean, var in (("running_mean", "running_var"), ("moving_mean", "moving_var")):
-        for name in names:
-            its = {name[:-len(var)] + part for part in (mean, var, "gamma", "beta")}
-            if name.endswith(var) and its <= set(names):
-                yield from its
 
 
 def _patch_casts(array_class: Any) -> None:
@@ -194,7 +185,9 @@ def _patch_gluon() -> None:
             return original(self, dtype)
         self._clear_cached_op()
         mx.gluon.HybridBlock.cast(self, dtype)
-        for name in _parameters_of_norms(self._cached_graph[1].get_internals().list_inputs()):
+        from ..graph.graph import Graph  # which imports this module
+        from ..graph.operators import norm_variables
+        for name in norm_variables(Graph.read(self._cached_graph[1])):
             self.params.get(name).cast("float32")
 
 

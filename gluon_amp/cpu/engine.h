@@ -41,11 +41,10 @@ struct Operator {
   mxnet::FInferShape shapes;
   nnvm::FNumVisibleOutputs visible;  // the outputs beyond them are for the backward pass
   const struct OwnKernel* own;  // or null
-  unsigned traits;                // its row in the table of operators
-  std::vector<size_t> moving_averages;   // the inputs that are moving averages, which it updates
+  const OperatorRow* row;
 
   const std::string& name() const { return nnvm_op->name; }
-  bool is(Trait trait) const { return traits & trait; }
+  bool is(Trait trait) const { return row->traits & trait; }
   bool has_generic() const { return compute || compute_ex; }
 
   // Changes the write requests for MXNet's code; a request that it adds for output 1 goes to scratch.

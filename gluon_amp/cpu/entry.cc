@@ -228,7 +228,7 @@ mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
 }
 
 // Whether an operator calls the user's Python.
-bool is_user_code(const nnvm::Op* op) { return op && traits_of(op->name) & kUserCode; }
+bool is_user_code(const nnvm::Op* op) { return op && row_of(op->name).traits & kUserCode; }
 
 // Whether the gradient of an operator of the user's Python is declared to read no incoming one.
 bool ignores_incoming(const nnvm::ObjectPtr& node) {

@@ -35,7 +35,7 @@ from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
 from ..graph.keep import Kept, Operators, matches_none, matches_nothing, matching, operators_in
-from ..graph.operators import CASTS
+from ..graph.operators import CASTS, NORMS
 from ..policy import Policy, get_policy
 from ..record import record_like
 from ..training.masters import trainers_of
@@ -66,7 +66,7 @@ from .records import (
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22
 
-NORM_BLOCKS = (nn.basic_layers._BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm)
+_NORM_BLOCKS = tuple(getattr(nn, op) for op in NORMS if hasattr(nn, op))
 
 
 def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[Any] = (),
@@ -434,7 +434,7 @@ def _parameter_types(graphs: _Graphs, policy: Policy, kept_blocks: Set[Block],
             float32.update(parameters)  # a plain Block computes in float32
             continue
         owned.update(dict.fromkeys(parameters))
-        if isinstance(block, NORM_BLOCKS) and policy.norm == FLOAT32 \
+        if isinstance(block, _NORM_BLOCKS) and policy.norm == FLOAT32 \
                 or isinstance(block, nn.basic_layers._BatchNorm):
             float32.update(parameters)
         elif isinstance(block, mx.gluon.SymbolBlock):

@@ -206,7 +206,7 @@ class Graph:
 
     def mutated(self, inputs_of: Optional[Callable[[Node], Sequence[int]]] = None) -> Set[str]:
         """Returns the variables that operators mutate, such as moving averages; those of loops
-        included. `inputs_of` returns the indices of a node's mutated inputs; by default all."""
+        included. `inputs_of` returns the indices of other inputs to consider."""
         names: Set[str] = set()
         for node in self.nodes():
             entries = [node.inputs[i] for i in (inputs_of or mutated_inputs)(node)]

@@ -223,7 +223,7 @@ _TABLE = (
     (INPUTS, "control_flow", "nested graphs: each operator within has its own rule", """
         _foreach _while_loop _cond _CachedOp _CachedOpThreadSafe _CustomFunction
     """),
-    (INPUTS, "update", "it is no part of a network in training: quantized, or an update", """
+    (INPUTS, "quantization", "it is no part of a network in training", """
         _contrib_calibrate_entropy _contrib_dequantize _contrib_quantize _contrib_quantize_asym
         _contrib_quantize_v2 _contrib_quantized_act _contrib_quantized_batch_norm
         _contrib_quantized_concat _contrib_quantized_conv _contrib_quantized_elemwise_add
@@ -231,6 +231,8 @@ _TABLE = (
         _contrib_quantized_fully_connected _contrib_quantized_pooling _contrib_quantized_rnn
         _contrib_requantize _sg_mkldnn_conv _sg_mkldnn_fully_connected _sg_mkldnn_selfatt_qk
         _sg_mkldnn_selfatt_valatt
+    """),
+    (INPUTS, "update", "it is no part of a network, but an optimizer's", """
         _adamw_update _contrib_group_adagrad_update _mp_adamw_update _multi_adamw_update
         _multi_lamb_update _multi_mp_adamw_update _multi_mp_lamb_update _sparse_adagrad_update
         adam_update ftml_update ftrl_update lamb_update_phase1 lamb_update_phase2
@@ -271,6 +273,8 @@ _COLUMNS = {
     """,
     "no_float16_kernel": "BatchNorm_v1 _contrib_SyncBatchNorm _linalg_gemm _linalg_gemm2",
     "no_float64": "InstanceNorm LRN",
+    # the gradient of each input is that of the output, without an operator
+    "hands_on": "elemwise_add",
     "transpose": "transpose _np_transpose",
     "convolution": "Convolution Deconvolution",
 }
@@ -288,6 +292,7 @@ _OF_ENGINE = {
     "moves": """
         @reshape BlockGrad _copy _zeros _zeros_without_dtype _ones _full _eye zeros_like ones_like
     """,
+    "widens": "@update all_finite multi_all_finite multi_sum_sq",
     "leaves_outputs": """
         _backward_SoftmaxOutput _backward_SVMOutput _backward_linear_reg_out
         _backward_logistic_reg_out _backward_mae_reg_out _backward_ctc_loss
@@ -312,6 +317,10 @@ _OF_ENGINE = {
         _contrib_PSROIPooling _contrib_ModulatedDeformableConvolution
         _backward__contrib_ModulatedDeformableConvolution
     """,
+    "refuses_empty transpose_a transpose_b": "dot",  # if one of these attributes is true
+    "refuses_empty returned": "_npi_average",
+    "refuses_empty_for_integers": "moments _npi_std _npi_var",
+    "checks_indices": "take",
     "pushes_weight": "Convolution Deconvolution FullyConnected",
     "has_parameters": """
         Convolution FullyConnected
@@ -401,6 +410,11 @@ def axis_of(node: Node) -> int:
 
 def is_relu(node: Node) -> bool:
     return node.op in ("relu", "_npx_relu") or node.attrs.get("act_type") == "relu"
+
+
+def norm_variables(graph: Graph) -> Set[str]:
+    """Returns the variables that batch norms read besides data."""
+    return graph.mutated(lambda node: range(1, 5) if node.op in BATCH_NORMS else ())
 
 
 def moving_averages(graph: Graph) -> Set[str]:

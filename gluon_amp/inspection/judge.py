@@ -9,9 +9,9 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 from ..checks import counted
 from ..cpu.arrays import ADDED
 from ..formats import FLOAT32, Format
-from ..graph.operators import CASTS, LOSSES, PRODUCTS, family, numbers
+from ..graph.operators import CASTS, COLUMNS, LOSSES, PRODUCTS, family, numbers
 from ..training.loss_scale import DynamicLossScale, as_power
-from .layout import HANDS_ON, Flow, Layout, reached
+from .layout import Flow, Layout, reached
 from .tensors import Counts, Key, Tensor, decibels, varies_by
 
 _DYNAMIC = DynamicLossScale()
@@ -422,7 +422,7 @@ class _Judge:
     def _has_gradient(self, tensor: Tensor) -> bool:
         """Whether a gradient reaches a tensor. Detections, for instance, have none: their rows are
         sorted and suppressed, and one other choice moves all of them."""
-        return tensor.op in HANDS_ON or tensor.key.node in self.trained \
+        return tensor.op in COLUMNS["hands_on"] or tensor.key.node in self.trained \
             or not self.passed.isdisjoint(tensor.gradients)
 
     def _is_absorbed(self, tensor: Tensor) -> bool:

@@ -9,9 +9,6 @@ from ..graph.operators import CASTS, COLUMNS, PRODUCTS, STOPS, family
 from ..policy import Policy
 from .tensors import Counts, Key, Tensor
 
-# Operators whose gradients are copies of the output's gradient; these are not counted.
-HANDS_ON = frozenset(["elemwise_add"])
-
 Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
 
 
@@ -148,7 +145,8 @@ class Layout:
                 read = read.inputs[0].node
             if read.op in STOPS:
                 continue
-            keys.update(dict.fromkeys(self._gradients[Entry(reader)] if reader.op in HANDS_ON
+            hands_on = reader.op in COLUMNS["hands_on"]
+            keys.update(dict.fromkeys(self._gradients[Entry(reader)] if hands_on
                                        else [Key(reader.name, True, which)]))
         return list(keys)
 

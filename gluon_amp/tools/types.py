@@ -3,18 +3,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, Collection, List, Mapping, Optional, Set, Tuple
+from typing import Any, Collection, List, Mapping, Optional, Tuple
 
 from .._mxnet import mx
 from ..annotations import Network
 from ..checks import aligned, counted
-from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock, blocks_in
 from ..graph import operators
 from ..graph.casts import sparse_nodes, touches_sparse
 from ..graph.graph import Entry, Graph, Node
 from ..graph.operators import CASTS
+from ..record import record_in
 from ..symbolic.convert import declared_types
 
 
@@ -73,7 +73,8 @@ def types(net: Network) -> Types:
         graph = Graph.read(net)
         declared = declared_types(graph)
         variables = {name: declared.get(name, "float32") for name in graph.variables()}
-        return _rows(graph, variables, _kept(graph, variables))
+        record = record_in(net)
+        return _rows(graph, variables, record.nodes or () if record else ())
     inside: List[Any] = list(blocks_in(net)) if isinstance(net, mx.gluon.Block) else []
     graphs = [block for block in inside if isinstance(block, ConvertedHybridBlock)]
     if not graphs:
@@ -89,26 +90,6 @@ def types(net: Network) -> Types:
         graph, declared = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
         rows += _rows(graph, declared, block.kept_nodes(), block._amp.policy.compute)
     return rows
-
-
-def _kept(graph: Graph, declared: Mapping[str, str]) -> Set[str]:
-    """Returns the nodes of a symbol that read float32 although their rule is another: those that
-    `keep=` of convert_symbol listed. Nodes that follow them read float32 by their rules."""
-    type_of: Mapping[Entry, Optional[str]] = graph.types(declared)
-    kept: Set[str] = set()
-    for node in graph.nodes() if not set(TYPES_16BIT).isdisjoint(type_of.values()) else ():
-        for body in node.bodies(type_of):
-            kept |= _kept(body.graph, body.types)
-        read = [e for e in node.inputs if type_of.get(e) in ("float32", *TYPES_16BIT)]
-        wide = bool(read) and all(type_of[e] == "float32" for e in read)
-        were_low = all(e.node.op in CASTS and type_of[e.node.inputs[0]] in TYPES_16BIT
-                       for e in read)
-        runs = operators.runs_in(node)
-        if wide and node.op not in CASTS and (
-                runs == operators.PRODUCT or runs == operators.INPUTS and were_low
-                and operators.holds_numbers(node, FLOAT16)):
-            kept.add(node.name)
-    return kept
 
 
 def _rows(graph: Graph, declared: Mapping[str, str], kept: Collection[str] = (),

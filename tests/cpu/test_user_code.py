@@ -139,7 +139,8 @@ def test_converted_symbol_has_no_attribute_and_its_kept_nodes_are_found():
     out = mx.sym.SoftmaxOutput(mx.sym.relu(x, name="relu"), mx.sym.var("label"), name="softmax")
     symbol = amp.convert_symbol(out, keep=["custom.", "fc1", "relu"])
     assert "__gluon_amp" not in symbol.tojson()
-    assert [r.node for r in amp.types(symbol) if r.rule == "kept by keep="] == ["fc1"]
+    assert [r.node for r in amp.types(symbol) if r.rule == "kept by keep="] \
+        == ["custom0", "fc1", "custom1", "custom2", "relu"]
 
 
 class Beyond(nn.HybridBlock):

@@ -27,9 +27,11 @@ std::set<const Operator*> generic_operators;  // those without a hand-written ke
 
 // ---- which calls the engine runs -----------------------------------------------------------
 
-// MXNet's code copies float16 values as fast, so the engine runs such operators only with a setting.
+// Whether MXNet's code of float16 arrays is as fast: the engine runs such operators only with a setting.
+bool is_fast_in_mxnet(const Operator& op) { return op.is(kMoves) || (op.is(kWidens) && !op.own); }
+
 bool engine_runs(const Operator& op, const Settings& settings, int type16) {
-  return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !op.is(kMoves)) || settings.needs_engine();
+  return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !is_fast_in_mxnet(op)) || settings.needs_engine();
 }
 
 // ---- one call ----------------------------------------------------------------------------
@@ -226,11 +228,6 @@ bool contains(const std::string& name, const char* part) {
   return name.find(part) != std::string::npos;
 }
 
-// MXNet's updates and sums over several arrays support float16: they widen each number.
-bool is_mixed(const std::string& name) {
-  return contains(name, "_update") || name.rfind("multi_", 0) == 0 || name == "all_finite";
-}
-
 Operator read_operator(const nnvm::Op* x) {
   Operator op;
   op.nnvm_op = x;
@@ -245,8 +242,7 @@ Operator read_operator(const nnvm::Op* x) {
   op.shapes = attribute<mxnet::FInferShape>(x, "FInferShape");
   op.visible = attribute<nnvm::FNumVisibleOutputs>(x, "FNumVisibleOutputs");
   op.own = own_kernel(x->name);
-  op.traits = traits_of(x->name) | (is_mixed(x->name) && !op.own ? unsigned(kMoves) : 0);
-  op.moving_averages = moving_averages_of(x->name);
+  op.row = &row_of(x->name);
   return op;
 }
 
@@ -374,7 +370,7 @@ void dispatch(nnvm::Op& target) {
 
 bool should_dispatch(const nnvm::Op* x) {
   const std::string& name = x->name;
-  if (name.rfind(kPrefix, 0) == 0 || traits_of(name) & kRunsInMXNet || dispatched.count(x)) return false;
+  if (name.rfind(kPrefix, 0) == 0 || row_of(name).traits & kRunsInMXNet || dispatched.count(x)) return false;
   if (contains(name, "quantize")) return false;
   // of the oneDNN subgraphs of executors, only those of attention accept float16
   if (name.rfind("_sg_mkldnn", 0) == 0 && !contains(name, "selfatt")) return false;

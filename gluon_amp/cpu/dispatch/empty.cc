@@ -18,13 +18,12 @@ bool is_empty(const T& array) {
 // Whether MXNet's code does not support empty inputs where a result is not empty. `attrs`: null for operators with state,
 // which do not depend on them.
 bool refuses_empty(const Operator& op, const NodeAttrs* attrs, int type_of_result) {
-  const std::string& name = op.name();
   const bool is_integer = type_of_result != mshadow::kFloat32 && type_of_result != mshadow::kFloat64 &&
                           !is_16bit(type_of_result);
-  if (name == "dot") return flag(*attrs, "transpose_a", false) || flag(*attrs, "transpose_b", false);
-  if (name == "_npi_average") return flag(*attrs, "returned", false);
-  if (name == "_npi_std" || name == "_npi_var" || name == "moments") return is_integer;
-  return op.is(kRefusesEmpty);
+  const auto& attributes = op.row->refuses_empty_with;
+  return op.is(kRefusesEmpty) || (is_integer && op.is(kRefusesEmptyForIntegers)) ||
+         std::any_of(attributes.begin(), attributes.end(),
+                     [&](const std::string& key) { return flag(*attrs, key.c_str(), false); });
 }
 
 template <class T>
@@ -53,7 +52,7 @@ bool is_empty_call(const Operator& op, const NodeAttrs* attrs, const std::vector
     return false;
   }
   if (!requested || !all_dense(out)) return false;
-  if (op.name() == "take" && word(*attrs, "mode", "clip") == "raise") return false;  // which checks its indices
+  if (op.is(kChecksIndices) && word(*attrs, "mode", "clip") == "raise") return false;  // which checks its indices
   const auto& arrays = plain_outputs(out, req);
   for (size_t i = visible; i < arrays.size(); ++i)
     if (req[i] != mxnet::kNullOp && !is_empty(arrays[i]))

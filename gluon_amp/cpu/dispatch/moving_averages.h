@@ -12,7 +12,7 @@ class FiniteAverages {
  public:
   template <class T>
   FiniteAverages(const Operator& op, const std::vector<T>& in) {
-    for (size_t i : op.moving_averages) {
+    for (size_t i : op.row->moving_averages) {
       const TBlob array = blob(in[i]);
       if (is_float(array)) held_.push_back({array, {floats(array), floats(array) + size(array)}});
     }

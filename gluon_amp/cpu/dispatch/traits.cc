@@ -2,6 +2,7 @@
 
 #include <dmlc/logging.h>
 
+#include <iterator>
 #include <map>
 #include <sstream>
 
@@ -11,25 +12,23 @@ namespace gluon_amp {
 namespace {
 
 const std::map<std::string, Trait> kColumns{
-    {"runs_in_mxnet", kRunsInMXNet},     {"moves", kMoves},                 {"leaves_outputs", kLeavesOutputs},
-    {"refuses_float16", kRefusesFloat16}, {"pushes_weight", kPushesWeight},  {"has_parameters", kHasParameters},
-    {"forgets_bias", kForgetsBias},      {"casts", kCasts},                 {"leaves_input", kLeavesInput},
-    {"refuses_empty", kRefusesEmpty},    {"user_code", kUserCode}};
+    {"runs_in_mxnet", kRunsInMXNet},      {"moves", kMoves},                {"widens", kWidens},
+    {"refuses_float16", kRefusesFloat16}, {"pushes_weight", kPushesWeight}, {"has_parameters", kHasParameters},
+    {"forgets_bias", kForgetsBias},       {"casts", kCasts},                {"leaves_input", kLeavesInput},
+    {"leaves_outputs", kLeavesOutputs},   {"user_code", kUserCode},         {"checks_indices", kChecksIndices},
+    {"refuses_empty", kRefusesEmpty},     {"refuses_empty_for_integers", kRefusesEmptyForIntegers}};
 
-struct Row {
-  unsigned traits = 0;
-  std::vector<size_t> moving_averages;
-};
-
-std::map<std::string, Row>& rows() {
-  static auto* rows = new std::map<std::string, Row>;
+std::map<std::string, OperatorRow>& rows() {
+  static auto* rows = new std::map<std::string, OperatorRow>;
   return *rows;
 }
 
-const Row& row_of(const std::string& name) {
-  static const Row none;
-  const auto place = rows().find(name);
-  return place == rows().end() ? none : place->second;
+void add(const std::string& column, const std::vector<std::string>& words, OperatorRow* row) {
+  if (column == "moving_averages")
+    for (const std::string& word : words) row->moving_averages.push_back(std::stoul(word));
+  else if (column == "refuses_empty" && !words.empty()) row->refuses_empty_with = words;
+  else if (kColumns.count(column)) row->traits |= kColumns.at(column);
+  else throw dmlc::Error("the engine has no column " + column);
 }
 
 }  // namespace
@@ -41,19 +40,18 @@ void read_columns(const char* text) {
     std::istringstream words(header), names(operators);
     std::string column;
     words >> column;
-    std::vector<size_t> indices;
-    for (size_t index; words >> index;) indices.push_back(index);
+    const std::vector<std::string> others{std::istream_iterator<std::string>(words), {}};
     for (std::string name; names >> name;) {
       if (column == "constants") add_constant(name);
-      else if (column == "moving_averages") rows()[name].moving_averages = indices;
-      else if (kColumns.count(column)) rows()[name].traits |= kColumns.at(column);
-      else throw dmlc::Error("the engine has no column " + column);
+      else add(column, others, &rows()[name]);
     }
   }
 }
 
-unsigned traits_of(const std::string& name) { return row_of(name).traits; }
-
-std::vector<size_t> moving_averages_of(const std::string& name) { return row_of(name).moving_averages; }
+const OperatorRow& row_of(const std::string& name) {
+  static const OperatorRow none;
+  const auto place = rows().find(name);
+  return place == rows().end() ? none : place->second;
+}
 
 }  // namespace gluon_amp

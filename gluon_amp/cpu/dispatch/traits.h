@@ -21,14 +21,21 @@ enum Trait : unsigned {
                        // odd width, or images with one channel
   kRefusesEmpty = 512, // it divides by the size of an axis, reads an array that has no elements, or does not
                        // write its result
-  kUserCode = 1024     // it runs the user's Python
+  kUserCode = 1024,    // it runs the user's Python
+  kWidens = 2048,      // MXNet's code widens each 16-bit number
+  kRefusesEmptyForIntegers = 4096,
+  kChecksIndices = 8192  // with mode=raise
+};
+
+struct OperatorRow {
+  unsigned traits = 0;
+  std::vector<size_t> moving_averages;  // the inputs that are moving averages, which it updates
+  std::vector<std::string> refuses_empty_with;  // attributes: kRefusesEmpty, if one of them is true
 };
 
 // Reads the columns: for each a line of its name, and a line of operators. Called once, before any other function.
 void read_columns(const char* text);
 
-unsigned traits_of(const std::string& name);
-// The inputs of an operator that are moving averages, which it updates.
-std::vector<size_t> moving_averages_of(const std::string& name);
+const OperatorRow& row_of(const std::string& name);
 
 }  // namespace gluon_amp
