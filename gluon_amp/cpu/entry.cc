@@ -284,7 +284,7 @@ int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t mos
   return operators.size();
 }
 
-// What training/backward.py reads of nodes, those of loops' bodies included, in lines of a word and the node's name:
+// What training/heads.py reads of nodes, those of loops' bodies included, in lines of a word and the node's name:
 //   trained   a variable of which a backward pass writes the gradient into one of these arrays
 //   ignores   an operator that ignores the incoming gradient
 //   NUMBER    a CachedOp, by its number in graph_operators

@@ -43,7 +43,7 @@ from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
 from ..graph.operators import BATCH_NORMS, LOSSES, moving_averages, set_frozen
 from ..policy import POLICIES
-from ..training.backward import heads_within
+from ..training.heads import loss_heads
 
 SCALE = "gluon_amp_loss_scale"
 
@@ -147,9 +147,10 @@ class Bindable(mx.sym.Symbol):
         options = {name: value for name, value in kwargs.items() if name not in shapes}
         heads: Set[str] = set()
         if is_scaled:
-            heads = heads_within(
-                graph, {name for name, request in requests.items() if request != "null"},
-                library.facts_on_gradients(self), {n for n in graph.nodes() if n.op in LOSSES})
+            trained = [name for name, request in requests.items() if request != "null"]
+            unscaled = loss_heads(graph, trained, library.facts_on_gradients(self))
+            scaled = {node for node in graph.nodes() if node.op in LOSSES}
+            heads = {node.op for node, trains in unscaled if trains and node not in scaled}
             graph = with_loss_scale(graph, entries, options.get("group2ctx") or ())
             for name in filter(_is_scale, graph.variables()):
                 shapes[name], types[name], requests[name] = (1,), "float32", "null"

@@ -33,13 +33,10 @@ from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import (
-    NO_LOSS_SCALE,
-    backward_pass,
-    scale_of_pass,
-    unscaled_head_error,
-)
+from ..training.backward import backward_pass, scale_of_pass
 from ..training.gradients import Gradient
+from ..training.heads import NO_LOSS_SCALE
+from ..training.heads import refuse as refuse_heads
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
@@ -221,7 +218,7 @@ class _Module(Trained):
         if self._step.scaling and scale_of_pass([self._step]) != 1:
             heads = {head for executor in executors for head in executor.unscaled_heads}
             if heads:
-                raise ValueError(unscaled_head_error("the symbol", heads))
+                refuse_heads("the symbol", heads)
         outputs = [output for executor in executors for output in executor.outputs]
         with backward_pass([self._step], outputs) as scale, weights_unwritten(module._optimizer):
             if self._step.scaling:
