@@ -14,32 +14,70 @@ def as_function(symbol, flags=()):
     return cached_op(symbol, symbol.list_inputs(), {}, flags)[0]
 
 
+class Op:
+    """A graph of operators with its arrays, in float16 on a CPU or in MXNet's float32.
+
+    The arrays keep gradients and states between calls; gradients to be added begin with ones.
+    """
+
+    def __init__(self, symbol, arrays, wide=False, request="write", flags=(), types=None):
+        if not wide:
+            types = types or {name: array.dtype.name for name, array in arrays.items()}
+            symbol = build(Graph.read(symbol), types).symbol()
+        self.op = as_function(symbol, flags)
+        self.states, self.values = symbol.list_auxiliary_states(), {}
+        for name in symbol.list_inputs():
+            array = arrays[name]
+            if wide and array.dtype == np.float16:
+                array = array.astype(np.float32)
+            self.values[name] = mx.nd.array(array, dtype=array.dtype)
+            if name not in self.states and array.dtype in (np.float16, np.float32, np.float64):
+                self.values[name].attach_grad(request)
+                self.values[name].grad[:] = int(request == "add")
+
+    def __getitem__(self, name):
+        return self.values[name].asnumpy()
+
+    def forward(self, training=True, recorded=False, seed=3):
+        if seed is not None:
+            mx.random.seed(seed)
+        with mx.autograd.record(training) if recorded else \
+                mx.autograd.train_mode() if training else mx.autograd.predict_mode():
+            outputs = self.op(*self.values.values())
+        return outputs if isinstance(outputs, list) else [outputs]
+
+    def numbers(self, **kwargs):
+        return [o.asnumpy() for o in self.forward(**kwargs)]
+
+    def backward(self, outputs, heads, training=True, **kwargs):
+        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=o.dtype)
+                                       for h, o in zip(heads, outputs)], train_mode=training,
+                             **kwargs)
+
+    def collected(self):
+        """The gradients, by the names of their arrays."""
+        return {n: v.grad.asnumpy() for n, v in self.values.items() if v.grad is not None}
+
+    def gradients(self, heads, training=True):
+        outputs = self.forward(training, recorded=True)
+        self.backward(outputs, heads, training)
+        return self.collected()
+
+
 def run(symbol, arrays, heads=None, training=True, types=None):
     """Outputs and gradients of a symbol whose variables have the arrays' types.
 
     The symbol runs as a CPU graph of those types. `heads` are the outputs'
     gradients; without them there are none. Returns (outputs, {name: gradient}).
     """
-    types = types or {name: array.dtype.name for name, array in arrays.items()}
-    rewritten = build(Graph.read(symbol), types).symbol()
-    names = rewritten.list_inputs()
-    values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
-    op = as_function(rewritten)
-    aux = set(rewritten.list_auxiliary_states())
-    for name, value in values.items():
-        if name not in aux and value.dtype in (np.float16, np.float32):
-            value.attach_grad()
-    with mx.autograd.record(train_mode=training):
-        outputs = op(*(values[name] for name in names))
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-    gradients = {}
+    op = Op(symbol, arrays, types=types)
+    outputs = op.forward(training, recorded=True, seed=None)
     if heads is not None:
-        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=h.dtype) for h in heads])
-        gradients = {n: v.grad.asnumpy() for n, v in values.items() if v.grad is not None}
+        op.backward(outputs, heads)
     mx.nd.waitall()
-    for name in aux:
-        arrays[name][...] = values[name].asnumpy()
-    return [o.asnumpy() for o in outputs], gradients
+    for name in op.states:
+        arrays[name][...] = op[name]
+    return [o.asnumpy() for o in outputs], op.collected() if heads is not None else {}
 
 
 @contextmanager
@@ -56,17 +94,10 @@ def generic_code():
 
 def stock(symbol, arrays, heads):
     """The same in MXNet's float32: outputs and gradients before any rounding."""
-    values = {n: mx.nd.array(a, dtype="float32" if a.dtype == np.float16 else a.dtype)
-              for n, a in arrays.items()}
-    for value in values.values():
-        value.attach_grad()
-    names = symbol.list_inputs()
-    op = as_function(symbol)
-    with mx.autograd.record():
-        outputs = op(*(values[name] for name in names))
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-    mx.autograd.backward(outputs, [mx.nd.array(h, dtype="float32") for h in heads])
-    return ([o.asnumpy() for o in outputs], {n: v.grad.asnumpy() for n, v in values.items()})
+    op = Op(symbol, arrays, wide=True)
+    outputs = op.forward(recorded=True, seed=None)
+    op.backward(outputs, heads)
+    return [o.asnumpy() for o in outputs], op.collected()
 
 
 def halves(rng, *shape, scale=1.0):

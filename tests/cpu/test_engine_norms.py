@@ -2,46 +2,18 @@
 its statistics once, in the forward pass; the others match the generic operator.
 """
 
+import contextlib
+
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.cpu import library
-from gluon_amp.graph.build import build
-from gluon_amp.graph.graph import Graph
-from halves import as_function, assert_half, generic_code, halves, run, stock
+from halves import Op, assert_half, generic_code, halves, run, stock
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
 sym = mx.sym
 NAMES = ("x", "gamma", "beta", "mean", "var")
 STATIC = (("static_alloc", True), ("static_shape", True))
-
-
-class Layer:
-    """A CPU graph with its arrays, which keep gradients and statistics between calls."""
-
-    def __init__(self, symbol, arrays, request="write", flags=()):
-        types = {name: array.dtype.name for name, array in arrays.items()}
-        names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
-        self.op = as_function(build(Graph.read(symbol), types).symbol(), flags)
-        self.arrays = {n: mx.nd.array(arrays[n], dtype=arrays[n].dtype) for n in names}
-        for name, array in self.arrays.items():
-            if name not in auxiliary:
-                array.attach_grad(request)
-                array.grad[:] = int(request == "add")
-
-    def __call__(self, training=True, recorded=False):
-        scope = mx.autograd.record if recorded else \
-            mx.autograd.train_mode if training else mx.autograd.predict_mode
-        with scope(training) if recorded else scope():
-            out = self.op(*self.arrays.values())
-        return out if isinstance(out, list) else [out]
-
-    def __getitem__(self, name):
-        return self.arrays[name].asnumpy()
-
-    def gradients(self):
-        return {n: a.grad.asnumpy() for n, a in self.arrays.items() if a.grad is not None}
 
 
 def assert_step(actual, expected):
@@ -119,13 +91,13 @@ def test_batch_norm_matches_numpy(shape, axis, settings, training, rng):
     expected = Expected(arrays, axis, 1e-3, given, settings.get("fix_gamma"))
     head = halves(rng, *shape)
     for request, flags in (("write", ()), ("add", ()), ("write", STATIC), ("add", STATIC)):
-        layer = Layer(norm(axis=axis, **settings), arrays, request, flags)
-        out, = layer(training, recorded=True)
+        layer = Op(norm(axis=axis, **settings), arrays, request=request, flags=flags)
+        out, = layer.forward(training, recorded=True)
         assert_step(out.asnumpy(), expected.y)
         assert np.mean(out.asnumpy() != expected.y.astype(np.float16)) < 0.05
         out.backward(mx.nd.array(head, dtype="float16"), train_mode=training)
         base = int(request == "add")
-        found = layer.gradients()
+        found = layer.collected()
         for name, gradient in zip(NAMES, expected.gradients(head)):
             scale = np.abs(gradient).max()
             np.testing.assert_allclose(found[name], base + gradient, rtol=2e-3,
@@ -144,8 +116,8 @@ def test_batch_norm_mean_and_deviation_do_not_overwrite_gamma(training, flags, r
     x, gamma, beta, *moving = map(sym.var, NAMES)
     out = sym.BatchNorm(x, gamma * 1, beta * 1, *moving, fix_gamma=False, eps=1e-3,
                         output_mean_var=True)
-    y, mean, inverse = Layer(sym.Group([out[0], out[1] * 1, out[2] * 1]), arrays, "write",
-                       flags)(training)
+    y, mean, inverse = Op(sym.Group([out[0], out[1] * 1, out[2] * 1]), arrays,
+                          flags=flags).forward(training)
     expected = Expected(arrays, 1, 1e-3, not training)
     assert_step(y.asnumpy(), expected.y)
     np.testing.assert_allclose(mean.asnumpy(), expected.mean, rtol=1e-5)
@@ -158,10 +130,10 @@ def test_batch_norm_with_relu_matches_norm_then_relu(settings, rng):
     head = halves(rng, 4, 17, 5, 5)
     results = []
     for symbol in (norm(sym.contrib.BatchNormWithReLU, **settings), sym.relu(norm(**settings))):
-        layer = Layer(symbol, arrays)
-        out, = layer(recorded=True)
+        layer = Op(symbol, arrays)
+        out, = layer.forward(recorded=True)
         out.backward(mx.nd.array(head, dtype="float16"))
-        results.append([out.asnumpy(), layer["mean"], layer["var"], *layer.gradients().values()])
+        results.append([out.asnumpy(), layer["mean"], layer["var"], *layer.collected().values()])
     for both in zip(*results):
         assert np.array_equal(*both)
 
@@ -171,16 +143,12 @@ def test_generic_batch_norm_matches(rng):
         arrays = norm_arrays(rng, shape, axis)
         head = halves(rng, *shape)
         results = []
-        for generic in (False, True):
-            layer = Layer(norm(axis=axis), arrays)
-            if generic:
-                with generic_code():
-                    out, = layer(recorded=True)
-                    out.backward(mx.nd.array(head, dtype="float16"))
-            else:
-                out, = layer(recorded=True)
+        for code in (contextlib.nullcontext, generic_code):
+            layer = Op(norm(axis=axis), arrays)
+            with code():
+                out, = layer.forward(recorded=True)
                 out.backward(mx.nd.array(head, dtype="float16"))
-            results.append((out.asnumpy(), layer.gradients(), layer["mean"]))
+            results.append((out.asnumpy(), layer.collected(), layer["mean"]))
         assert_step(results[0][0], results[1][0])
         np.testing.assert_allclose(results[0][1]["x"], results[1][1]["x"], rtol=2e-3, atol=1e-4)
         np.testing.assert_allclose(results[0][1]["gamma"], results[1][1]["gamma"], rtol=1e-3,
@@ -193,7 +161,7 @@ def test_generic_batch_norm_matches(rng):
 
 def test_statistics_are_updated_once_in_forward_pass(rng):
     arrays = norm_arrays(rng, (4, 3, 5, 5))
-    layer = Layer(norm(), arrays)
+    layer = Op(norm(), arrays)
     batch = arrays["x"].astype(float).mean((0, 2, 3))
     moved = arrays["mean"].astype(float)
 
@@ -203,40 +171,40 @@ def test_statistics_are_updated_once_in_forward_pass(rng):
             moved = 0.75 * moved + 0.25 * batch
         np.testing.assert_allclose(layer["mean"], moved, rtol=1e-5, atol=1e-6)
 
-    layer(training=False)
+    layer.forward(training=False)
     assert_moved(0)
-    layer(training=True)
+    layer.forward(training=True)
     assert_moved(1)
-    out, = layer(recorded=True)  # and a backward pass does not
+    out, = layer.forward(recorded=True)  # and a backward pass does not
     assert_moved(1)
     out.backward(retain_graph=True)
     assert_moved(0)
-    first = layer.gradients()
+    first = layer.collected()
     out.backward()
     assert_moved(0)
-    for name, gradient in layer.gradients().items():
+    for name, gradient in layer.collected().items():
         assert np.array_equal(gradient, first[name])
-    out, = layer(training=False, recorded=True)
+    out, = layer.forward(training=False, recorded=True)
     out.backward(train_mode=False)
     assert_moved(0)
-    layer(training=False)
+    layer.forward(training=False)
     assert_moved(0)
 
 
 def test_prediction_uses_statistics_updated_by_training(rng):
     arrays = norm_arrays(rng, (4, 3, 5, 5))
-    layer = Layer(norm(), arrays, flags=STATIC)
+    layer = Op(norm(), arrays, flags=STATIC)
     for _ in range(3):
-        layer(recorded=True)[0].backward()
+        layer.forward(recorded=True)[0].backward()
         now = {**arrays, "mean": layer["mean"], "var": layer["var"]}
-        assert_step(layer(training=False)[0].asnumpy(), Expected(now, 1, 1e-3, True).y)
+        assert_step(layer.forward(training=False)[0].asnumpy(), Expected(now, 1, 1e-3, True).y)
 
 
 def test_small_deviations_from_large_means_are_exact(rng):
     """Sums of squares would cancel in float32."""
     arrays = norm_arrays(rng, (16, 4, 9, 9))
     arrays["x"] = (1000 + 0.5 * rng.integers(-2, 3, arrays["x"].shape)).astype(np.float16)
-    out, = Layer(norm(eps=1e-5), arrays)()
+    out, = Op(norm(eps=1e-5), arrays).forward()
     assert_half(out.asnumpy(), Expected(arrays, 1, 1e-5).y, 2)
 
 
@@ -364,17 +332,12 @@ def test_dedicated_kernel_matches_generic_operator(name, bias, rng):
     results = []
     head = None
     for request, generic in (("write", False), ("write", True), ("add", False)):
-        layer = Layer(symbol, arrays, request)
-        if generic:
-            library.table().use_generic_code(b"all")
-        try:
-            out, = layer(recorded=True)
+        layer = Op(symbol, arrays, request=request)
+        with generic_code() if generic else contextlib.nullcontext():
+            out, = layer.forward(recorded=True)
             head = halves(rng, *out.shape) if head is None else head
             out.backward(mx.nd.array(head, dtype="float16"))
-            mx.nd.waitall()
-        finally:
-            library.table().use_generic_code(b"")
-        results.append((out.asnumpy(), layer.gradients()))
+        results.append((out.asnumpy(), layer.collected()))
     own, generic, added = results
     assert np.array_equal(own[0], added[0])
     assert_alike(own[0], generic[0])
@@ -388,11 +351,8 @@ def test_dense_prediction_in_two_pieces_matches_generic_operator(shape, rng):
     symbol = sym.FullyConnected(*map(sym.var, "xyz"), num_hidden=256, flatten=False)
     arrays = {"x": halves(rng, *shape), "y": halves(rng, 256, 64, scale=0.2), "z": halves(rng, 256)}
     (own,), _ = run(symbol, arrays, training=False)
-    library.table().use_generic_code(b"all")
-    try:
+    with generic_code():
         (generic,), _ = run(symbol, arrays, training=False)
-    finally:
-        library.table().use_generic_code(b"")
     assert_alike(own, generic)
 
 

@@ -6,7 +6,7 @@ import pytest
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
-from halves import as_function, assert_half, generic_code, halves, stock, ulps
+from halves import Op, as_function, assert_half, generic_code, halves, stock, ulps
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
@@ -17,28 +17,12 @@ STATIC = (("static_alloc", True), ("static_shape", True))
 
 def outcome(symbol, arrays, heads=None, request="write", flags=(), training=True):
     """Outputs, gradients and auxiliary states. Gradients are added to ones for "add"."""
-    types = {name: array.dtype.name for name, array in arrays.items()}
-    names, auxiliary = symbol.list_inputs(), symbol.list_auxiliary_states()
-    op = as_function(build(Graph.read(symbol), types).symbol(), flags)
-    values = {name: mx.nd.array(arrays[name], dtype=arrays[name].dtype) for name in names}
-    gradients = {}
+    op = Op(symbol, arrays, request=request, flags=flags)
+    outputs = op.forward(training, recorded=heads is not None)
     if heads is not None:
-        for name, value in values.items():
-            if name not in auxiliary and value.dtype in (np.float16, np.float32, np.float64):
-                value.attach_grad(request)
-                gradients[name] = value.grad
-                value.grad[:] = int(request == "add")
-        with mx.autograd.record(train_mode=training):
-            outputs = op(*values.values())
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=h.dtype) for h in heads],
-                             train_mode=training)
-    else:
-        with mx.autograd.train_mode() if training else mx.autograd.predict_mode():
-            outputs = op(*values.values())
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-    return ([o.asnumpy() for o in outputs], {n: g.asnumpy() for n, g in gradients.items()},
-            {n: values[n].asnumpy() for n in auxiliary})
+        op.backward(outputs, heads, training)
+    return ([o.asnumpy() for o in outputs], op.collected() if heads is not None else {},
+            {name: op[name] for name in op.states})
 
 
 def heads_for(symbol, arrays, rng):

@@ -6,9 +6,8 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Entry, Graph, Node
-from halves import as_function, assert_half, halves, ulps
+from halves import Op, assert_half, halves, ulps
 from processes import printed
 
 pytestmark = pytest.mark.isa
@@ -16,49 +15,6 @@ pytestmark = pytest.mark.isa
 sym = mx.sym
 X, Y, Z = (sym.var(name) for name in "xyz")
 STATIC = (("static_alloc", True), ("static_shape", True))
-
-
-class Op:
-    """A graph of operators, in float16 on a CPU or in MXNet's float32."""
-
-    def __init__(self, symbol, arrays, wide=False, request="write", flags=()):
-        names = symbol.list_inputs()
-        if not wide:
-            types = {name: array.dtype.name for name, array in arrays.items()}
-            symbol = build(Graph.read(symbol), types).symbol()
-        self.op = as_function(symbol, flags)
-        self.values = {}
-        for name in names:
-            array = arrays[name]
-            if wide and array.dtype == np.float16:
-                array = array.astype(np.float32)
-            self.values[name] = mx.nd.array(array, dtype=array.dtype)
-            if array.dtype in (np.float16, np.float32):
-                self.values[name].attach_grad(request)
-                self.values[name].grad[:] = int(request == "add")
-
-    def forward(self, training=True, recorded=False, seed=3):
-        mx.random.seed(seed)
-        with mx.autograd.record(training) if recorded else \
-                mx.autograd.train_mode() if training else mx.autograd.predict_mode():
-            outputs = self.op(*self.values.values())
-        return outputs if isinstance(outputs, list) else [outputs]
-
-    def numbers(self, **kwargs):
-        return [o.asnumpy() for o in self.forward(**kwargs)]
-
-    def gradients(self, heads, training=True):
-        outputs = self.forward(training, recorded=True)
-        self.backward(outputs, heads, training)
-        return self.collected()
-
-    def backward(self, outputs, heads, training=True, **kwargs):
-        mx.autograd.backward(outputs, [mx.nd.array(h, dtype=o.dtype)
-                                       for h, o in zip(heads, outputs)], train_mode=training,
-                             **kwargs)
-
-    def collected(self):
-        return {n: v.grad.asnumpy() for n, v in self.values.items() if v.grad is not None}
 
 
 def assert_all_half(ours, theirs):
@@ -155,7 +111,8 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import gluon_amp
 import numpy as np
-from test_engine_states import Op, STATIC, rnn
+from halves import Op
+from test_engine_states import STATIC, rnn
 for flags in ((), STATIC):
     op = Op(*rnn(np.random.default_rng(0), "lstm", 2), flags=flags)
     for _ in range(3):
