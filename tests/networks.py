@@ -18,6 +18,18 @@ def zoo(name, **kwargs):
     return lambda: gluon.model_zoo.vision.get_model(name, classes=10, **kwargs)
 
 
+def sequence(*layers, **kwargs):
+    net = nn.HybridSequential(**kwargs)
+    net.add(*layers)
+    return net
+
+
+def ready(block, *args, **kwargs):
+    """The block, or the parameter, after its initialization."""
+    block.initialize(*args, **kwargs)
+    return block
+
+
 class Calling(gluon.HybridBlock):
     """A network that calls function(F, *arguments, *layers)."""
 

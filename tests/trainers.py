@@ -7,6 +7,7 @@ from mxnet.gluon import nn
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 SGD = {"learning_rate": 0.1, "momentum": 0.9}
+DEVICES = [mx.cpu(0), mx.cpu(1)]
 
 
 def make(policy="float32", devices=None):
@@ -40,6 +41,18 @@ def learn(net, trainer, *data):
     """Makes one step and returns whether it updated."""
     trainer.backward(recorded(net, *data))
     return trainer.step(1)
+
+
+def backward(net, trainer, x=1.0, y=1.0):
+    """A backward pass from the losses of all devices of `One`, with these data."""
+    trainer.backward([recorded(net, ones(x, device=d), ones(y, device=d))
+                      for d in net.a.list_ctx()])
+
+
+def on_all_devices(net):
+    """The values of all parameters on all devices."""
+    return {float(number) for p in net.collect_params().values() for array in p.list_data()
+            for number in array.asnumpy()}
 
 
 def ones(scale=1.0, size=4, device=None):
@@ -84,9 +97,14 @@ def fit(net, trainer, batches):
     return losses
 
 
-def recorded(net, *data):
+def with_trainer(net, *args, **kwargs):
+    """The network, and a Trainer of its parameters."""
+    return net, amp.Trainer(net.collect_params(), *args, **kwargs)
+
+
+def recorded(function, *arguments):
     with autograd.record():
-        return net(*data)
+        return function(*arguments)
 
 
 def dynamic(**kwargs):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
-from networks import Calling
-from trainers import LOSS, One, dynamic, learn, ones, recorded, settled, values
+from networks import Calling, ready, sequence
+from trainers import LOSS, One, dynamic, learn, ones, recorded, settled, values, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -19,8 +19,7 @@ def messages(caplog, level=logging.WARNING):
 
 
 def test_first_steps_follow_the_gradients(caplog):
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 1})
     for scale in (4, 32, 32):  # 32 * norm 85 is below 65504 / 16
         trainer.backward(recorded(net, ones(30), ones(30)))
         assert trainer.loss_scale == scale
@@ -35,8 +34,7 @@ def test_first_steps_follow_the_gradients(caplog):
 
 @pytest.mark.parametrize("how", ["backward", "scale_loss"])
 def test_consecutive_skips_log_one_warning(how, caplog):
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=settled())
+    net, trainer = with_trainer(One(), "sgd", loss_scale=settled())
     for skipped in range(9):
         with autograd.record():
             loss = net(ones(2000), ones(2000))
@@ -46,8 +44,10 @@ def test_consecutive_skips_log_one_warning(how, caplog):
         if how == "backward":
             trainer.backward(loss)
         assert not trainer.step(1), skipped
-    assert messages(caplog) == [f"3 steps skipped in a row: gradients not finite in {net.a.name}; "
-                                "loss scale 16384 -> 8192"]
+    message, = messages(caplog)
+    assert "3 steps" in message
+    assert net.a.name in message
+    assert "16384 -> 8192" in message
 
 
 class Recurrent(gluon.HybridBlock):
@@ -74,8 +74,7 @@ def test_scales_of_the_first_steps_do_not_change_what_is_learned(policy, static,
 
     def trained(**kwargs):
         mx.random.seed(4)
-        net = Recurrent()
-        net.initialize(mx.init.Xavier())
+        net = ready(Recurrent(), mx.init.Xavier())
         net(x)
         amp.convert(net, policy)
         if static is not None:
@@ -83,9 +82,7 @@ def test_scales_of_the_first_steps_do_not_change_what_is_learned(policy, static,
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, **kwargs)
         for _ in range(3):
             mx.random.seed(5)
-            with autograd.record():
-                loss = LOSS(net(x), y) * 30
-            trainer.backward(loss)
+            trainer.backward(recorded(lambda: LOSS(net(x), y) * 30))
             assert trainer.step(5 * 30)
         return net, trainer
 
@@ -117,16 +114,14 @@ def test_first_step_leaves_gradients_of_others_as_they_are(loss_scale, static, g
     def loss():
         return (net(nd.tanh(other(x))) ** 2).sum()
 
-    with autograd.record():
-        one = loss()
+    one = recorded(loss)
     one.backward()
     expected = gradients()
     assert all(g.any() for g in expected)
     for array in (x.grad, *(p.grad() for p in other.collect_params().values())):
         array[:] = 0
     for i in range(2):
-        with autograd.record():
-            one = loss()
+        one = recorded(loss)
         trainer.backward(one)
         times = 1 if grad_req == "write" else i + 1
         for found, wanted in zip(gradients(), expected):
@@ -134,15 +129,10 @@ def test_first_step_leaves_gradients_of_others_as_they_are(loss_scale, static, g
 
 
 def test_passes_over_different_parameters_share_one_scale():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 1})
     for step in range(2):
-        with autograd.record():
-            first = (net.b.data() * 3).sum()
-        trainer.backward(first)
-        with autograd.record():
-            second = ((net.a.data() * 1).astype("float32") * 5).sum()
-        trainer.backward(second)
+        trainer.backward(recorded(lambda: (net.b.data() * 3).sum()))
+        trainer.backward(recorded(lambda: ((net.a.data() * 1).astype("float32") * 5).sum()))
         assert (net.b.grad().asnumpy() == 3 * trainer.loss_scale).all()
         assert (net.a.grad().asnumpy() == 5 * trainer.loss_scale).all()
         assert trainer.step(1)
@@ -153,8 +143,7 @@ def test_passes_over_different_parameters_share_one_scale():
 
 def test_losses_on_several_devices_leave_headroom_for_their_sum():
     devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
+    net, trainer = with_trainer(One(devices=devices), "sgd", {"learning_rate": 1})
     for step in range(1, 4):
         with autograd.record():
             losses = [net(ones(x, device=d), ones(device=d)) for x, d in zip((1, 31, 31), devices)]
@@ -168,14 +157,9 @@ def test_losses_on_several_devices_leave_headroom_for_their_sum():
 @pytest.mark.parametrize("passes", [1, 3])
 def test_overflow_of_sum_over_devices_skips_no_step(passes):
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1})
-    for parameter in net.collect_params().values():
-        parameter.grad_req = "add"
+    net, trainer = with_trainer(One("add", devices), "sgd", {"learning_rate": 1})
     for _ in range(passes):
-        with autograd.record():
-            losses = [net(ones(0.75, device=d), ones(device=d)) for d in devices]
-        trainer.backward(losses)
+        trainer.backward([recorded(net, ones(0.75, device=d), ones(device=d)) for d in devices])
     assert trainer.step(1)
     assert trainer.skipped == 0
     for device in devices:
@@ -183,8 +167,7 @@ def test_overflow_of_sum_over_devices_skips_no_step(passes):
 
 
 def test_bad_batches_at_the_start_are_skipped():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0})
+    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 0})
     for _ in range(3):
         assert not learn(net, trainer, ones(1e9), ones())
     assert learn(net, trainer, ones(), ones())
@@ -202,8 +185,7 @@ def test_settled_state_is_saved(tmp_path):
 
 
 def test_graph_is_freed_after_backward_unless_retained():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=64)
+    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 1}, loss_scale=64)
     for x in (0.5, 30):
         loss = recorded(net, ones(x), ones(x))
         trainer.backward(loss)
@@ -220,9 +202,7 @@ def test_graph_is_freed_after_backward_unless_retained():
 
 def test_graph_is_freed_although_outputs_are_alive():
     """The next forward pass reuses the memory of a static network."""
-    net = nn.Dense(4, in_units=3)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd")
+    net, trainer = with_trainer(ready(nn.Dense(4, in_units=3)), "sgd")
     for _ in range(2):
         with autograd.record():
             outputs = net(nd.ones((2, 3)))
@@ -240,15 +220,12 @@ def test_float32_moving_averages_are_updated_once(pattern, hybrid):
     """MXNet's batch norm updates them in its backward pass, also those of no Trainer."""
     def averages(**kwargs):
         mx.random.seed(3)
-        net = nn.HybridSequential()
-        net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
-        net.initialize()
+        net = ready(sequence(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4)))
         net.hybridize(hybrid)
         trainer = amp.Trainer(net.collect_params(pattern), "sgd", {"learning_rate": 1e-38},
                               **kwargs)
-        with autograd.record():
-            loss = nd.square(net(nd.arange(12).reshape((4, 3)))[:, :2]).sum() * 1e34
-        trainer.backward(loss)
+        trainer.backward(recorded(
+            lambda: nd.square(net(nd.arange(12).reshape((4, 3)))[:, :2]).sum() * 1e34))
         assert trainer.step(1)
         assert trainer.skipped == 0
         return net[1].running_mean.data().asnumpy()
@@ -266,9 +243,7 @@ def test_dropout_skips_no_step(kind, converted):
         amp.convert(net)
     trainer = amp.Trainer(net.collect_params(), "sgd")
     for _ in range(3):
-        with autograd.record():
-            loss = net(nd.ones((4, 8))) ** 2 * 100
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(nd.ones((4, 8))) ** 2 * 100))
         assert trainer.step(400)
 
 
@@ -276,12 +251,8 @@ def test_dropout_skips_no_step(kind, converted):
     ("log", "the loss itself is not finite"),
     ("sqrt", "without a loss scale")])
 def test_skipped_step_without_loss_scale_names_no_scale(root, says, caplog):
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=None, clip_norm=1)
-    with autograd.record():
-        loss = getattr(nd, root)(net(nd.zeros((1, 1))))
-    trainer.backward(loss)
+    net, trainer = with_trainer(ready(nn.Dense(1, in_units=1)), "sgd", loss_scale=None, clip_norm=1)
+    trainer.backward(recorded(lambda: getattr(nd, root)(net(nd.zeros((1, 1))))))
     assert trainer.step(1) is False
     assert says in messages(caplog)[-1]
     assert "static" not in messages(caplog)[-1]
@@ -296,15 +267,12 @@ def test_networks_with_loops_skip_no_step(kind, caplog):
         return F.contrib.cond((F.sum(x) > 0).astype("float32"), lambda: cell(x), lambda: x * 1)
 
     def trained(loss_scale):
-        net = Calling(forward, nn.Dense(3, in_units=3))
-        net.initialize(mx.init.Constant(0.1))
+        net = ready(Calling(forward, nn.Dense(3, in_units=3)), mx.init.Constant(0.1))
         amp.convert(net)
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1},
                               loss_scale=loss_scale)
         for _ in range(3):
-            with autograd.record():
-                loss = nd.square(net(nd.ones((2, 3)))).sum()
-            trainer.backward(loss)
+            trainer.backward(recorded(lambda: nd.square(net(nd.ones((2, 3)))).sum()))
             assert trainer.step(2)
         return values(net)
 
@@ -313,13 +281,10 @@ def test_networks_with_loops_skip_no_step(kind, caplog):
     assert not messages(caplog)
 
 def test_second_pass_through_retained_dropout_has_the_same_gradients():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(64, in_units=8), nn.Dropout(0.5), nn.Dense(1, in_units=64))
-    net.initialize()
+    net = ready(sequence(nn.Dense(64, in_units=8), nn.Dropout(0.5), nn.Dense(1, in_units=64)))
     amp.convert(net)
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
-    with autograd.record():
-        loss = net(nd.ones((4, 8)))
+    loss = recorded(lambda: net(nd.ones((4, 8))))
     gradients = []
     for retain in (True, False):
         trainer.backward(loss, retain_graph=retain)
@@ -384,8 +349,7 @@ class Counted(gluon.Block):
 @pytest.mark.parametrize("how", ["trainer", "two trainers", "scale_loss", "accumulation"])
 def test_each_call_of_backward_is_one_pass(how, scale):
     CALLS.clear()
-    net = Counted()
-    net.initialize(mx.init.Constant(0.5))
+    net = ready(Counted(), mx.init.Constant(0.5))
     parts = [net.above, net.below] if how == "two trainers" else [net]
     trainers = [amp.Trainer(part.collect_params(), "sgd", {"learning_rate": 1e-5},
                             loss_scale=scale) for part in parts]

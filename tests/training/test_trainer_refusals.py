@@ -5,8 +5,22 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
-from trainers import LOSS, One, clip, make, ones, recorded, settled, some_batches, values
+from networks import Calling, ready, sequence
+from trainers import (
+    DEVICES,
+    LOSS,
+    One,
+    backward,
+    clip,
+    make,
+    on_all_devices,
+    ones,
+    recorded,
+    settled,
+    some_batches,
+    values,
+    with_trainer,
+)
 
 pytestmark = pytest.mark.numpy
 
@@ -23,15 +37,13 @@ def test_gradients_overwritten_by_another_trainer_are_refused():
     with pytest.raises(RuntimeError, match=f"gradients in {net.a.name} were written by another"):
         mine.step(1)
     assert other.step(1)
-    with autograd.record():
-        loss = net(ones(), ones())
+    loss = recorded(lambda: net(ones(), ones()))
     mine.backward(loss)
     assert mine.step(1)
 
 
 def test_accumulating_scaled_on_unscaled_gradients_is_refused():
-    net = One(grad_req="add")
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    net, trainer = with_trainer(One(grad_req="add"), "sgd", loss_scale=8)
     recorded(net, ones(), ones()).backward()
     with pytest.raises(RuntimeError, match=r"written by another backward pass"):
         trainer.backward(recorded(net, ones(), ones()))
@@ -42,14 +54,9 @@ def test_accumulating_scaled_on_unscaled_gradients_is_refused():
 
 
 def test_gradients_are_not_all_reduced_twice():
-    devices = [mx.cpu(0), mx.cpu(1)]
-
-    def backward(net, trainer):
-        trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
-
     for grad_req in ("add", "write"):
-        net = One(grad_req, devices)
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=8)
+        net, trainer = with_trainer(One(grad_req, DEVICES), "sgd", {"learning_rate": 0.5},
+                                    loss_scale=8)
         backward(net, trainer)
         trainer.allreduce_grads()
         if grad_req == "add":
@@ -58,24 +65,19 @@ def test_gradients_are_not_all_reduced_twice():
             net.collect_params().zero_grad()
         backward(net, trainer)
         trainer.step(4)
-        for parameter in (net.a, net.b):
-            assert (parameter.data(devices[1]).asnumpy() == 1 - 0.5 * 2 / 4).all()
+        assert on_all_devices(net) == {1 - 0.5 * 2 / 4}
     # gradients that only the first of two passes writes would be summed twice
     backward(net, trainer)
     trainer.allreduce_grads()
-    with autograd.record():
-        losses = [(net.b.data(d) * 1).sum() for d in devices]
-    trainer.backward(losses)
+    trainer.backward(recorded(lambda: [(net.b.data(d) * 1).sum() for d in DEVICES]))
     with pytest.raises(UserWarning, match=f"has not computed the gradients in {net.a.name}"):
         trainer.step(4)
 
 
 def test_float16_losses_are_refused():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd")
+    net, trainer = with_trainer(One(), "sgd")
     loss = recorded(net, ones(), ones())
-    with autograd.record():
-        half = recorded(net, ones(), ones()).astype("float16")
+    half = recorded(lambda: recorded(net, ones(), ones()).astype("float16"))
     with pytest.raises(ValueError, match=r"the loss is float16.*take it in float32"):
         trainer.backward([loss, half])
     with pytest.raises(TypeError, match=r"a loss or a list of losses. Received: float"):
@@ -86,8 +88,7 @@ def test_float16_losses_are_refused():
     ("step", lambda t: t.step(1)), ("update", lambda t: t.update(1)),
     ("unscale", lambda t: t.unscale()), ("clip_norm", lambda t: t.clip_norm(1))])
 def test_methods_require_trainer_backward(name, call):
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    net, trainer = with_trainer(One(), "sgd", loss_scale=8)
     with pytest.raises(RuntimeError, match=rf"{name}\(\) needs new gradients: call "
                        r"trainer.backward\(loss\), not loss.backward\(\)"):
         call(trainer)
@@ -100,10 +101,8 @@ def test_methods_require_trainer_backward(name, call):
 
 @pytest.mark.parametrize("loss_scale", [None, 8])
 def test_clipping_before_the_sum_over_devices_is_refused(loss_scale):
-    devices = [mx.cpu(0), mx.cpu(1)]
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale)
-    trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+    net, trainer = with_trainer(One(devices=DEVICES), "sgd", loss_scale=loss_scale)
+    backward(net, trainer)
     with pytest.raises(RuntimeError, match=r"clip_norm\(\) before the sum .*allreduce_grads\(\)"):
         trainer.clip_norm(1)
 
@@ -116,17 +115,15 @@ def test_parameter_given_twice_is_refused():
 
 @pytest.mark.parametrize("loss_scale", [None, 8])
 def test_unscaling_for_an_optimizer_without_master_weights_is_refused(loss_scale):
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), amp.optimizer("sgd", multi_precision=False),
-                          loss_scale=loss_scale)
+    net, trainer = with_trainer(One(), amp.optimizer("sgd", multi_precision=False),
+                                loss_scale=loss_scale)
     (autograd if loss_scale is None else trainer).backward(recorded(net, ones(), ones()))
     with pytest.raises(RuntimeError, match=r"need an optimizer with master weights.*" + net.a.name):
         trainer.unscale()
 
 
 def test_second_step_or_unscale_is_refused():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    net, trainer = with_trainer(One(), "sgd", loss_scale=8)
     for bad in (1.0, np.inf):
         trainer.backward(recorded(net, ones(bad), ones()))
         trainer.unscale()
@@ -137,25 +134,16 @@ def test_second_step_or_unscale_is_refused():
             trainer.step(1)
 
 
-@pytest.mark.parametrize("make", [gluon.Trainer, amp.Trainer])
-def test_stale_gradient_raises_as_in_gluon_trainer(make):
-    net = One()
-    trainer = make(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = (net.a.data().astype("float32") * 2).sum()
-    (trainer.backward if make is amp.Trainer else autograd.backward)(loss)
-    with pytest.raises(UserWarning, match=net.b.name):
-        trainer.step(1)
-
-
 def test_stale_gradient_raises_before_any_update():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
-    with autograd.record():
-        loss = (net.a.data().astype("float32") * 2).sum()
-    trainer.backward(loss)
-    with pytest.raises(UserWarning, match=f"not computed the gradients in {net.b.name} since"):
-        trainer.step(1)
+    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 1}, loss_scale=8)
+    stock = gluon.Trainer(net.collect_params(), "sgd")  # which raises a UserWarning, too
+    for each, backward_of in ((stock, autograd.backward), (trainer, trainer.backward)):
+        backward_of(recorded(lambda: (net.a.data().astype("float32") * 2).sum()))
+        with pytest.raises(UserWarning, match=net.b.name) as caught:
+            each.step(1)
+        if each is stock:
+            net.a.set_data(net.a.data() * 0 + 1)  # it updates what comes before
+    assert f"not computed the gradients in {net.b.name} since" in str(caught.value)
     assert all((v == 1).all() for v in values(net))
     assert trainer.step(1, ignore_stale_grad=True)
     assert (net.a.data().asnumpy() == -1).all()
@@ -207,14 +195,11 @@ def test_writes_into_scaled_gradients_are_refused(write, ends):
 @pytest.mark.parametrize("summed", [False, True])
 def test_zero_grad_discards_gradients(summed, devices, grad_req):
     """Of passes before which no step was taken, with a scale and without."""
-    devices = [mx.cpu(i) for i in range(devices)]
-
     def trained(**kwargs):
-        net = One(grad_req, devices=devices)
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
+        net, trainer = with_trainer(One(grad_req, DEVICES[:devices]), "sgd", {"learning_rate": 1},
+                                    **kwargs)
         for number in range(1, 5):
-            trainer.backward([recorded(net, number * ones(device=d), ones(device=d))
-                              for d in devices])
+            backward(net, trainer, number)
             if number % 2:
                 if summed:
                     trainer.allreduce_grads()
@@ -229,21 +214,18 @@ def test_zero_grad_discards_gradients(summed, devices, grad_req):
 
 
 def test_writes_after_allreduce_are_refused_and_reads_are_not():
-    devices = [mx.cpu(0), mx.cpu(1)]
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, loss_scale=8)
-
-    def backward():
-        trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
-        return [g for p in (net.a, net.b) for g in p.list_grad()]
-
-    for gradient in backward():
-        assert (gradient.asnumpy() == 8).all()
-        assert gradient[1].asnumpy().item() == 8
-    trainer.allreduce_grads()
-    assert trainer.clip_norm(1e9) > 0
-    assert trainer.update(1)
-    gradients = backward()
+    net, trainer = with_trainer(One(devices=DEVICES), "sgd", {"learning_rate": 1}, loss_scale=8)
+    for last in (False, True):
+        backward(net, trainer)
+        gradients = [g for p in (net.a, net.b) for g in p.list_grad()]
+        if last:
+            break
+        for gradient in gradients:
+            assert (gradient.asnumpy() == 8).all()
+            assert gradient[1].asnumpy().item() == 8
+        trainer.allreduce_grads()
+        assert trainer.clip_norm(1e9) > 0
+        assert trainer.update(1)
     trainer.allreduce_grads()
     gradients[1][:] = 0
     with pytest.raises(RuntimeError, match=f"gradients in {net.a.name} were written between"):
@@ -252,8 +234,7 @@ def test_writes_after_allreduce_are_refused_and_reads_are_not():
 
 def test_gradients_can_be_written_without_scale():
     for kwargs in ({"loss_scale": None}, {"loss_scale": None, "clip_norm": 9}):
-        net = One()
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, **kwargs)
+        net, trainer = with_trainer(One(), "sgd", {"learning_rate": 1}, **kwargs)
         trainer.backward(recorded(net, ones(), ones()))
         for gradient in (net.a.grad(), net.b.grad()):
             gradient *= 0.5
@@ -277,10 +258,10 @@ def by_scaled_loss(loss, trainer):
         autograd.backward(scaled)
 
 
-BACKWARD = by_trainer, by_scaled_loss
+by_either = pytest.mark.parametrize("backward", [by_trainer, by_scaled_loss])
 
 
-@pytest.mark.parametrize("backward", BACKWARD)
+@by_either
 @pytest.mark.parametrize("how", ["float16", "plain", "hybridized", "static"])
 @pytest.mark.parametrize("scale", [64, "dynamic"])
 @pytest.mark.parametrize("head", ["SoftmaxOutput", "LinearRegressionOutput", "MakeLoss",
@@ -291,8 +272,7 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how, b
         x = dense(x)
         return getattr(F, head)(*([F.square(x - y)] if head.lower()[:4] == "make" else [x, y]))
 
-    net = Calling(forward, nn.Dense(3, in_units=4))
-    net.initialize()
+    net = ready(Calling(forward, nn.Dense(3, in_units=4)))
     data, label = nd.ones((2, 4)), nd.zeros(2) if head == "SoftmaxOutput" else nd.ones((2, 3))
     net(data, label)
     if how == "float16":
@@ -312,7 +292,7 @@ def test_loss_heads_in_network_are_refused_at_first_backward(head, scale, how, b
     assert free.step(2)
 
 
-@pytest.mark.parametrize("backward", BACKWARD)
+@by_either
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("case", ["later", "added", "after another loss"])
 def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
@@ -328,8 +308,7 @@ def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
     data, label = nd.ones((2, 4)), nd.zeros(2)
 
     def backward_from(loss_fn):
-        with autograd.record():
-            loss = loss_fn(net(data), label)
+        loss = recorded(lambda: loss_fn(net(data), label))
         backward(loss, trainer)
 
     for _ in range(3):
@@ -342,12 +321,10 @@ def test_loss_head_of_a_later_loss_is_refused(case, hybridized, backward):
     assert all(map(np.array_equal, before, values(net)))
 
 
-@pytest.mark.parametrize("backward", BACKWARD)
+@by_either
 def test_loss_head_whose_gradient_goes_nowhere_is_accepted(backward):
     """Such as that of a number to log."""
-    net = nn.Dense(3, in_units=4)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    net, trainer = with_trainer(ready(nn.Dense(3, in_units=4)), "sgd", loss_scale=64)
     with autograd.record():
         loss = nd.Dropout(net(nd.ones((2, 4))), p=0.5)
         loss = loss + nd.MakeLoss(nd.BlockGrad(loss)) * 0
@@ -360,8 +337,7 @@ def test_scaled_loss_makes_the_only_pass_through_a_loop_in_a_block(policy):
     def forward(F, x, dense):
         return F.contrib.foreach(lambda x, s: (dense(x) + s, s * 2), x, F.ones((2, 3)))[0]
 
-    net = Calling(forward, nn.Dense(3, in_units=3))
-    net.initialize()
+    net = ready(Calling(forward, nn.Dense(3, in_units=3)))
     amp.convert(net, policy)
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
     for _ in range(2):
@@ -369,10 +345,9 @@ def test_scaled_loss_makes_the_only_pass_through_a_loop_in_a_block(policy):
         assert trainer.step(2)
 
 
-@pytest.mark.parametrize("backward", BACKWARD)
+@by_either
 def test_loss_head_beside_a_loop_is_refused(backward):
-    weight = gluon.Parameter("weight", shape=(3,), init="ones")
-    weight.initialize()
+    weight = ready(gluon.Parameter("weight", shape=(3,), init="ones"))
     trainer = amp.Trainer([weight], "sgd", loss_scale=64)
 
     def loss(head):
@@ -390,20 +365,16 @@ def test_loss_head_beside_a_loop_is_refused(backward):
 @pytest.mark.parametrize("hybridized", [False, True])
 def test_scaled_loss_keeps_the_only_pass_of_mxnets_dropout(hybridized):
     """One of two would ignore what was dropped."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(512, in_units=1), nn.Dropout(0.5))
-    net.initialize(mx.init.One())
+    net = ready(sequence(nn.Dense(512, in_units=1), nn.Dropout(0.5)), mx.init.One())
     if hybridized:
         net.hybridize()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
-    with autograd.record():
-        loss = net(nd.ones((1, 1)))
+    loss = recorded(lambda: net(nd.ones((1, 1))))
     by_scaled_loss(loss, trainer)
     kept = loss.asnumpy().ravel()
     assert set(kept) == {0, 2}
     assert np.array_equal(net[0].weight.grad().asnumpy().ravel(), kept * 64)
-    with autograd.record():
-        loss = Headed()(net(nd.ones((1, 1))), nd.zeros(1))
+    loss = recorded(lambda: Headed()(net(nd.ones((1, 1))), nd.zeros(1)))
     with pytest.raises(ValueError, match="so the loss scale: SoftmaxOutput"):
         by_scaled_loss(loss, trainer)
 
@@ -411,8 +382,7 @@ def test_scaled_loss_keeps_the_only_pass_of_mxnets_dropout(hybridized):
 def test_no_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match=r"needs parameters. Received: none"):
         amp.Trainer([], "sgd")
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
+    net, trainer = with_trainer(One(), "sgd", loss_scale="dynamic")
     net.collect_params().setattr("grad_req", "null")
     with pytest.raises(RuntimeError, match="nothing to train: all parameters of"):
         trainer.backward(ones())
@@ -423,8 +393,7 @@ def test_no_trainable_parameters_is_refused():
 @pytest.mark.parametrize("scaling", [{"loss_scale": "dynamic"}, {"loss_scale": 2},
                                      {"loss_scale": None, "clip_norm": 1}])
 def test_update_on_kvstore_is_refused_with_overflow_check(scaling):
-    devices = [mx.cpu(0), mx.cpu(1)]
-    params = One(devices=devices).collect_params()
+    params = One(devices=DEVICES).collect_params()
     with pytest.raises(ValueError, match=r"must be False or None. Received: True"):
         amp.Trainer(params, "sgd", update_on_kvstore=True, **scaling)
     with pytest.raises(ValueError, match="dist_async updates on its servers: use dist_sync"):
@@ -433,11 +402,9 @@ def test_update_on_kvstore_is_refused_with_overflow_check(scaling):
 
 def test_kvstore_does_not_update_with_overflow_check(monkeypatch):
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "1")
-    devices = [mx.cpu(0), mx.cpu(1)]
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("device"),
-                          loss_scale=settled())
-    trainer.backward([recorded(net, ones(device=d), ones(device=d)) for d in devices])
+    net, trainer = with_trainer(One(devices=DEVICES), "sgd", kvstore=mx.kv.create("device"),
+                                loss_scale=settled())
+    backward(net, trainer)
     assert not trainer.step(1)
     assert all((v == 1).all() for v in values(net))
 
@@ -454,8 +421,7 @@ def test_bad_arguments_are_refused_at_construction(kwargs, message):
 
 
 def test_bad_batch_size_is_refused():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    net, trainer = with_trainer(One(), "sgd", loss_scale=8)
     trainer.backward(recorded(net, ones(), ones()))
     with pytest.raises(ValueError, match=r"batch_size must be a positive, finite number.*: 0"):
         trainer.step(0)
@@ -471,9 +437,7 @@ def test_16_bit_weights_of_several_trainers_are_refused_unless_one_follows_the_o
                     for _ in range(2)]
         data, label = next(iter(some_batches(rng)))
         for which in order:
-            with autograd.record():
-                loss = LOSS(net(data), label)
-            trainers[which].backward(loss)
+            trainers[which].backward(recorded(lambda: LOSS(net(data), label)))
             trainers[which].step(6)
 
     for order in ([0, 0, 1, 1], [1, 0, 0], [0, 0]):
@@ -555,8 +519,7 @@ def test_half_of_static_pair_is_refused_with_scaled_gradients():
 
 
 def test_gradients_are_stale_after_parameters_move_to_another_device():
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    net, trainer = with_trainer(One(), "sgd", loss_scale=8)
     trainer.backward(recorded(net, ones(), ones()))
     net.collect_params().reset_ctx(mx.cpu(1))
     with pytest.raises(UserWarning, match="has not computed the gradients"):
@@ -573,15 +536,11 @@ def test_horovod_distributed_optimizer_is_refused_with_overflow_check():
 
 @pytest.mark.parametrize("loss_scale", [None, 8.0, "dynamic"])
 def test_reason_of_skipped_steps_in_a_row_is_one_warning(loss_scale, caplog):
-    net = nn.Dense(1, in_units=2)
-    net.initialize()
-    amp.convert(net)
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale, clip_norm=1.0)
+    net, trainer = with_trainer(amp.convert(ready(nn.Dense(1, in_units=2))), "sgd",
+                                loss_scale=loss_scale, clip_norm=1.0)
 
     def step():
-        with autograd.record():
-            loss = net(nd.ones((2, 2))) * np.inf
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(nd.ones((2, 2))) * np.inf))
         return trainer.step(2)
 
     with caplog.at_level("INFO"):
