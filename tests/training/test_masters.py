@@ -1,11 +1,16 @@
 """Master weights read, saved and loaded; averages of master weights."""
+import contextlib
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from arrays import same
 from converting import saved_types
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded, with_trainer
 
 POLICIES = ("float32", "float16", "mixed_float16", "bfloat16")
 DEVICES = [mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]
@@ -17,10 +22,8 @@ def array(values):
 
 def network(policy="float16", devices=DEVICES[0]):
     mx.random.seed(3)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(6, in_units=4, activation="relu"), nn.BatchNorm(in_channels=6),
-            nn.Dense(2, in_units=6))
-    net.initialize(mx.init.Xavier(), ctx=devices)
+    net = ready(sequence(nn.Dense(6, in_units=4, activation="relu"), nn.BatchNorm(in_channels=6),
+                         nn.Dense(2, in_units=6)), mx.init.Xavier(), ctx=devices)
     return amp.convert(net, policy)
 
 
@@ -39,6 +42,23 @@ def train(net, trainer, steps, begin=0, factor=1.0):
                       for part in gluon.utils.split_and_load(data, devices)]
         trainer.backward(losses)
         trainer.step(1)
+
+
+def trained(*args, steps):
+    """A network and its Trainer after some steps."""
+    net = network(*args)
+    trainer = trainer_of(net)
+    train(net, trainer, steps)
+    return net, trainer
+
+
+def averaging(*args, steps):
+    """The same with averages of the weights."""
+    net = network(*args)
+    trainer = trainer_of(net)
+    averaged = amp.AveragedWeights(trainer, 0.5)
+    train(net, trainer, steps)
+    return net, trainer, averaged
 
 
 def masters(net, trainer):
@@ -78,9 +98,7 @@ def test_master_is_float32_and_its_weight_rounded(policy, optimizer, devices):
 
 
 def test_master_is_a_copy_and_follows_writes_to_its_weight():
-    net = network()
-    trainer = trainer_of(net)
-    train(net, trainer, 1)
+    net, trainer = trained(steps=1)
     trainer.master(net[0].weight)[:] = 7
     assert (masters(net, trainer)["0.weight"] != 7).all()
     net[0].weight.set_data(net[0].weight.data() * 0 + 0.5)
@@ -160,26 +178,21 @@ def test_files_of_three_devices_have_their_weights(policy, tmp_path):
 
 def test_loaded_masters_train_as_if_never_saved(tmp_path):
     path = str(tmp_path / "net.params")
-    net = network()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    net, trainer = with_trainer(network(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
     train(net, trainer, 3)
     net.save_parameters(path, masters=trainer)
-    other = network()
-    mine = amp.Trainer(other.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    other, mine = with_trainer(network(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
     other.load_parameters(path, masters=mine)
     train(net, trainer, 3, begin=3)
     train(other, mine, 3, begin=3)
-    assert all(np.array_equal(value, masters(other, mine)[name])
-               for name, value in masters(net, trainer).items())
+    assert same(masters(other, mine), masters(net, trainer))
 
 
 def test_files_of_several_trainers(tmp_path):
     path = str(tmp_path / "net.params")
     net = network()
     trainers = [trainer_of(net[0]), trainer_of(net[1]), trainer_of(net[2])]
-    with autograd.record():
-        loss = net(array(np.ones((4, 4), "float32"))).mean()
-    amp.backward(loss, trainers)
+    amp.backward(recorded(lambda: net(array(np.ones((4, 4), "float32"))).mean()), trainers)
     for trainer in trainers:
         trainer.step(1)
     net.save_parameters(path, masters=trainers)
@@ -197,9 +210,7 @@ def test_files_of_several_trainers(tmp_path):
 @pytest.mark.mx_nd("MXNet cannot load names without a dot in numpy mode")
 def test_file_of_a_layer_alone(tmp_path):
     path = str(tmp_path / "layer.params")
-    net = network()
-    trainer = trainer_of(net)
-    train(net, trainer, 2)
+    net, trainer = trained(steps=2)
     net[2].save_parameters(path, masters=trainer)
     expected = trainer.master(net[2].weight).asnumpy()
     net[2].weight.set_data(net[2].weight.data() * 0)
@@ -262,8 +273,8 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
     before = weights(net), masters(net, trainer)
     data = array(np.ones((4, 4), "float32"))
     path = str(tmp_path / "averaged.params")
-    with averaged as same:
-        assert same is averaged
+    with averaged as entered:
+        assert entered is averaged
         assert any((a != b).any() for a, b in zip(weights(net)["0.weight"], before[0]["0.weight"]))
         inside = numbers(net, trainer)
         for name, parameter in net._collect_params_with_prefix().items():
@@ -281,46 +292,34 @@ def test_with_block_has_the_averages_and_restores_the_training(policy, devices, 
     with autograd.record(), pytest.raises(RuntimeError, match=r"begins in autograd\.record"):
         averaged.__enter__()
     assert all(np.array_equal(nd.load(path)[n].asnumpy(), v) for n, v in inside.items())
-    after = weights(net), masters(net, trainer)
-    for name in before[0]:
-        assert all(np.array_equal(a, b) for a, b in zip(before[0][name], after[0][name]))
-        assert np.array_equal(before[1][name], after[1][name])
+    assert same(weights(net), before[0])
+    assert same(masters(net, trainer), before[1])
     for net, trainer in zip(nets, trainers):
         train(net, trainer, 3, begin=3)
-    assert all(np.array_equal(a, masters(nets[1], trainers[1])[n])
-               for n, a in masters(nets[0], trainers[0]).items())
+    assert same(masters(nets[0], trainers[0]), masters(nets[1], trainers[1]))
 
 
-@pytest.mark.parametrize("change", [amp.restore, lambda net: net.cast("float32"),
+def fails(net):
+    raise KeyError
+
+
+@pytest.mark.parametrize("change", [amp.restore, lambda net: net.cast("float32"), fails,
                                     lambda net: net.collect_params().reset_ctx(mx.cpu(1))])
-def test_network_that_is_cast_or_moved_in_the_block_gets_its_weights_back(change):
-    net = network()
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 3)
+def test_network_that_is_cast_or_moved_or_fails_in_the_block_gets_its_weights_back(change):
+    net, trainer, averaged = averaging(steps=3)
     before = masters(net, trainer)
-    with averaged:
+    with pytest.raises(KeyError) if change is fails else contextlib.nullcontext(), averaged:
         change(net)
     for name, parameter in net._collect_params_with_prefix().items():
         found, = parameter.list_data()
         assert np.array_equal(found.asnumpy(), before[name].astype(found.dtype))
-
-
-def test_with_block_is_left_on_an_error():
-    net = network()
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 2)
-    before = masters(net, trainer)
-    with pytest.raises(KeyError), averaged:
-        raise KeyError
-    assert all(np.array_equal(v, masters(net, trainer)[n]) for n, v in before.items())
-    train(net, trainer, 1)
+    if change is fails:
+        assert same(masters(net, trainer), before)
+        train(net, trainer, 1)
 
 
 def test_skipped_steps_do_not_count():
-    net = network()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
+    net, trainer = with_trainer(network(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
     averaged = amp.AveragedWeights(trainer)
     train(net, trainer, 2)
     train(net, trainer, 1, factor=float("inf"))
@@ -356,10 +355,7 @@ def test_checkpoint_resumes_averages_bit_for_bit(decay, policy, devices, tmp_pat
 
 
 def test_learning_rate_range_test_changes_no_average():
-    net = network()
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 2)
+    net, trainer, averaged = averaging(steps=2)
     before = averaged.value(net[0].weight).asnumpy()
     data, label = array(np.ones((8, 4), "float32")), array(np.ones((8, 2), "float32"))
     amp.lr_find(net, trainer, gluon.loss.L2Loss(), [(data, label)], steps=10)
@@ -372,9 +368,7 @@ def test_learning_rate_range_test_changes_no_average():
 
 def test_states_of_other_averages_are_refused_and_old_states_restart(tmp_path):
     path, old = str(tmp_path / "net.states"), str(tmp_path / "old.states")
-    net = network()
-    trainer = trainer_of(net)
-    train(net, trainer, 1)
+    net, trainer = trained(steps=1)
     trainer.save_states(old)
     averaged = amp.AveragedWeights(trainer, 0.9)
     train(net, trainer, 2)
@@ -409,9 +403,7 @@ def test_other_arguments_are_checked():
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16"])
 def test_layer_that_is_frozen_later_keeps_its_master_weights(policy, tmp_path):
-    net = network(policy)
-    trainer = trainer_of(net)
-    train(net, trainer, 2)
+    net, trainer = trained(policy, steps=2)
     wanted = {name: trainer.master(p).asnumpy()
               for name, p in net._collect_params_with_prefix().items() if p._differentiable}
     net.collect_params().setattr("grad_req", "null")
@@ -432,9 +424,7 @@ def test_layer_that_is_frozen_later_keeps_its_master_weights(policy, tmp_path):
 @pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16", "float32"])
 @pytest.mark.parametrize("decay", [0.9, None])
 def test_layer_that_is_frozen_later_is_averaged_as_before(decay, policy):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), nn.Dense(1, in_units=4))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Dense(4, in_units=3), nn.Dense(1, in_units=4)), mx.init.Xavier())
     amp.convert(net, policy)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
     averaged, wanted = amp.AveragedWeights(trainer, decay), 0
@@ -453,17 +443,13 @@ def test_layer_that_is_frozen_later_is_averaged_as_before(decay, policy):
 
 
 def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weights(tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=4), nn.Dense(2, in_units=4))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Dense(4, in_units=4), nn.Dense(2, in_units=4)), mx.init.Xavier())
     amp.convert(net, "float32")
     trainer = trainer_of(net, loss_scale=None)
     averaged = amp.AveragedWeights(trainer, 0.5)
     train(net, trainer, 2)
     amp.convert(amp.freeze(net[0]))
-    with autograd.record():
-        loss = net[1](net[0](nd.ones((2, 4)))) ** 2
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: net[1](net[0](nd.ones((2, 4)))) ** 2))
     assert trainer.step(2)
     rounded = net[0].weight.data().astype("float32").asnumpy()
     np.testing.assert_array_equal(trainer.master(net[0].weight).asnumpy(), rounded)
@@ -514,10 +500,7 @@ def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(po
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("write", ["set_data", "load_parameters"])
 def test_averages_of_a_frozen_layer_follow_writes(write, policy, tmp_path):
-    net = network(policy)
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 2)
+    net, trainer, averaged = averaging(policy, steps=2)
     amp.freeze(net[0])
     value = net[0].weight.data() * 0 + 0.25
     if write == "set_data":
@@ -534,16 +517,11 @@ def test_averages_of_a_frozen_layer_follow_writes(write, policy, tmp_path):
 @pytest.mark.numpy
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_averages_of_a_weight_that_steps_do_not_reach_follow_writes(policy):
-    net = network(policy)
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 2)
+    net, trainer, averaged = averaging(policy, steps=2)
     for step in range(30):
         if step == 1:
             net[2].weight.set_data(net[2].weight.data() * 0 + 0.25)
-        with autograd.record():
-            loss = net[0](array(np.ones((4, 4), "float32"))).mean()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net[0](array(np.ones((4, 4), "float32"))).mean()))
         trainer.step(1, ignore_stale_grad=True)
     np.testing.assert_allclose(averaged.value(net[2].weight).asnumpy(), 0.25, rtol=1e-6)
 
@@ -552,10 +530,7 @@ def test_averages_of_a_weight_that_steps_do_not_reach_follow_writes(policy):
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_error_at_the_beginning_of_a_with_block_restores_the_training(policy, error, monkeypatch):
-    net = network(policy)
-    trainer = trainer_of(net)
-    averaged = amp.AveragedWeights(trainer, 0.5)
-    train(net, trainer, 3)
+    net, trainer, averaged = averaging(policy, steps=3)
     before, calls = (weights(net), masters(net, trainer)), []
     write = amp.training.masters.write
 
@@ -569,10 +544,8 @@ def test_error_at_the_beginning_of_a_with_block_restores_the_training(policy, er
     with pytest.raises(error), averaged:
         pass
     monkeypatch.undo()
-    after = weights(net), masters(net, trainer)
-    for name, arrays in before[0].items():
-        assert all(np.array_equal(a, b) for a, b in zip(arrays, after[0][name]))
-        assert np.array_equal(before[1][name], after[1][name])
+    assert same(weights(net), before[0])
+    assert same(masters(net, trainer), before[1])
     train(net, trainer, 1)
     with averaged:
         assert np.array_equal(masters(net, trainer)["0.weight"],
@@ -627,9 +600,7 @@ def test_restore_with_masters_of_a_part_and_of_averages():
     trainer = trainer_of(net[0])
     averaged = amp.AveragedWeights(trainer, decay=0.5)
     for _ in range(3):
-        with autograd.record():
-            loss = (net(array(np.ones((8, 4), "float32"))) ** 2).mean()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: (net(array(np.ones((8, 4), "float32"))) ** 2).mean()))
         trainer.step(1)
     expected, rounded = averaged.value(net[0].weight).asnumpy(), net[2].weight.data().asnumpy()
     with averaged:

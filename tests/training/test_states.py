@@ -15,6 +15,8 @@ import pytest
 from arrays import numbers, same
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -59,6 +61,16 @@ def of(net, name="sgd", **kwargs):
 @pytest.fixture()
 def path(tmp_path):
     return str(tmp_path / "trainer.states")
+
+
+@pytest.fixture()
+def saved(path):
+    """A network and its Trainer after three steps, whose states are saved."""
+    net = make()
+    trainer = of(net)
+    fit(net, trainer)
+    trainer.save_states(path)
+    return net, trainer
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,8 +125,7 @@ def test_a_float32_training_continues_in_16_bits(name, policy, path, tmp_path):
     fit(net, stock, 4)
     stock.save_states(path)
     net.save_parameters(str(tmp_path / "net.params"))
-    other = make(policy)
-    trainer = amp.Trainer(other.collect_params(), optimizer, settings)
+    other, trainer = with_trainer(make(policy), optimizer, settings)
     trainer.load_states(path)
     other.load_parameters(str(tmp_path / "net.params"), masters=trainer)
     pairs = [(mine, theirs.data()) for mine, theirs in zip(
@@ -151,14 +162,12 @@ def test_states_on_kvstore_are_saved(path):
     devices = [mx.cpu(0), mx.cpu(1)]
 
     def trained(load=None):
-        net = make("float32", ctx=devices)
-        trainer = amp.Trainer(net.collect_params(), "adam", loss_scale=None,
-                              update_on_kvstore=True)
+        net, trainer = with_trainer(make("float32", ctx=devices), "adam", loss_scale=None,
+                                    update_on_kvstore=True)
         if load:
             trainer.load_states(load)
-        with autograd.record():
-            losses = [nd.square(net(nd.ones((4, 3), ctx=d))).sum() for d in devices]
-        trainer.backward(losses)
+        trainer.backward(recorded(
+            lambda: [nd.square(net(nd.ones((4, 3), ctx=d))).sum() for d in devices]))
         trainer.step(8)
         return trainer
 
@@ -167,11 +176,8 @@ def test_states_on_kvstore_are_saved(path):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 0.5, -1])
-def test_truncated_file_is_refused_and_changes_nothing(cut, path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer, 4)
-    trainer.save_states(path)
+def test_truncated_file_is_refused_and_changes_nothing(cut, saved, path):
+    net, trainer = saved
     data = Path(path).read_bytes()
     Path(path).write_bytes(data[:int(len(data) * cut) if isinstance(cut, float) else cut])
     check_refused(trainer, net, path, "holds no optimizer states, or is cut short")
@@ -211,9 +217,8 @@ def test_unfit_file_is_refused_and_changes_nothing(saved, loading, message, path
 
     net, trainer = build(**saved)
     if saved.get("extra"):
-        with autograd.record():
-            loss = net(nd.ones((4, 3))).sum() + trainer._params[-1].data().sum()
-        trainer.backward(loss)
+        trainer.backward(recorded(
+            lambda: net(nd.ones((4, 3))).sum() + trainer._params[-1].data().sum()))
         trainer.step(4)
     else:
         fit(net, trainer, 2)
@@ -226,9 +231,7 @@ def test_unfit_file_is_refused_and_changes_nothing(saved, loading, message, path
 def test_changed_sort_order_of_layers_is_refused(names, path):
     """dense9 sorts behind dense10, and dense10 before dense11."""
     def trained(names):
-        net = nn.HybridSequential()
-        net.add(*(nn.Dense(3, in_units=3, prefix=name) for name in names))
-        net.initialize()
+        net = ready(sequence(*(nn.Dense(3, in_units=3, prefix=name) for name in names)))
         trainer = of(net)
         fit(net, trainer, 1)
         return net, trainer
@@ -240,11 +243,7 @@ def test_changed_sort_order_of_layers_is_refused(names, path):
     trainer.load_states(path)
 
 
-def test_scale_out_of_bounds_is_refused_and_changes_nothing(path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
+def test_scale_out_of_bounds_is_refused_and_changes_nothing(saved, path):
     net = make()
     check_refused(of(net, loss_scale=amp.DynamicLossScale(initial=4, maximum=8)), net, path,
                   r"scale must lie between minimum=\S+ and maximum=8")
@@ -255,11 +254,8 @@ def test_missing_file_raises_file_not_found_error(path):
         of(make()).load_states(path)
 
 
-def test_failed_save_leaves_old_file_intact(path, tmp_path, monkeypatch):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
+def test_failed_save_leaves_old_file_intact(saved, path, tmp_path, monkeypatch):
+    net, trainer = saved
     old = Path(path).read_bytes()
 
     def full(descriptor):
@@ -314,9 +310,7 @@ def test_states_of_row_sparse_weights_are_loaded(path):
     rows = nd.arange(4)
 
     def step(trainer):
-        with autograd.record():
-            loss = weight.row_sparse_data(rows).sum()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: weight.row_sparse_data(rows).sum()))
         trainer.step(1)
 
     trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
@@ -408,11 +402,9 @@ def test_file_that_names_other_functions_is_refused_before_execution(where, path
 
 
 @pytest.mark.parametrize("core", ["numpy.core", "numpy._core"])
-def test_files_written_with_numpy_1_or_2_load(core, path):
+def test_files_written_with_numpy_1_or_2_load(core, saved, path):
     """They name internal modules of numpy, which numpy 2 moved."""
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
+    _, trainer = saved
     states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
     optimizer.param_dict, optimizer.lr = {}, np.float64(0.25)
     written = pickle.dumps((states, optimizer), protocol=3)  # writes names of modules as plain text
@@ -492,16 +484,18 @@ def scheduled(**kwargs):
     return net, amp.Trainer(net.collect_params(), "sgd", kwargs, loss_scale=8)
 
 
-def test_a_scheduler_of_the_user_is_given_again_and_gets_its_attributes(path):
-    net, first = scheduled(lr_scheduler=Halving(base_lr=1.0))
+@pytest.mark.parametrize("cls", [Halving, Plateau])
+def test_a_scheduler_of_the_user_is_given_again_and_gets_its_state(cls, path):
+    net, first = scheduled(lr_scheduler=cls(base_lr=1.0))
+    first.optimizer.lr_scheduler.bad = 3
     fit(net, first)
     first.save_states(path)
-    again = Halving(base_lr=4.0)
+    again = cls(base_lr=4.0 if cls is Halving else 1.0)
     _, second = scheduled(lr_scheduler=again)
     second.load_states(path)
-    assert again.last == 3
     assert second.learning_rate == first.learning_rate == 0.125
     assert second.optimizer.lr_scheduler is again
+    assert again.last == 3 if cls is Halving else again.bad == 3
 
 
 @pytest.mark.parametrize("other", [
@@ -514,19 +508,6 @@ def test_a_scheduler_of_the_user_that_is_not_given_is_refused_by_its_name(other,
     net, second = scheduled(**other)
     check_refused(second, net, path,
                   r"trainer\.states .*test_states\.Halving.*lr_scheduler=Halving")
-
-
-def test_a_scheduler_with_state_dict_resumes(path):
-    net, first = scheduled(lr_scheduler=Plateau(1.0))
-    first.optimizer.lr_scheduler.bad = 3
-    fit(net, first)
-    first.save_states(path)
-    again = Plateau(1.0)
-    _, second = scheduled(lr_scheduler=again)
-    second.load_states(path)
-    assert second.learning_rate == first.learning_rate == 0.125
-    again.bad = 1  # the script's own object stays in use
-    assert second.learning_rate == 0.5
 
 
 def test_a_state_that_load_state_dict_refuses_changes_nothing(path):
@@ -554,8 +535,7 @@ def test_an_attribute_that_no_file_can_hold_is_refused_when_saved(owner, value, 
 @pytest.mark.parametrize("name", ["Slow", "Counting"])
 def test_an_optimizer_of_the_user_is_given_again(name, path):
     cls = globals()[name]
-    net = make()
-    trainer = amp.Trainer(net.collect_params(), cls(learning_rate=0.5), loss_scale=8)
+    net, trainer = with_trainer(make(), cls(learning_rate=0.5), loss_scale=8)
     fit(net, trainer)
     trainer.optimizer.lr = 0.25
     trainer.save_states(path)
@@ -596,11 +576,8 @@ class Counting(mx.optimizer.SGD):
 
 # ---- damaged files
 
-def test_single_flipped_bit_is_refused(path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
+def test_single_flipped_bit_is_refused(saved, path):
+    net, trainer = saved
     data = Path(path).read_bytes()
     fit(net, trainer, 2)
     before = everything(net, trainer)
@@ -612,7 +589,7 @@ def test_single_flipped_bit_is_refused(path):
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored")  # MXNet's, for an incomplete array
-def test_flipped_bits_without_checksum_are_refused_or_load(path):
+def test_flipped_bits_without_checksum_are_refused_or_load(saved, path):
     def load():
         try:
             trainer.load_states(path)
@@ -620,9 +597,7 @@ def test_flipped_bits_without_checksum_are_refused_or_load(path):
             return str(error)
         return None
 
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
+    net, trainer = saved
     gluon.Trainer.save_states(trainer, path)
     data, refused = Path(path).read_bytes(), []
     for i in range(0, len(data), 17):
@@ -640,35 +615,23 @@ def test_flipped_bits_without_checksum_are_refused_or_load(path):
     assert refused
 
 
+INVALID = [  # settings of an optimizer, pickled or in JSON
+    {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
+    {"clip_gradient": float("nan")}, {"wd_mult": []}, {"multi_precision": "yes"}]
+
+
 @pytest.mark.parametrize("change", [
-    lambda o: setattr(o, "trainer_state", 3), lambda o: delattr(o, "lr"),
-    lambda o: setattr(o, "trainer_state", {"skipped": "many"}),
-    lambda o: setattr(o, "trainer_state", {"names": 3}),
-    lambda o: setattr(o, "trainer_state", {"loss_scale": 5})])
-def test_invalid_contents_are_refused_with_file_name(change, path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.optimizer.trainer_state = {}
+    *INVALID, {"lr_mult": {0: None}}, {"update": np.float64}, {"trainer_state": 3}, {"lr": ...},
+    {"trainer_state": {"skipped": "many"}}, {"trainer_state": {"names": 3}},
+    {"trainer_state": {"loss_scale": 5}}])
+def test_invalid_pickled_settings_are_refused(change, saved, path):
+    net, trainer = saved
     states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
-    optimizer.param_dict = {}
-    change(optimizer)
+    vars(optimizer).update({"trainer_state": {}, **change}, param_dict={})
+    if change == {"lr": ...}:  # missing
+        del optimizer.lr
     Path(path).write_bytes(pickle.dumps((states, optimizer)))
     check_refused(trainer, net, path, r"trainer\.states")
-
-
-@pytest.mark.parametrize("change", [
-    {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
-    {"clip_gradient": float("nan")}, {"lr_mult": {0: None}}, {"wd_mult": []},
-    {"update": np.float64}, {"multi_precision": "yes"}])
-def test_invalid_settings_are_refused(change, path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
-    vars(optimizer).update(change, param_dict={})
-    Path(path).write_bytes(pickle.dumps((states, optimizer)))
-    check_refused(trainer, net, path, "it (holds|replaces) ")
 
 
 def rewrite(path, change):
@@ -679,64 +642,40 @@ def rewrite(path, change):
     Path(path).write_bytes(fuzz_states.sealed(json.dumps(saved).encode() + b"\n" + arrays))
 
 
-@pytest.mark.parametrize("change", [
-    {"lr": float("nan")}, {"wd": None}, {"momentum": float("inf")}, {"num_update": -1},
-    {"clip_gradient": float("nan")}, {"lr_mult": {"$dict": [[0, None]]}}, {"wd_mult": []},
-    {"_all_index_update_counts": {"$dict": [[0, {"$dict": [[0, "1"]]}]]}},
-    {"update": 1}, {"multi_precision": "yes"}, {"momentum": {"$array": ["nd", 64]}},
-    {"momentum": {"$tuple": 5}}, {"extra": {"$dict": [[2 ** 62, 1]]}}])
-def test_invalid_settings_with_a_checksum_are_refused(change, path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
-    rewrite(path, lambda saved: saved["optimizer"][1].update(change))
-    check_refused(trainer, net, path, r"trainer\.states")
+@pytest.mark.parametrize(("part", "change"), [
+    *(("optimizer", change) for change in INVALID),
+    ("optimizer", {"lr_mult": {"$dict": [[0, None]]}}), ("optimizer", {"update": 1}),
+    ("optimizer", {"_all_index_update_counts": {"$dict": [[0, {"$dict": [[0, "1"]]}]]}}),
+    ("optimizer", {"momentum": {"$array": ["nd", 64]}}), ("optimizer", {"momentum": {"$tuple": 5}}),
+    ("optimizer", {"extra": {"$dict": [[2 ** 62, 1]]}}),
+    # a scheduler without a later rate
+    ("scheduler", {"final_lr": float("inf")}), ("scheduler", {"power": float("inf")}),
+    ("scheduler", {"max_update": 0}), ("scheduler", {"warmup_steps": 5, "warmup_mode": "slow"}),
+    ("scheduler", {"base_lr": "high"}),
+    ("training", {"skipped": "many"}), ("training", {"names": 3}), ("training", {"loss_scale": 5}),
+    ("training", {"loss_scale": {"scale": "x"}}), ("training", {"averaged": [3]}),
+    ("training", {"averaged": 3}),
+    *((part, None) for part in ("states", "optimizer", "scheduler", "training"))])
+def test_invalid_contents_with_a_checksum_are_refused(part, change, path):
+    def invalid(contents):
+        if change is None:  # the part is missing
+            del contents[part]
+        else:
+            (contents[part] if part == "training" else contents[part][1]).update(change)
 
-
-@pytest.mark.parametrize("change", [
-    {"final_lr": float("inf")}, {"power": float("inf")}, {"max_update": 0},
-    {"warmup_steps": 5, "warmup_mode": "slow"}, {"base_lr": "high"}])
-def test_settings_of_a_scheduler_without_a_later_rate_are_refused(change, path):
-    net = make()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {
-        "lr_scheduler": mx.lr_scheduler.PolyScheduler(20, base_lr=0.1, warmup_steps=1)})
-    fit(net, trainer)
-    trainer.save_states(path)
-    rewrite(path, lambda saved: saved["scheduler"][1].update(change))
-    check_refused(trainer, net, path, r"trainer\.states")
-
-
-def test_long_digits_in_names_are_refused(path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
-    rewrite(path, lambda saved: saved["training"]["names"].__setitem__(0, "dense" + "9" * 10 ** 5))
-    check_refused(trainer, net, path, "another order")
-
-
-@pytest.mark.parametrize("change", [
-    {"skipped": "many"}, {"names": 3}, {"loss_scale": 5},
-    {"loss_scale": {"scale": "x"}}, {"averaged": [3]}, {"averaged": 3}])
-def test_invalid_state_of_the_training_is_refused(change, path):
-    net = make()
-    trainer = of(net)
+    net, trainer = with_trainer(make(), "sgd", {"momentum": 0.9, "lr_scheduler":
+                                                SCHEDULERS["poly"](base_lr=0.1, warmup_steps=1)})
     amp.AveragedWeights(trainer, 0.5)
     fit(net, trainer)
     trainer.save_states(path)
-    rewrite(path, lambda saved: saved["training"].update(change))
+    rewrite(path, invalid)
     check_refused(trainer, net, path, r"trainer\.states")
 
 
-@pytest.mark.parametrize("part", ["states", "optimizer", "scheduler", "training"])
-def test_a_missing_part_is_refused(part, path):
-    net = make()
-    trainer = of(net)
-    fit(net, trainer)
-    trainer.save_states(path)
-    rewrite(path, lambda saved: saved.pop(part))
-    check_refused(trainer, net, path, r"trainer\.states")
+def test_long_digits_in_names_are_refused(saved, path):
+    net, trainer = saved
+    rewrite(path, lambda saved: saved["training"]["names"].__setitem__(0, "dense" + "9" * 10 ** 5))
+    check_refused(trainer, net, path, "another order")
 
 
 @pytest.mark.mx_nd("no sparse arrays")
@@ -746,9 +685,7 @@ def test_row_sparse_states_with_other_indices_are_refused(rows, path):
     weight.initialize(init="ones")
     trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
                           loss_scale=None)
-    with autograd.record():
-        loss = weight.row_sparse_data(nd.arange(4)).sum()
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: weight.row_sparse_data(nd.arange(4)).sum()))
     trainer.step(1)
     trainer.save_states(path)
     data = Path(path).read_bytes()
