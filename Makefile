@@ -118,7 +118,7 @@ endef
 .venv/horovod: .venv/setup
 	$(BIN)/python -m pip install -q 'cmake<4' wheel 'setuptools<81' packaging cloudpickle psutil pyyaml cffi
 	mkdir -p build/numpy_names
-	cp gluon_amp/_numpy.py build/numpy_names/numpy_names.py
+	cp gluon_amp/numpy_names.py build/numpy_names
 	echo 'import numpy_names; numpy_names.install()' > build/numpy_names/sitecustomize.py
 	printf '%s\n' '#!/bin/sh' 'if [ "$$1" = --build ]; then exec cmake "$$@"; fi' \
 		'exec cmake "$$@" -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O3 -DNDEBUG"' > build/cmake_without_debug

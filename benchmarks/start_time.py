@@ -16,12 +16,12 @@ import harness
 from harness import amp
 from mxnet import gluon, nd
 
-# MXNet does not import with numpy 1.24 and later: _numpy.py adds the removed names.
+# MXNet does not import with numpy 1.24 and later: numpy_names.py adds the removed names.
 IMPORTS = f"""
 import sys, time
 sys.path.insert(0, {str(Path(amp.__file__).parent)!r})
-import _numpy
-_numpy.install()
+import numpy_names
+numpy_names.install()
 del sys.path[0]
 times = [time.perf_counter()]
 import mxnet

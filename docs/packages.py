@@ -1,5 +1,6 @@
 """Reads the imports of gluon_amp's files, and draws its packages."""
 import ast
+import functools
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,12 +13,14 @@ ACROSS = {"cpu": 0.5, "graph": 0.3, "parallel": 0.75, "gluon": 0.2, "training": 
           "symbolic": 0.68, "reports": 0.89, "onnx": 0.12, "inspection": 0.78, "tools": 0.55}
 
 
+@functools.lru_cache(maxsize=None)
 def files():
     """Returns the syntax tree of each Python file, by its path without the suffix."""
     return {path.relative_to(PACKAGE).with_suffix("").as_posix(): ast.parse(path.read_text())
             for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@functools.lru_cache(maxsize=None)
 def imports():
     """Returns the files that each file imports, also inside functions."""
     trees = files()

@@ -1,10 +1,7 @@
 """Mixed-precision training for Apache MXNet."""
 from typing import NoReturn
 
-from . import (
-    _mxnet,  # noqa: F401  (first: every other module may import from mxnet)
-    data,
-)
+from . import data  # first: its import is that of MXNet, which other modules import by name
 from .cpu import library
 from .cpu.library import KernelError
 from .gluon.convert import convert, restore

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Tuple
 
-from . import _numpy
+from . import numpy_names
 from .tools.cli import main
 
 
@@ -19,14 +19,14 @@ def _run(path: str, arguments: List[str]) -> None:
     if not Path(path).is_file():
         sys.exit(f"gluon-amp: there is no script {path}")
     folder = Path(path).resolve().parent
-    _numpy.PACKAGES.update(module.stem for module in folder.iterdir()
+    numpy_names.PACKAGES.update(module.stem for module in folder.iterdir()
                            if module.suffix == ".py" or module.is_dir())
     sys.argv = [path, *arguments]
     if getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, str(folder))
     else:
         sys.path[0] = str(folder)
-    runpy.run_path(path, {"__builtins__": _numpy.BUILTINS}, "__main__")
+    runpy.run_path(path, {"__builtins__": numpy_names.BUILTINS}, "__main__")
 
 
 def _is_script(arguments: List[str]) -> bool:

@@ -3,9 +3,9 @@
 MXNet 1.9.1 predates numpy 1.24, Python's CUDA wheels and GPUs of capability 9.0. `cuda/load.py`
 loads CUDA libraries and kernels for the visible GPUs. This module sets `MXNET_SAFE_ACCUMULATION` to
 1 (float16 sums in float32) and `MXNET_SUBGRAPH_VERBOSE` to 0 (no line on stderr for each executor),
-unless the user has set them. MXNet gets the names that numpy has removed (`_numpy.py`); numpy
+unless the user has set them. MXNet gets the names that numpy has removed (`numpy_names.py`); numpy
 itself does not change.
-Modules of this package import `mx` and `np` from here.
+Modules of the core import `mx` and `np` from here.
 """
 import functools
 import multiprocessing
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, List,
 
 import numpy as np
 
-from . import _numpy
+from . import numpy_names
 from .checks import pip_install
 from .cuda import load, wheel
 
@@ -35,19 +35,7 @@ REPAIRS = os.environ.get("GLUON_AMP_REPAIRS") != "off"
 _SYSTEM = {"libgomp": "libgomp1", "libquadmath": "libquadmath0"}
 # MXNet's wheels require numpy below 2, and so Python below 3.13
 _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA GPUs)" \
-    if _numpy.NUMPY_2 else f"{pip_install('cpu')} ('.[cu112]' for NVIDIA GPUs)"
-
-
-def installed_builds() -> List[str]:
-    """Returns the MXNet distributions of the package that `import mxnet` loads, such as
-    ['mxnet-cu112']: those in its entry of `sys.path`."""
-    package = wheel.package()
-    if package is None:
-        return []
-    # by folder names: reading the metadata of all distributions takes 20 ms
-    names = {path.name.split("-")[0].lower().replace("_", "-")
-             for path in package.parent.glob("mxnet*-info")}
-    return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))
+    if numpy_names.NUMPY_2 else f"{pip_install('cpu')} ('.[cu112]' for NVIDIA GPUs)"
 
 
 def _check_environment(builds: List[str]) -> None:
@@ -58,9 +46,9 @@ def _check_environment(builds: List[str]) -> None:
 
 
 def _import_mxnet() -> Any:
-    builds = installed_builds()
+    builds = wheel.installed_builds()
     _check_environment(builds)
-    _numpy.install()
+    numpy_names.install()
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")
     load.prepare(builds)
@@ -93,7 +81,7 @@ def _import_mxnet() -> Any:
             remedy += f", for {wheel.DISTRIBUTION}: pip uninstall -y {' '.join(others)} first"
         raise ImportError(f"MXNet does not load: {error}. {remedy}") from error
     load.check()
-    if _numpy.NUMPY_2:
+    if numpy_names.NUMPY_2:
         _sum_in_float64(mxnet.metric.EvalMetric)
     if not hasattr(np.ndarray, "tostring"):
         _pack_labels(mxnet.recordio)
@@ -217,16 +205,6 @@ def _sum_in_float64(metric: Any) -> None:
         object.__setattr__(self, name, value)
 
     metric.__setattr__ = set_attribute
-
-
-def message(error: Exception) -> str:
-    """Returns the message of an MXNet exception without source location, failed condition and full
-    stop."""
-    lines = [line for line in str(error).splitlines()
-             if line.strip() and not line.startswith(("Traceback", "  File"))]
-    said = lines[0] if lines else type(error).__name__
-    said = re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
-    return said.rstrip(" .")  # callers append to it
 
 
 if TYPE_CHECKING:

@@ -82,6 +82,16 @@ def in_names(names: Iterable[str], most: int = 5) -> str:
     return f" in {listed(names, most)}" if names else ""
 
 
+def message(error: Exception) -> str:
+    """Returns the message of an MXNet exception without source location, failed condition and full
+    stop."""
+    lines = [line for line in str(error).splitlines()
+             if line.strip() and not line.startswith(("Traceback", "  File"))]
+    said = lines[0] if lines else type(error).__name__
+    said = re.sub(r"^MXNetError: |\[[\d:]+\] \S+: |Check failed: .*?: (?=\w)", "", said)
+    return said.rstrip(" .")  # callers append to it
+
+
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """Returns a text such as ". Did you mean a or b?", or "" if no name is similar.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 MXNET_ALONE = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1] / "gluon_amp")!r})
-import _numpy
-_numpy.install()
+import numpy_names
+numpy_names.install()
 del sys.path[0]
 """

@@ -1,4 +1,5 @@
-"""Imports have no cycles; the docs name every file and every private name of MXNet."""
+"""Imports lead down the table of layers, and what stands around the core uses its public names
+alone. The docs name every file and every private name of MXNet."""
 import ast
 import functools
 import re
@@ -41,8 +42,105 @@ def test_files_have_no_import_cycle():
     assert cycle(imports()) == []
 
 
-def test_packages_have_no_import_cycle():
-    assert cycle(packages()) == []
+# Each file or folder imports from its own layer and from those before it.
+CORE = {
+    "values and texts": "numpy_names version annotations checks files",
+    # Before MXNet's import: what it loads, and the packs of kernels. What builds and installs packs
+    # stands around the core.
+    "CUDA libraries": "cuda/__init__ cuda/devices cuda/fatbin cuda/kernels cuda/libraries "
+                      "cuda/load cuda/pack cuda/wheel",
+    "MXNet's import": "_mxnet",
+    "formats": "formats policy",
+    "engine": "cpu",
+    "graphs": "data graph record",
+    "workers": "parallel",
+    "training": "training",
+    "networks": "gluon",
+    "symbols": "symbolic"}
+AROUND = {
+    "reports": "reports",
+    "inspection": "inspection",
+    "ONNX": "onnx",
+    "packs": "cuda/build cuda/comparison cuda/elf cuda/install cuda/ptx cuda/sources cuda/toolkit",
+    "commands": "tools",
+    "interface": "__init__ __main__"}
+LAYERS = {**CORE, **AROUND}
+
+
+def layer_of(name):
+    """The layer of a file, which the table has, or of its folder."""
+    return next(layer for layer, names in LAYERS.items()
+                if {name, name.partition("/")[0]} & {*names.split()})
+
+
+def test_files_import_from_lower_layers():
+    order = [*LAYERS]
+    wrong = [f"{name} imports {target}" for name, targets in imports().items()
+             for target in targets if order.index(layer_of(target)) > order.index(layer_of(name))]
+    assert wrong == []
+
+
+def test_imports_are_relative():
+    assert [name for name, tree in files().items() for node in ast.walk(tree)
+            if isinstance(node, ast.Import) and any(a.name == "gluon_amp" or a.name.startswith(
+                "gluon_amp.") for a in node.names)
+            or isinstance(node, ast.ImportFrom) and not node.level
+            and (node.module or "").split(".")[0] == "gluon_amp"] == []
+
+
+PYTHON = {"_replace", "_asdict", "_fields"}  # of named tuples
+
+
+def is_private(name):
+    return bool(re.match("_[a-zA-Z]", name))
+
+
+def private_names_of_others(tree):
+    """Private names that a file imports, reads or sets of other objects than `self`, as (line,
+    name); and those of `self`."""
+    others, own = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            others += [(node.lineno, part) for part in (node.module or "").split(".")]
+            others += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            is_own = getattr(node.value, "id", "") in ("self", "cls")
+            (own if is_own else others).append((node.lineno, node.attr))
+        elif isinstance(node, ast.Call):
+            others += [(node.lineno, keyword.arg or "") for keyword in node.keywords]
+            if getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr", "delattr"):
+                others += [(node.lineno, str(a.value)) for a in node.args
+                           if isinstance(a, ast.Constant)]
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) \
+                and getattr(getattr(node.value, "func", None), "id", "") == "vars":
+            others.append((node.lineno, str(node.slice.value)))
+    return ([(line, name) for line, name in names if is_private(name)] for names in (others, own))
+
+
+def names_defined(tree):
+    """Names of functions and classes, and of attributes of `self` and of classes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_around_the_core_no_file_uses_private_names_of_others():
+    of_mxnet = PYTHON.union(*listed().values())
+    around = {name: tree for name, tree in files().items() if layer_of(name) in AROUND}
+    defined = {layer: set() for layer in AROUND}
+    for name, tree in around.items():
+        defined[layer_of(name)].update(names_defined(tree))
+    wrong = []
+    for name, tree in around.items():
+        others, own = private_names_of_others(tree)
+        own = [(line, each) for line, each in own if each not in defined[layer_of(name)]]
+        wrong += [f"{name}.py, line {line}: {each}" for line, each in [*others, *own]
+                  if each not in of_mxnet]
+    assert wrong == []
 
 
 def test_architecture_page_names_every_file():
@@ -52,12 +150,12 @@ def test_architecture_page_names_every_file():
     assert [name for name in names if f"`{name.split('/')[-1]}`" not in text] == []
 
 
-def test_architecture_page_orders_packages_by_imports():
+def test_architecture_page_orders_packages_as_the_layers():
     table = (DOCS / "architecture.md").read_text().partition("## Packages")[2].partition("\n## ")[0]
-    order = re.findall(r"(?m)^\| `(\w+)/` \|", table)
-    for package, targets in packages().items():
-        for target in targets:
-            assert order.index(target) <= order.index(package), f"{package} imports {target}"
+    rows = re.findall(r"(?m)^\| `(\w+)/` \|", table)
+    folders = {name.partition("/")[0] for name in files() if "/" in name}
+    layers = [name for names in LAYERS.values() for name in names.split() if name in folders]
+    assert [name for name in rows if name != "cuda"] == layers
 
 
 def test_package_diagram_shows_every_package():

@@ -43,7 +43,7 @@ LANGUAGES = {"python", "python process", "output", "diff", "diff mxnet", "text",
 # MXNet without gluon_amp, imported with the names removed from numpy. Each line of stdin is the
 # path of code, which a fork runs.
 MXNET_ALONE = f"""import gc, os, runpy, sys
-runpy.run_path({str(ROOT / "gluon_amp" / "_numpy.py")!r})["install"]()
+runpy.run_path({str(ROOT / "gluon_amp" / "numpy_names.py")!r})["install"]()
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import nn

@@ -10,7 +10,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any, Callable
 
-from .. import _numpy
+from .. import numpy_names
 from .._mxnet import keeping_graphs, mx, np, replace
 
 
@@ -23,7 +23,7 @@ _NUMBER = 12  # of bfloat16 in MXNet
 BFLOAT16 = np.dtype((bfloat, mx.nd.ndarray._DTYPE_MX_TO_NP[_NUMBER]))
 
 
-class _Dtype(metaclass=_numpy.StandsFor):
+class _Dtype(metaclass=numpy_names.StandsFor):
     """numpy's dtype for MXNet, which also accepts "bfloat16"."""
     replaced = np.dtype
 
@@ -125,10 +125,10 @@ def _register_type() -> None:
     for name, module in list(sys.modules.items()):  # MXNet may have been imported before
         for key, value in list(vars(module).items()) if name.partition(".")[0] == "mxnet" else ():
             if value is np:
-                setattr(module, key, _numpy.AS_IT_WAS)
-    vars(_numpy.AS_IT_WAS)["dtype"] = _Dtype
+                setattr(module, key, numpy_names.AS_IT_WAS)
+    vars(numpy_names.AS_IT_WAS)["dtype"] = _Dtype
     for name in ("array", "asarray", "ascontiguousarray"):
-        vars(_numpy.AS_IT_WAS)[name] = _on_float32(getattr(_numpy.AS_IT_WAS, name))
+        vars(numpy_names.AS_IT_WAS)[name] = _on_float32(getattr(numpy_names.AS_IT_WAS, name))
     mx.nd.ndarray._DTYPE_MX_TO_NP[_NUMBER] = BFLOAT16
     for scalar in (bfloat, np.void):  # the types of BFLOAT16 and of MXNet's dtype
         mx.nd.ndarray._DTYPE_NP_TO_MX[scalar] = _NUMBER

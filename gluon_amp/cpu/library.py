@@ -40,8 +40,8 @@ from mxnet._ctypes.ndarray import _imperative_invoke
 from mxnet.ndarray.sparse import _ndarray_cls
 
 from .._mxnet import REPAIRS, mx, np, replace
-from .._numpy import CORE
 from ..annotations import DType
+from ..numpy_names import CORE
 from . import bfloat16
 
 # the features of the processor and of the operating system

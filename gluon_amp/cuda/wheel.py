@@ -1,11 +1,12 @@
 """MXNet's CUDA wheel that packs of kernels are for: mxnet-cu112 1.9.1."""
 import importlib.util
 import os
+import re
 import struct
 import zipfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 from ..files import new_folder
 
@@ -100,3 +101,15 @@ def _gnu_build_id(notes: bytes) -> Optional[str]:
             return notes[start:start + value].hex()
         at = start + value + -value % 4
     return None
+
+
+def installed_builds() -> List[str]:
+    """Returns the MXNet distributions of the package that `import mxnet` loads, such as
+    ['mxnet-cu112']: those in its entry of `sys.path`."""
+    folder = package()
+    if folder is None:
+        return []
+    # by folder names: reading the metadata of all distributions takes 20 ms
+    names = {path.name.split("-")[0].lower().replace("_", "-")
+             for path in folder.parent.glob("mxnet*-info")}
+    return sorted(n for n in names if re.fullmatch(r"mxnet(-mkl|-native|-cu\d+(mkl)?)?", n))

@@ -9,17 +9,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
+import mxnet as mx
+import numpy as np
 from mxnet import autograd
 
-from .._mxnet import mx, np
 from ..annotations import Array, Block, Context, Network, Trainer
 from ..cpu.arrays import dtype_name, to_float32
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock, Op, make_op, parameters_in
+from ..gluon.observe import observed, policy_in_use, replaced
 from ..graph.build import cached_op
 from ..graph.graph import Entry, Graph, Node
 from .tensors import Counts, Key
-from .watch import Observer, flags_of, observed, replaced
+from .watch import Observer, flags_of
 
 _MARK = "_gluon_amp_mark"  # ends the names of the identities behind a graph's outputs
 OBSERVED = "this network is observed by another Monitor: close that one first, or use one " \
@@ -188,7 +190,7 @@ class HookObserver(Observer):
     def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
         graph, types = block.mixed_graph(dtypes)
         op, inputs = make_op(
-            block, self._marked(graph) if trains else graph, types, block._amp.policy,
+            block, self._marked(graph) if trains else graph, types, policy_in_use(block),
             [d.name for d in block._cached_graph[0]], parameters_in(block), flags_of(block),
             on_gpu)
         hooked: Any = self._hooked(op, graph) if trains else op

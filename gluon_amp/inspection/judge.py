@@ -87,7 +87,7 @@ class Training(NamedTuple):
             return cls(largest=1.0, checks=False)
         scale = trainer.scaling
         return cls(getattr(scale, "minimum", scale.scale), getattr(scale, "maximum", scale.scale),
-                   scale.scales or trainer._step.max_norm is not None)
+                   scale.scales or trainer.max_norm is not None)
 
     @property
     def fails(self) -> str:

@@ -10,7 +10,8 @@ import math
 import re
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set, Tuple, Union
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..annotations import Array, Batch, Block, Module, Network
 from ..checks import listed
 from ..cpu.arrays import TYPES_16BIT, dtype_name, to_float32

@@ -12,17 +12,19 @@ import re
 from contextlib import ExitStack
 from typing import Any, Iterable, List, Optional, Union
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..annotations import Block, Network, Trainer
 from ..checks import did_you_mean, whole_number
 from ..formats import BFLOAT16
+from ..gluon.observe import hybrid_blocks, is_observed, policy_in_use
 from ..graph.graph import Graph
 from ..graph.keep import operator_names
 from ..reports.events import EventFile
 from .hooks import OBSERVED, HookObserver, plain_graphs
 from .lines import Line, tensor_line
 from .tensors import Key
-from .watch import EngineObserver, hybrid_blocks
+from .watch import EngineObserver
 
 log = logging.getLogger("gluon_amp")
 
@@ -103,7 +105,7 @@ class Monitor:
     def _create_observer(self) -> Union[EngineObserver, HookObserver]:
         on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
         # To count products of bfloat16, the engine computes them in float32, with other bits.
-        exact = not any(block._amp.policy.compute == BFLOAT16 for block in self._blocks)
+        exact = not any(policy_in_use(block).compute == BFLOAT16 for block in self._blocks)
         if on_cpus and exact and not plain_graphs(self._net):
             return EngineObserver(self._net, self._trainer, self._is_chosen)
         return HookObserver(self._net, self._trainer, self._is_chosen)
@@ -140,7 +142,7 @@ class Monitor:
         """Observes the next step, if it is one of the interval."""
         if (self.steps + 1) % self.interval:
             return
-        if any(block._amp.stand_in is not None for block in self._blocks):
+        if any(is_observed(block) for block in self._blocks):
             raise RuntimeError(OBSERVED)
         self._observing.enter_context(self._observer)
 

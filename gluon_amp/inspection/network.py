@@ -9,14 +9,16 @@ from contextlib import ExitStack, suppress
 from types import FrameType
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
-from .._mxnet import message, mx
+import mxnet as mx
+
 from ..annotations import Block, Network
+from ..checks import message
 from ..cpu.library import random_numbers_kept
-from ..gluon.converted import ConvertedBlock, Op, blocks_in, recording_names
+from ..gluon.converted import ConvertedBlock, Op, blocks_in, blocks_kept, recording_names
+from ..gluon.observe import hybrid_blocks, observed, traced_again
 from ..gluon.records import kept_in_blocks
 from ..gluon.records import owners as owners_among
 from ..graph.keep import Operators
-from .watch import hybrid_blocks, observed, replaced
 
 
 def outputs_of(net: Network, data: List[Any]) -> object:
@@ -73,10 +75,9 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
 
 def kept_already(net: Network) -> List[Any]:
     """Returns the entries of `keep=` for what the network already keeps in float32."""
-    converted: List[Any] = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
-    blocks = [b for b in converted if b._amp.keep]
-    nodes = sorted({name for b in converted for name in b._amp.kept.nodes
-                    if not any(name.startswith(kept.prefix) for kept in blocks)})
+    blocks = blocks_kept(net)
+    nodes = sorted(name for name in kept_in_blocks(blocks_in(net)).nodes
+                   if not any(name.startswith(kept.prefix) for kept in blocks))
     names = dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes])
     return [*names, *kept_operators(net)]
 
@@ -116,14 +117,9 @@ def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
     with ExitStack() as stack:
         hybrid = hybrid_blocks(net)
-        for block in hybrid:  # hides the traced graphs
-            if not isinstance(block, mx.gluon.SymbolBlock):
-                stack.enter_context(replaced(block, _cached_graph=(), _in_format=None,
-                                             _out_format=None))
-                stack.enter_context(replaced(block._amp, traces={}))
-        for context in (random_numbers_kept(), mx.autograd.record(), observed(hybrid, make),
-                        recording_names(blocks, lambda name: lines.setdefault(
-                            name, _line_of_the_user()))):
+        for context in (traced_again(hybrid), random_numbers_kept(), mx.autograd.record(),
+                        observed(hybrid, make), recording_names(
+                            blocks, lambda name: lines.setdefault(name, _line_of_the_user()))):
             stack.enter_context(context)
         outputs_of(net, data)
     line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from .._mxnet import mx, np
+import mxnet as mx
+import numpy as np
+
 from ..graph.graph import Entry, Graph, Node
 from ..graph.operators import family
 from .judge import Finding

@@ -11,9 +11,11 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
 
-from .._mxnet import message, mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Array, Block, LossFunction, Network
-from ..checks import iterator
+from ..checks import iterator, message
 from ..cpu.arrays import TYPES_16BIT, all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
@@ -26,6 +28,7 @@ from ..gluon.converted import (
     storage_types,
     wide_constants,
 )
+from ..gluon.observe import cached_ops_freed, hybrid_blocks, observed, policy_in_use
 from ..gluon.records import kept_in_blocks
 from ..graph.build import check_device
 from ..graph.casts import insert_casts
@@ -36,7 +39,7 @@ from .layout import Flow, Layout
 from .modules import HeadLosses, ModuleBlock, as_block
 from .network import can_be_named, outputs_of
 from .tensors import Counts, Key, Tensor
-from .watch import cached_ops_freed, counted_apart, hybrid_blocks, observed, read
+from .watch import counted_apart, read
 
 
 class Batch(NamedTuple):
@@ -115,7 +118,7 @@ class BlockGraph(NamedTuple):
                     node.name = block.prefix + node.name
             names = [block.prefix + name for name in names]
         return cls(block, graph, names, tuple(dtype_name(a.dtype) for a in arrays),
-                   [a.shape for a in arrays], block._amp.trace.kept)
+                   [a.shape for a in arrays], block.kept_nodes())
 
 
 class _Traced(Exception):
@@ -154,7 +157,7 @@ class Session:
             raise ValueError(f"{who} runs on CPUs only, where results are counted before they are "
                              "rounded. Received: data on a GPU")
         self.blocks = hybrid_blocks(self.net)
-        self.policy, self.parameters = self.net._amp.policy, self.net.collect_params()
+        self.policy, self.parameters = policy_in_use(self.net), self.net.collect_params()
         self.keep = kept_in_blocks(blocks_in(self.net)).nodes
         self.values: Optional[Dict[str, Any]] = None
         self.graphs: Dict[Any, BlockGraph] = {}
@@ -473,7 +476,7 @@ def _check(net: Network, who: str) -> None:
         raise TypeError(f"{who} takes a network that gluon_amp.convert has converted, with a "
                         "HybridBlock in it, whose graph it inspects. "
                         f"Received: {type(net).__name__}{hint}")
-    if net._amp.policy.is_float32:
+    if policy_in_use(net).is_float32:
         raise ValueError("the network is float32: convert it to a 16-bit policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:

@@ -11,10 +11,12 @@ import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
-from .._mxnet import mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Array
-from ..cpu import library
 from ..formats import FLOAT16, FLOAT32, Format
+from ..gluon.observe import counts_of
 from ..graph.operators import LOSSES, PRODUCTS
 
 _BIAS = 127  # bin 127 holds numbers from 1 to below 2
@@ -72,10 +74,7 @@ class Counts:
         """Counts the values of a float array; with `half`, as if they were rounded to float16."""
         numbers = np.ascontiguousarray(
             array.asnumpy() if isinstance(array, mx.nd.NDArray) else array, np.float32)
-        library.load()
-        counts = np.zeros(1, library.structure("Counts"))
-        library.table().count(numbers.ctypes.data, numbers.size, int(half), counts.ctypes.data)
-        return cls.of_engine(counts)[0]
+        return cls.of_engine(counts_of(numbers, half))[0]
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(getattr(self, name) + getattr(other, name) for name in _ADDED))

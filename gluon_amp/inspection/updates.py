@@ -7,7 +7,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Optional
 
-from .._mxnet import mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Array, Network
 from ..annotations import Trainer as GluonTrainer
 from ..cpu import library
@@ -16,7 +18,6 @@ from ..formats import FLOAT32, FORMATS, Format
 from ..training.gradients import clear_added
 from ..training.loss_scale import LossScaleError
 from ..training.optimizer import master_in
-from ..training.step import Stage
 from ..training.trainer import Trainer
 from .judge import SMALLEST_SCALE
 from .modules import bound_module
@@ -191,7 +192,7 @@ class ModuleUpdates(Updates):
 
     def _copied_updater(self) -> Any:
         updater = mx.optimizer.get_updater(copy.deepcopy(self.updater.optimizer))
-        fitting = getattr(self.session.net.module, "_fitting_states", None)  # loaded from a file
+        fitting = getattr(self.session.net.module, "fitting_states", None)  # loaded from a file
         updater.set_states(self.updater.get_states())
         if fitting:
             updater.states = copy.deepcopy(fitting[1])
@@ -200,11 +201,11 @@ class ModuleUpdates(Updates):
 
     def _clipped(self, gradients: List[Any], factor: float) -> float:
         """Returns the factor by which `clip_norm` scales the gradients times `factor`."""
-        steps = getattr(self.session.net.module, "_step", None)
-        if steps is None or steps.max_norm is None:
+        max_norm = getattr(self.session.net.module, "max_norm", None)  # MXNet's Modules have none
+        if max_norm is None:
             return 1.0
         norm = math.sqrt(float(squares(gradients).sum())) * factor
-        return min(steps.max_norm / norm, 1.0) if norm else 1.0
+        return min(max_norm / norm, 1.0) if norm else 1.0
 
 
 def _check_trainer(trainer: GluonTrainer, net: Network) -> None:
@@ -215,7 +216,7 @@ def _check_trainer(trainer: GluonTrainer, net: Network) -> None:
     own = {id(p) for p in net.collect_params().values()}
     if not any(id(parameter) in own for parameter in trainer._params):
         raise ValueError("the trainer has none of the network's parameters")
-    if isinstance(trainer, Trainer) and trainer._step.stage is not Stage.EMPTY:
+    if isinstance(trainer, Trainer) and trainer.pending:
         raise ValueError("gradients wait for the trainer's step: call step() before the X-ray, "
                          "which takes a step for each batch")
 

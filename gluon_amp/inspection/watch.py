@@ -3,42 +3,20 @@
 Observers of a network are a stack: the innermost one replaces its CachedOps and is called after
 each backward pass. The others continue when it ends.
 """
-import ctypes
 import functools
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mxnet import autograd
 
-from .._mxnet import mx, np
 from ..annotations import Block, Network, Trainer
 from ..cpu import library
-from ..gluon.converted import ConvertedHybridBlock, Op, blocks_in, make_op, parameters_in
+from ..gluon.converted import Op, make_op, parameters_in
+from ..gluon.observe import hybrid_blocks, observed, policy_in_use, read_counts
 from ..graph.graph import Node
 from .tensors import Counts, Key
 
 _STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
-
-
-# ---- hooks --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def replaced(of: object, **values: Any) -> Iterator[None]:
-    """Sets attributes of an object, and restores them at the end."""
-    before = {name: getattr(of, name) for name in values}
-    for name, value in values.items():
-        setattr(of, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(of, name, value)
-
-
-def hybrid_blocks(net: Network) -> List[Any]:
-    """Returns the converted blocks that run graphs."""
-    return [block for block in blocks_in(net) if isinstance(block, ConvertedHybridBlock)]
 
 
 def flags_of(block: Block) -> List[Any]:
@@ -46,48 +24,15 @@ def flags_of(block: Block) -> List[Any]:
     return [flag for flag in block._flags if flag[0] not in _STATIC]
 
 
-@contextmanager
-def observed(blocks: List[Any], make: Callable[..., Op], trainer: Optional[Trainer] = None,
-             after_pass: Optional[Callable[[float], None]] = None) -> Iterator[None]:
-    """Replaces the CachedOps of a network's blocks by the results of `make(block, key, arrays)`.
-
-    A gluon_amp.Trainer calls `after_pass` with the loss scale of each backward pass.
-    """
-    with ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(replaced(block._amp, stand_in=make))
-        if hasattr(trainer, "after_pass"):
-            stack.enter_context(replaced(trainer, after_pass=after_pass))
-        yield
-
-
-@contextmanager
-def cached_ops_freed(blocks: List[Any]) -> Iterator[None]:
-    """Frees the CachedOps of a network's blocks, which may hold much memory. The network creates
-    them again on demand. Those that replace them meanwhile leave nothing behind."""
-    with ExitStack() as stack:
-        for block in blocks:
-            block.free_ops()
-            stack.enter_context(replaced(block, _cached_op=None,
-                                         _cached_op_args=block._cached_op_args))
-        yield
-
-
 # ---- counts of the engine -----------------------------------------------------------------------
 
 
 def read() -> Dict[Key, Counts]:
     """Returns the engine's counts since the last call, and resets them."""
-    mx.nd.waitall()
-    table = library.table()
-    count, row = table.watched(), library.structure("WatchedRow")
-    taken: Any = np.frombuffer((ctypes.c_char * (row.itemsize * count)).from_address(
-        table.watched_rows()), row) if count else np.zeros(0, row)
-    length = ctypes.c_int64()
-    names = ctypes.string_at(table.watched_names(ctypes.byref(length)), length.value)
-    keys = _keys(names, *(tuple(taken[column].tolist()) for column in ("backward", "index")))
-    results = dict(zip(keys, Counts.of_engine(taken["counts"])))
-    for counts, sample, size in zip(results.values(), taken["sample"].copy(), taken["samples"]):
+    names, rows = read_counts()
+    keys = _keys(names, *(tuple(rows[column].tolist()) for column in ("backward", "index")))
+    results = dict(zip(keys, Counts.of_engine(rows["counts"])))
+    for counts, sample, size in zip(results.values(), rows["sample"], rows["samples"]):
         counts.sample = sample[:size]
     return results
 
@@ -212,7 +157,7 @@ class EngineObserver(Observer):
             if chosen and not node.is_variable and chosen(node.name) and dtype is not None:
                 self._choose(node)
                 self._formats[node.name] = dtype
-        return make_op(block, graph, types, block._amp.policy,
+        return make_op(block, graph, types, policy_in_use(block),
                        [d.name for d in block._cached_graph[0]], parameters_in(block),
                        flags_of(block), watch=trains,
                        chosen=self.inputs.__contains__ if chosen else None)

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..annotations import Batch as GivenBatch
 from ..annotations import LossFunction, Network, Trainer
 from ..checks import listed, positive_number, whole_number

@@ -7,7 +7,7 @@ state, is expanded to the batch size of the data. Anything else is refused.
 from types import ModuleType
 from typing import Any, List, Mapping, Optional, Sequence
 
-from .._mxnet import np
+import numpy as np
 
 NAME = "batch"  # of the size, in the file
 SIZES = (3, 5, 1)  # of which models are compared; some operators treat an axis of 1 as none

@@ -6,9 +6,9 @@ factor of two, or underflow removes more than a share of the norm.
 """
 from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 
+import mxnet as mx
 from mxnet import autograd
 
-from .._mxnet import mx
 from ..checks import iterator
 from ..cpu import library
 from ..formats import Format

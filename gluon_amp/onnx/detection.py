@@ -6,7 +6,8 @@ in the order of their scores, those left over as -1.
 import ast
 from typing import Any, List, Tuple
 
-from .._mxnet import np
+import numpy as np
+
 from .writer import Operator
 
 _LOWEST = float(np.finfo(np.float32).min)  # the score of a box that takes no part

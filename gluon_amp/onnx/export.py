@@ -27,15 +27,17 @@ from typing import (
     Union,
 )
 
+import mxnet as mx
+import numpy as np
 from mxnet import autograd
 
-from .._mxnet import message, mx, np
 from ..annotations import Array, Network, Symbol
-from ..checks import imports_of, listed
+from ..checks import imports_of, listed, message
 from ..cpu.arrays import TYPES_16BIT, dtype_name
 from ..files import replace_file
 from ..formats import FORMATS
 from ..gluon.converted import ConvertedHybridBlock, blocks_kept, recording_names
+from ..gluon.observe import policy_in_use
 from ..gluon.parameter import value_of
 from ..graph.casts import float32_variables, insert_casts
 from ..graph.graph import Entry, Graph, Node
@@ -159,7 +161,7 @@ def _block(net: Network, count: int, dtype: str,
         types = {name: "float32" if t in TYPES_16BIT else t for name, t in types.items()}
         graph = clean
     elif isinstance(net, ConvertedHybridBlock):
-        _check_policy(net._amp.policy, dtype)
+        _check_policy(policy_in_use(net), dtype)
         graph = net.with_casts(clean, types, recorded.union(kept))
     else:
         policy = get_policy(dtype)

@@ -5,7 +5,8 @@ Other operators are refused. `tests/onnx/test_onnx.py` runs every row in onnxrun
 import ast
 from typing import Any, Callable, Dict, List
 
-from .._mxnet import np
+import numpy as np
+
 from ..annotations import Shape
 from . import detection
 from .recurrent import recurrent

@@ -6,7 +6,8 @@ another order of gates, and both directions in one array.
 """
 from typing import Any, Dict, List
 
-from .._mxnet import np
+import numpy as np
+
 from .writer import Operator
 
 # MXNet's mode: ONNX's operator, and the index in MXNet of each of ONNX's gates

@@ -8,7 +8,8 @@ from itertools import count, takewhile
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, NoReturn, Optional, Set, Tuple
 
-from .._mxnet import np
+import numpy as np
+
 from ..annotations import DType
 from ..cpu.arrays import TYPES_16BIT
 from ..formats import FORMATS

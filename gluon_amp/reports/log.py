@@ -10,7 +10,8 @@ import sys
 import time
 from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, Tuple, Union
 
-from .._mxnet import np
+import numpy as np
+
 from ..checks import counted, whole_number
 from ..files import errors_of_damage, replace_text
 from .events import EventFile
@@ -152,7 +153,7 @@ class Log:
         if trainer is self._last:
             updated = skipped == self._skipped
         else:  # MXNet's Trainers skip no step
-            updated = getattr(getattr(trainer, "_step", None), "updated", True)
+            updated = getattr(trainer, "updated", True)
         self._last, self._skipped = trainer, skipped
         self._losses.append(mean)
         self._batch += 1

@@ -71,7 +71,7 @@ class _Module(Trained):
     _number = 0  # among this process's distributed Modules
     _states_file: Optional[str] = None  # loaded when the optimizer is initialized
     # An updater and its states for the next update. Until then it has the file's numbering.
-    _fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
+    fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
     _gradients: Sequence[Gradient] = ()
@@ -251,10 +251,10 @@ class _Module(Trained):
         if not self.optimizer_initialized:
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
         gradients = self._step.take("update()")
-        if self._fitting_states:
-            updater, states = self._fitting_states
+        if self.fitting_states:
+            updater, states = self.fitting_states
             files.give([updater], [states], updater.optimizer)
-            self._fitting_states = None
+            self.fitting_states = None
         self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
         if self._store_updates():
             self._workers.lay_out(gradient.own for gradient in gradients)
@@ -459,7 +459,7 @@ class _Module(Trained):
                                lambda counts: files.renumber(counts, trained, devices))
             self._step.load(training)
         files.give([updater], [states], maker)
-        self._fitting_states = updater, fitting
+        self.fitting_states = updater, fitting
         for one in self._modules():
             one._optimizer = maker
 

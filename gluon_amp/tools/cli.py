@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..checks import Parser, counted, positive
 from ..cpu.library import KernelError
 from ..files import replace_text

@@ -9,7 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Callable, List, Tuple
 
-from .._mxnet import mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Array, Block
 from ..checks import imports_of
 from ..gluon.convert import convert

@@ -15,9 +15,11 @@ from ctypes import byref
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
-from .._mxnet import installed_builds, message, mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Context
-from ..checks import aligned, counted, in_names, pip_install
+from ..checks import aligned, counted, in_names, message, pip_install
 from ..cpu import library
 from ..cuda import load, wheel
 from ..cuda.devices import GPU
@@ -117,7 +119,8 @@ def examine(model: Optional[str] = None, batch_size: int = 32,
     facts = {
         "trains": False, "reason": None, "devices": [], "notes": [],
         "gluon_amp": __version__, "python": platform.python_version(), "numpy": np.__version__,
-        "mxnet": {"version": mx.__version__, "builds": installed_builds(), "features": features},
+        "mxnet": {"version": mx.__version__, "builds": wheel.installed_builds(),
+                  "features": features},
         "cudnn": _cudnn() if "CUDNN" in features else None,
         **_gpus(), "cuda": _cuda(), "kernels": _kernels(), "environment": [*_environment()],
         "network": network}

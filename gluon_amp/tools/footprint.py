@@ -19,8 +19,10 @@ float32 arrays (see graph/build.py), which count as four.
 from math import prod
 from typing import Any, Dict, Set, Tuple
 
-from .._mxnet import message, mx, np
-from ..checks import did_you_mean, listed
+import mxnet as mx
+import numpy as np
+
+from ..checks import did_you_mean, listed, message
 from ..formats import FLOAT16
 from ..graph.graph import Graph
 from ..graph.operators import holds_numbers

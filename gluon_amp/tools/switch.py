@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Iterator, List, NoReturn
 from weakref import ref
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..checks import listed, positive_number
 from ..gluon.convert import convert
 from ..gluon.converted import ConvertedBlock, blocks_in
@@ -34,7 +35,7 @@ class Switch:
         self.trains: Any = None
         self._hybridized: List[ref[Any]] = []
         self._passes = 0  # backward passes since the last step
-        self._nested = False  # within a call that the switch has replaced
+        self.nested = False  # within a call that the switch has replaced
         self._gradients_scale = 1.0  # of the last backward pass
 
     def begin(self, one: Any) -> None:
@@ -100,7 +101,7 @@ class Switch:
 
     def check_reads_gradients(self) -> None:
         """Refuses a read of gradients that are multiplied by a loss scale."""
-        if self._gradients_scale != 1 and not self._nested:
+        if self._gradients_scale != 1 and not self.nested:
             self.refuse(
                 "the script reads gradients, which are multiplied by the loss scale, "
                 f"{self._gradients_scale:g}. Valid: --loss-scale none after --dtype "
@@ -116,16 +117,16 @@ class Switch:
     @property
     def replaces(self) -> bool:
         """Whether a backward pass is the Trainer's."""
-        return isinstance(self.trains, Trainer) and not self._nested
+        return isinstance(self.trains, Trainer) and not self.nested
 
     @contextmanager
     def own_calls(self) -> Iterator[None]:
         """Leaves MXNet's functions as they are within the block."""
-        before, self._nested = self._nested, True
+        before, self.nested = self.nested, True
         try:
             yield
         finally:
-            self._nested = before
+            self.nested = before
 
 
 def install(name: str, loss_scale: str = "auto") -> Switch:
@@ -159,7 +160,7 @@ def _loss_scale(text: str) -> GivenLossScale:
 def _replace_functions(switch: Switch) -> None:
     for cls in (mx.gluon.Block, mx.gluon.HybridBlock):
         def hybridize(self: Any, *args: Any, original: Any = cls.hybridize, **kwargs: Any) -> None:
-            if switch._nested:
+            if switch.nested:
                 original(self, *args, **kwargs)
                 return
             with switch.own_calls():

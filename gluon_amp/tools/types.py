@@ -5,11 +5,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Collection, List, Mapping, Optional, Tuple
 
-from .._mxnet import mx
+import mxnet as mx
+
 from ..annotations import Network
 from ..checks import aligned, counted
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock, blocks_in
+from ..gluon.observe import policy_in_use
 from ..graph import operators
 from ..graph.casts import sparse_nodes, touches_sparse
 from ..graph.graph import Entry, Graph, Node
@@ -88,7 +90,7 @@ def types(net: Network) -> Types:
     rows = Types()
     for block in ran:
         graph, declared = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
-        rows += _rows(graph, declared, block.kept_nodes(), block._amp.policy.compute)
+        rows += _rows(graph, declared, block.kept_nodes(), policy_in_use(block).compute)
     return rows
 
 

@@ -7,9 +7,11 @@ import time
 from functools import partial
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
-from .._mxnet import message, mx, np
+import mxnet as mx
+import numpy as np
+
 from ..annotations import Array, Context
-from ..checks import aligned, counted
+from ..checks import aligned, counted, message
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
 from ..version import __version__

@@ -6,8 +6,10 @@ import zipfile
 import zlib
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from .._mxnet import message, mx, np
-from ..checks import listed
+import mxnet as mx
+import numpy as np
+
+from ..checks import listed, message
 from ..cpu.arrays import TYPES_16BIT, to_float32
 from ..gluon.convert import convert
 from ..graph.graph import Entry, Graph

@@ -8,9 +8,9 @@ import warnings
 from contextlib import contextmanager
 from typing import Any, Callable, Collection, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
-from .._mxnet import message, mx, np
+from .._mxnet import mx, np
 from ..annotations import Array, Optimizer, Updater
-from ..checks import counted, order_of
+from ..checks import counted, message, order_of
 from ..cpu.arrays import dtype_name, is_16bit
 from . import old_state_file, state_file
 from .optimizer import is_of_mxnet, master_in, with_masters

@@ -2,7 +2,7 @@
 from typing import Optional, Tuple
 
 from .loss_scale import LossScale
-from .step import Step
+from .step import Stage, Step
 
 
 class Trained:
@@ -19,6 +19,21 @@ class Trained:
     def loss_scale(self) -> float:
         """The loss scale of the next step; 1 without scaling."""
         return self.scaling.scale
+
+    @property
+    def max_norm(self) -> Optional[float]:
+        """The norm to which each update is clipped; None for no clipping."""
+        return self._step.max_norm
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients of a backward pass wait for the update."""
+        return self._step.stage is not Stage.EMPTY
+
+    @property
+    def updated(self) -> bool:
+        """Whether the last step updated; True before the first."""
+        return self._step.updated
 
     @property
     def skipped(self) -> int:

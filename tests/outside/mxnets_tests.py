@@ -52,11 +52,11 @@ def prepare(folders, alone=False):
     _make_nose()
     if alone:
         exec(MXNET_ALONE)
-        _numpy = sys.modules["_numpy"]
+        numpy_names = sys.modules["numpy_names"]
     else:
-        from gluon_amp import _numpy
-    _numpy.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
-    _wrap_around(_numpy.AS_IT_WAS)
+        from gluon_amp import numpy_names
+    numpy_names.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
+    _wrap_around(numpy_names.AS_IT_WAS)
     import mxnet as mx
     return mx
 
