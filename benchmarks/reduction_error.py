@@ -9,7 +9,7 @@ two without overflow, and summed in five ways:
     float16 ring   each worker adds its gradient to the received sum, and rounds
     float16 tree   in pairs, then pairs of pairs, with each sum rounded
     float32 sum    rounded once at the end, as in MXNet's server
-    float32 wire   never rounded, as with amp.Horovod(wire="float32")
+    float32 wire   never rounded, as with amp.parallel.Horovod(wire="float32")
     divided ring   the float16 ring of gradients divided by the number of workers, at the scale of
                    one worker
 

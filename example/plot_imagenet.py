@@ -18,7 +18,7 @@ def main(arguments=None):
     parser.add_argument("-o", "--output", default="imagenet.png",
         help="output file, PNG, SVG or PDF")
     args = parser.parse_args(arguments)
-    runs = [run for run in amp.read_logs(args.logs) if run.best]
+    runs = [run for run in amp.reports.read_logs(args.logs) if run.best]
     if not runs:
         parser.error("the logs have no validation results")
     other = sorted({run.measure for run in runs if not run.is_share})

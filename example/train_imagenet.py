@@ -420,7 +420,7 @@ class AddingModule(amp.Module):
 
 
 class ModuleLog:
-    """Logs `Module.fit` to a `gluon_amp.Log`; its methods are the callbacks of `fit`.
+    """Logs `Module.fit` to a `gluon_amp.reports.Log`; its methods are the callbacks of `fit`.
 
     Args:
         module: an `AddingModule`.
@@ -577,7 +577,7 @@ def start_record(args, ranks, begin, interval):
     if args.save_dir and not ranks.rank:
         recipes.hold(args.save_dir)
         path = os.path.join(args.save_dir, "log.jsonl")
-        was, lines = amp.Log.read(path) if os.path.exists(path) else ({}, [])
+        was, lines = amp.reports.Log.read(path) if os.path.exists(path) else ({}, [])
         ended = [line["epoch"] for line in lines if "batch" not in line]
         if args.resume and was and (begin or ended):
             recipes.check_flags(path, was, args, MAY_DIFFER)

@@ -3,7 +3,6 @@ from typing import NoReturn
 
 from . import data  # first: its import is that of MXNet, which other modules import by name
 from .cpu import library
-from .cpu.library import KernelError
 from .gluon.convert import convert, restore
 from .gluon.freeze import freeze
 from .gluon.parameter import wrap_mxnet
@@ -13,13 +12,10 @@ from .graph.operators import engine_columns
 from .inspection.monitor import Monitor
 from .inspection.xray import explain, xray
 from .onnx.export import export_onnx
-from .parallel.horovod import Horovod
 from .policy import Policy
-from .reports import read_logs, report
-from .reports.log import Log
+from .reports import report
 from .symbolic.convert import convert_model, convert_symbol, refuse_in_feed_forward
 from .symbolic.module import BucketingModule, Module
-from .tools.types import types
 from .training.averaged_weights import AveragedWeights
 from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossScale
 from .training.lr_find import lr_find
@@ -33,15 +29,17 @@ wrap_mxnet()
 wrap_load_parameters()
 refuse_in_feed_forward()
 
-__all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "Horovod",
-           "KernelError", "Log", "LossScaleError", "Module", "Monitor", "Policy",
-           "StaticLossScale", "Trainer", "backward", "convert", "convert_model", "convert_symbol",
-           "data", "explain", "export_onnx", "freeze", "load_checkpoint", "lr_find", "ops",
-           "optimizer", "read_logs", "report", "restore", "save_checkpoint", "scale_loss", "types",
-           "xray"]
+__all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "LossScaleError", "Module",
+           "Monitor", "Policy", "StaticLossScale", "Trainer", "backward", "convert",
+           "convert_model", "convert_symbol", "data", "explain", "export_onnx", "freeze",
+           "load_checkpoint", "lr_find", "ops", "optimizer", "report", "restore",
+           "save_checkpoint", "scale_loss", "xray"]
 
-_MODULES = {"BatchProcessor": "training.estimator", "RanksDifferError": "parallel",
-            "Speedometer": "symbolic.module", "average_statistics": "parallel"}
+# Other names, and the modules that have them.
+_MODULES = {"BatchProcessor": "training.estimator", "Horovod": "parallel",
+            "KernelError": "cpu.library", "Log": "reports", "RanksDifferError": "parallel",
+            "Speedometer": "symbolic.module", "average_statistics": "parallel",
+            "read_logs": "reports"}
 
 # Names of other toolkits and names that are removed, and what to use instead.
 _INSTEAD = {
@@ -50,6 +48,7 @@ _INSTEAD = {
     "Format": "Formats are the names 'float32', 'float16' and 'bfloat16'",
     "tensor_core_dot": "The sums of Tensor Cores are a study, results/tensor_cores",
     "gpu_trace": "The software GPU is a part of the checkout, tests/software_gpu",
+    "types": "The command gluon-amp types lists what each operator of a network runs in",
     "search": "gluon_amp.xray(net, batches, loss_fn).keep names what stays in float32",
     "gradient_penalty": "Copy example/gradient_penalty.py of the checkout",
     "recipes": "The scripts' module is example/recipes.py of the checkout"}
@@ -65,14 +64,14 @@ _CONTRIB = {
     **dict.fromkeys(("list_lp16_ops", "list_fp32_ops", "list_lp16_fp32_ops",
                      "list_conditional_fp32_ops", "list_widest_type_cast",
                      "list_loss_output_functions", "list_lp16_use_fp32_params"),
-                    "Use gluon_amp.types(net), which lists what each operator of a network "
-                    "runs in")}
+                    "Use keep= of gluon_amp.convert; the command gluon-amp types lists what each "
+                    "operator of a network runs in")}
 
 
 def __getattr__(name: str) -> NoReturn:
     hint = ""
     if name in _MODULES:
-        hint = f". It has moved: from gluon_amp.{_MODULES[name]} import {name}"
+        hint = f". Its module has it: from gluon_amp.{_MODULES[name]} import {name}"
     elif name in _INSTEAD:
         hint = f". {_INSTEAD[name]}"
     elif name in _CONTRIB:

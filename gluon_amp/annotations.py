@@ -4,7 +4,7 @@ from typing import Any, Callable, Sequence, Tuple, Type, Union
 import numpy as np
 from mxnet import Context
 from mxnet.gluon import Block, Parameter, ParameterDict, Trainer
-from mxnet.io import DataBatch
+from mxnet.io import DataBatch, DataDesc, DataIter
 from mxnet.kvstore import KVStoreBase
 from mxnet.metric import EvalMetric as Metric
 from mxnet.module import BaseModule as Module
@@ -13,8 +13,8 @@ from mxnet.optimizer import Optimizer, Updater
 from mxnet.symbol import Symbol
 
 __all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", "DataBatch",
-           "KVStore", "LossFunction", "Metric", "Module", "Network", "Optimizer", "Parameter",
-           "ParameterDict", "Shape", "Symbol", "Trainer", "Updater"]
+           "DataDesc", "DataIter", "KVStore", "LossFunction", "Metric", "Module", "Network",
+           "Optimizer", "Parameter", "ParameterDict", "Shape", "Symbol", "Trainer", "Updater"]
 
 Arrays = Union[Array, Sequence[Array]]
 AnyArray = Union[Array, "np.ndarray[Any, Any]"]

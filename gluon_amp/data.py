@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Hashable, Iterable, Iterator, List
 
 from ._mxnet import mx, np
-from .annotations import Array
+from .annotations import Array, DataBatch, DataDesc, DataIter
 from .cpu.arrays import TYPES_16BIT, dtype_name, to_16bit
 from .cpu.bfloat16 import BFLOAT16
 from .cpu.library import load
@@ -39,7 +39,7 @@ class Cast:
         return (cast, *labels) if labels else cast
 
 
-class CastIter(mx.io.DataIter):
+class CastIter(DataIter):
     """A DataIter that casts data and keeps labels.
 
     Args:
@@ -50,7 +50,7 @@ class CastIter(mx.io.DataIter):
         TypeError: `data_iter` is no DataIter, such as a DataLoader, which takes `Cast`.
     """
 
-    def __init__(self, data_iter: mx.io.DataIter, dtype: str = "float16") -> None:
+    def __init__(self, data_iter: DataIter, dtype: str = "float16") -> None:
         """See the class for the arguments."""
         lacking = [name for name in ("batch_size", "provide_data", "provide_label", "next", "reset")
                    if not hasattr(data_iter, name)]
@@ -67,7 +67,7 @@ class CastIter(mx.io.DataIter):
         return _cast_descriptions(self.data_iter.provide_data, self.dtype)
 
     @property
-    def provide_label(self) -> List[mx.io.DataDesc]:
+    def provide_label(self) -> List[DataDesc]:
         """Names, shapes and types of a batch's labels."""
         return self.data_iter.provide_label
 
@@ -75,7 +75,7 @@ class CastIter(mx.io.DataIter):
         """Starts the data from the beginning."""
         self.data_iter.reset()
 
-    def next(self) -> mx.io.DataBatch:
+    def next(self) -> DataBatch:
         """Returns the next batch, its data cast."""
         batch = self.data_iter.next()
         for label in batch.label or []:
@@ -83,7 +83,7 @@ class CastIter(mx.io.DataIter):
         data, label = self.provide_data, batch.provide_label
         if batch.provide_data is not None:  # of its bucket
             data = _cast_descriptions(batch.provide_data, self.dtype)
-        return mx.io.DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
+        return DataBatch([_cast(d, self.dtype) for d in batch.data], batch.label, batch.pad,
                          batch.index, batch.bucket_key, data,
                          self.provide_label if label is None else label)
 
@@ -116,11 +116,10 @@ def _is_float(dtype: Hashable) -> bool:
     return dtype_name(dtype) in ("float16", "bfloat16", "float32", "float64")
 
 
-def _cast_descriptions(given: Iterable[Any], dtype: str) -> List[mx.io.DataDesc]:
+def _cast_descriptions(given: Iterable[Any], dtype: str) -> List[DataDesc]:
     """Returns descriptions of data after the cast. MXNet accepts pairs of name and shape, too."""
-    descriptions = [d if isinstance(d, mx.io.DataDesc) else mx.io.DataDesc(*d) for d in given]
-    return [mx.io.DataDesc(d.name, d.shape, _type_of(dtype) if _is_float(d.dtype) else d.dtype,
-                           d.layout)
+    descriptions = [d if isinstance(d, DataDesc) else DataDesc(*d) for d in given]
+    return [DataDesc(d.name, d.shape, _type_of(dtype) if _is_float(d.dtype) else d.dtype, d.layout)
             for d in descriptions]
 
 

@@ -35,9 +35,9 @@ def held(trainer):
 
 
 def store_of(store):
-    """ "horovod float32" means amp.Horovod(wire="float32")."""
+    """ "horovod float32" means amp.parallel.Horovod(wire="float32")."""
     if store.startswith("horovod "):
-        return amp.Horovod(wire=store.split()[1])
+        return amp.parallel.Horovod(wire=store.split()[1])
     return mx.kv.create(store)
 
 

@@ -11,6 +11,7 @@ from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.page import page as page_of
 from ..reports.page import part, table
+from ..training.loss_scale import as_power
 from .tensors import Counts, Tensor, as_pairs
 
 _MOST_SAID = 10  # printed findings
@@ -30,6 +31,9 @@ MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left
 
 def verdict(view: Any) -> str:
     """Returns the result in a sentence."""
+    if view.one_step:
+        return f"The step is {'not finite' if view.first_overflow else 'finite'}, with the loss " \
+               f"scale {as_power(view.scale)}"
     if view.gives_no_advice:
         return "No verdict: no batch is finite in float32"
     nodes = len({finding.node for finding in view.findings if not finding.remedy})
@@ -49,7 +53,7 @@ def messages(view: Any) -> List[Tuple[str, str, str]]:
     """
     lines = [("verdict", "", verdict(view))] if view.steps else []
     if view.first_overflow:
-        kind = "error" if view.findings else "note"
+        kind = "error" if view.findings or view.one_step else "note"
         lines.append((kind, "First overflow", str(view.first_overflow)))
     if view.window:
         about, fits = str(view.window).split(": ", 1)

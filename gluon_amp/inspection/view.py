@@ -40,6 +40,7 @@ class View:
         outcome: what the training does, the start of `verdict`.
         converts: the start of `keep_line`.
         training: the training's loss scales, and whether it checks gradients.
+        one_step: whether this is the result of `explain`, which gives no advice.
     """
     name: str
     tensors: List[Tensor]
@@ -60,6 +61,7 @@ class View:
     goes_forward: bool = True
     training: Training = field(default_factory=Training)
     outcome: str = ""
+    one_step: bool = False
     after: Optional[View] = None
 
     @property
@@ -105,6 +107,8 @@ class View:
     @property
     def severity(self) -> str:
         """The worst severity of the findings."""
+        if self.one_step:
+            return "error" if self.first_overflow else "good"
         severities = {finding.severity for finding in self.findings}
         if self.window and self.window.low > self.window.high:
             severities.add("error")

@@ -98,10 +98,11 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
 
 
 def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = None,
-            loss_scale: float = 1.0) -> Optional[Overflow]:
+            loss_scale: float = 1.0) -> View:
     """Finds the first tensor that is not finite in a step on one batch.
 
-    A network with random operators runs up to 16 times. The network does not change.
+    A network with random operators runs up to 16 times. The network does not change. The result has
+    no findings and no `keep`.
 
     Args:
         net: as for `xray`.
@@ -110,27 +111,34 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
         loss_scale: the loss scale of the step.
 
     Returns:
-        An `Overflow`, or None if all tensors are finite.
+        A `View` of this step. Its `first_overflow` is an `Overflow`, or None if all tensors are
+        finite.
 
     Raises:
         TypeError, ValueError: as `xray`.
     """
     positive_number(loss_scale, "loss_scale")
-    overflow, losses = None, set()  # type: Optional[Overflow], Set[float]
+    losses: Set[float] = set()
     with Session(net, [batch], loss_fn, 1, "explain") as session, random_numbers_kept():
         (first,), low = session.batches, session.low()
-        while overflow is None and len(losses) < _DRAWS:
+        while len(losses) < _DRAWS:
             low.restore()
             ran = low.run(first, loss_scale)
             overflow = judge.first_overflow(low.layout, ran.counts, 0, loss_scale,
-                                         session.named_arrays(first, low))
-            if ran.loss in losses:  # the network is deterministic
+                                            session.named_arrays(first, low))
+            if overflow is not None or ran.loss in losses:  # the network is deterministic
                 break
             losses.add(ran.loss)
         if overflow is not None and overflow.op:
             overflow.in_float32 = not session.float32().run(first).sound
         _find_line(low, first, overflow)
-    return overflow
+        view = View(session.net.name, low.layout.tensors, first_overflow=overflow,
+                    losses=[ran.loss], steps=[(loss_scale, ran.counts)], numbers=[0],
+                    scale=loss_scale, one_step=True)
+        view.add_up()
+        view.tensors = [t for t in view.tensors if t.counts is not None]
+        ran.drop_samples()
+    return view
 
 
 def _find_line(low: NetworkCopy, batch: Batch, overflow: Optional[Overflow]) -> None:
@@ -245,8 +253,7 @@ def _add(view: View, low: NetworkCopy, number: int, ran: StepResult,
                     ran.scale / reference_step.scale)
         note_loss_sensitivity(view.tensors, ran.counts, ran.total, ran.scale)
         note_largest(view.tensors, ran.counts)
-    for counts in ran.counts.values():
-        counts.sample = None  # frees memory
+    ran.drop_samples()
     view.losses.append(ran.loss)
     view.steps.append((ran.scale, ran.counts))
     view.numbers.append(number)

@@ -10,8 +10,11 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from ..checks import imports_of
 from ..files import replace_file
+from .log import Log
 from .read import read_logs
 from .runs import Run
+
+__all__ = ["Log", "read_logs", "report"]
 
 MARGIN = 0.5  # points
 MOST_SECTIONS = 4  # sections with plots

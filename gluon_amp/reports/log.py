@@ -26,7 +26,7 @@ _NOT_DRAWN = ("epoch", "batch", "skip", "steps")  # fields of lines that TensorB
 class Log:
     """A training's log, which `gluon-amp report` reads: log.jsonl, and TensorBoard's files.
 
-        log = gluon_amp.Log("log.jsonl", args)
+        log = gluon_amp.reports.Log("log.jsonl", args)
         for epoch in range(args.epochs):
             for data, label in batches:
                 ...

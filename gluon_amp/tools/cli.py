@@ -97,8 +97,6 @@ def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
         help="channels, height and width (3,224,224)")
     add = parser.add_argument_group("output").add_argument
-    add("--types", action="store_true", help="print only the type of each operator of --model, "
-        "with the reason")
     add("--verify", nargs="?", const="gluon-amp-verify.json", metavar="FILE", help="compare GPU "
         "0's results with the CPU's, in two minutes; writes FILE (%(const)s) for a bug report")
     add("--json", action="store_true", help="print JSON")
@@ -113,8 +111,6 @@ def _shape(text: str) -> Tuple[int, ...]:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    if options.types:
-        return _types(options)
     from . import doctor
     if options.verify:
         return _verify(options)
@@ -136,15 +132,18 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if facts["failed"] else 0
 
 
-def _types(options: argparse.Namespace) -> int:
-    from ..symbolic.convert import convert_symbol
+def _types_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("network", metavar="NETWORK", help="a network of MXNet's model zoo, or an "
+                        "exported NAME-symbol.json")
+    parser.add_argument("--policy", help="the policy (that of the exported network, or float16)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _types(options: argparse.Namespace) -> None:
     from .footprint import load
-    from .types import types
-    if not options.model:
-        raise ValueError("--types needs a network: pass --model NAME")
-    rows = types(convert_symbol(load(options.model), like=False))
+    from .types import types_of_file
+    rows = types_of_file(load(options.network), options.policy)
     print(json.dumps([vars(row) for row in rows], indent=2) if options.json else rows)
-    return 0
 
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +180,8 @@ def _report(options: argparse.Namespace) -> None:
 def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("runs").add_argument
     add("script", metavar="SCRIPT", help="a training script with the flags --dtype, --seed and "
-        "--save-dir, which writes log.jsonl into --save-dir, as gluon_amp.Log and the recipes do")
+        "--save-dir, which writes log.jsonl into --save-dir, as gluon_amp.reports.Log and the "
+        "recipes do")
     add("--policies", type=lambda text: text.split(","), metavar="A,B,...",
         default=["float32", "float16", "bfloat16"],
         help="values of --dtype (float32,float16,bfloat16)")
@@ -340,9 +340,12 @@ COMMANDS = (
         "gluon-amp doctor",
         "gluon-amp doctor --model resnet50_v1 --batch-size 64",
         "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
-        "gluon-amp doctor --model mobilenet1.0 --types",
         "gluon-amp doctor --verify",
     ), _doctor_arguments, _doctor),
+    _Command("types", "list the type of each operator of a network, with the reason", (
+        "gluon-amp types mobilenet1.0",
+        "gluon-amp types net-symbol.json --policy mixed_float16",
+    ), _types_arguments, _types),
     _Command("demo", "measure a step of MobileNetV2, then train on digits in three types", (
         "gluon-amp demo",
         "gluon-amp demo --epochs 2",

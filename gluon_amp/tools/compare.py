@@ -128,7 +128,8 @@ def _run(script: str, policy: str, seed: int, flags: Sequence[str], folder: Path
             raise ValueError(f"{what} failed with exit code {done.returncode}:\n{text[-_LAST:]}")
         log = Path(beside, "log.jsonl")
         if not log.exists():
-            raise ValueError(f"{what} wrote no log.jsonl into its --save-dir: use gluon_amp.Log")
+            raise ValueError(f"{what} wrote no log.jsonl into its --save-dir: use "
+                             "gluon_amp.reports.Log")
         read_logs([log])
         _add_arguments(log, script=Path(script).name, flags=" ".join(flags))
 

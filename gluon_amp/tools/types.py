@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import dataclass
 from typing import Any, Collection, List, Mapping, Optional, Tuple
 
@@ -17,7 +18,7 @@ from ..graph.casts import sparse_nodes, touches_sparse
 from ..graph.graph import Entry, Graph, Node
 from ..graph.operators import CASTS
 from ..record import record_in
-from ..symbolic.convert import declared_types
+from ..symbolic.convert import convert_symbol, declared_types
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,19 @@ def types(net: Network) -> Types:
         graph, declared = block.mixed_graph(["float32"] * len(block._cached_graph[0]))
         rows += _rows(graph, declared, block.kept_nodes(), policy_in_use(block).compute)
     return rows
+
+
+def types_of_file(symbol: mx.sym.Symbol, policy: Optional[str]) -> Types:
+    """Returns the types of an exported network's operators under a policy; None: as its symbol
+    records, or float16. A symbol in mixed precision has types already."""
+    record = record_in(symbol)
+    if policy is None and not set(TYPES_16BIT).isdisjoint(
+            declared_types(Graph.read(symbol)).values()):
+        return types(symbol)
+    if policy is None and record is not None:
+        return types(convert_symbol(symbol, record.policies[""],
+                                    [re.escape(name) for name in record.nodes or ()]))
+    return types(convert_symbol(symbol, policy, like=False))
 
 
 def _rows(graph: Graph, declared: Mapping[str, str], kept: Collection[str] = (),

@@ -61,7 +61,7 @@ class Trainer(Trained, mx.gluon.Trainer):
             weights, unless `gluon_amp.optimizer(name, multi_precision=False)` created it.
         optimizer_params: the optimizer's arguments.
         kvstore: as for `gluon.Trainer`. With several workers "dist_sync", "dist_device_sync",
-            "horovod" or `gluon_amp.Horovod()`.
+            "horovod" or `gluon_amp.parallel.Horovod()`.
         compression_params: refused.
         update_on_kvstore: True lets the store update; valid without a loss scale. By default the
             store updates row_sparse parameters only.

@@ -385,7 +385,7 @@ before = net(x).asnumpy()
 amp.convert(net)
 try:
     net(x)
-except amp.KernelError as error:
+except amp.cpu.library.KernelError as error:
     print(error)
 graph, types = net.mixed_graph(["float32"])  # what a GPU would run
 assert any(node.op == "amp_cast" for node in graph.nodes())

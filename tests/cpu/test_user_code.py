@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
+from gluon_amp.tools.types import types
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from processes import printed
@@ -79,7 +80,7 @@ def test_xray_accepts_custom_operator_without_keywords(rng):
     amp.convert(net)
     batches = [batch(rng), batch(rng)]
     assert not amp.xray(net, batches, loss).keep
-    assert amp.explain(net, batches[0], loss) is None
+    assert amp.explain(net, batches[0], loss).first_overflow is None
 
 
 class Part(nn.HybridBlock):
@@ -121,9 +122,9 @@ def test_kept_block_keeps_its_nodes_without_an_attribute(part, nodes, tmp_path, 
     amp.convert(net, keep=[getattr(net, part)])
     net.infer_shape(x)  # MXNet traces the network, too
     net(x)
-    kept = [row.node for row in amp.types(net) if row.rule == "kept by keep="]
+    kept = [row.node for row in types(net) if row.rule == "kept by keep="]
     assert kept == nodes.split()
-    for row in amp.types(net):
+    for row in types(net):
         if row.node in kept:
             assert {*row.inputs} == {row.output} == {"float32"}
     net.export(str(tmp_path / "net"))
@@ -139,7 +140,7 @@ def test_converted_symbol_has_no_attribute_and_its_kept_nodes_are_found():
     out = mx.sym.SoftmaxOutput(mx.sym.relu(x, name="relu"), mx.sym.var("label"), name="softmax")
     symbol = amp.convert_symbol(out, keep=["custom.", "fc1", "relu"])
     assert "__gluon_amp" not in symbol.tojson()
-    assert [r.node for r in amp.types(symbol) if r.rule == "kept by keep="] \
+    assert [r.node for r in types(symbol) if r.rule == "kept by keep="] \
         == ["custom0", "fc1", "custom1", "custom2", "relu"]
 
 
@@ -162,7 +163,7 @@ def test_explain_names_the_line_of_a_custom_operator_that_overflows():
     net.initialize()
     amp.convert(net)
     found = str(amp.explain(net, (nd.ones((3, 4)), nd.array([0, 1, 0])),
-                            gluon.loss.SoftmaxCrossEntropyLoss()))
+                            gluon.loss.SoftmaxCrossEntropyLoss()).first_overflow)
     assert "x = F.Custom(self.below(x)" in found
 
 

@@ -116,7 +116,7 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng):
     norms = []
     for loss_scale in (1, "dynamic"):
         module = train_imagenet.AddingModule(net, loss_scale=loss_scale, batches=batches)
-        record = amp.Log(None, interval=batches)
+        record = amp.reports.Log(None, interval=batches)
         log = train_imagenet.ModuleLog(record, module, 4)
         module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,
                    batch_end_callback=log.batch_end,

@@ -689,7 +689,7 @@ class Recorded:
         """Trains; returns the lines of the log."""
         dense = mx.sym.FullyConnected(mx.sym.Flatten(mx.sym.var("data")), num_hidden=2, name="out")
         train_imagenet.fit(self.flags(*more), mx.sym.SoftmaxOutput(dense, name="softmax"))
-        return gluon_amp.Log.read(str(self.folder / "run" / "log.jsonl"))[1]
+        return gluon_amp.reports.Log.read(str(self.folder / "run" / "log.jsonl"))[1]
 
 
 @pytest.fixture()
@@ -749,7 +749,7 @@ def test_log_of_another_prefix_is_not_overwritten(recorded):
             recorded.fit("--num-epochs", "2", "--resume", "--model-prefix", prefix)
     with pytest.raises(SystemExit, match=r"log\.jsonl exists"):
         recorded.fit("--num-epochs", "2", "--model-prefix", other)
-    assert gluon_amp.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
+    assert gluon_amp.reports.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
 
 
 def test_log_without_the_epoch_of_the_checkpoint_is_not_overwritten(recorded):
@@ -757,7 +757,7 @@ def test_log_without_the_epoch_of_the_checkpoint_is_not_overwritten(recorded):
     recorded.fit("--num-epochs", "2", "--save-dir", "")
     with pytest.raises(SystemExit, match=r"has no end of epoch 1, and .*net-0002\.params is of"):
         recorded.fit("--num-epochs", "3", "--resume")
-    assert gluon_amp.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
+    assert gluon_amp.reports.Log.read(str(recorded.folder / "run" / "log.jsonl"))[1] == before
 
 
 def test_interrupted_validation_does_not_lose_an_epoch(recorded, monkeypatch):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from gluon_amp.graph.graph import Graph
 from gluon_amp.graph.operators import CASTS
+from gluon_amp.tools.types import types
 from mxnet import autograd, nd
 from mxnet.gluon import contrib, nn
 from mxnet.gluon.loss import L2Loss
@@ -117,7 +118,7 @@ def test_rows_outside_the_batches_do_not_change(rng):
 def test_converted_symbol_has_no_casts_of_sparse_tensors():
     for make, *_ in SYMBOLS.values():
         symbol = amp.convert_symbol(make(), "pure_float16")
-        rules = {row.node: row for row in amp.types(symbol)}
+        rules = {row.node: row for row in types(symbol)}
         for node in Graph.read(symbol).nodes():
             if rules.get(node.name) and rules[node.name].rule == "float32: sparse tensors":
                 assert not [e for e in node.inputs if e.node.op in CASTS]

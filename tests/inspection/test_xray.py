@@ -11,6 +11,7 @@ from gluon_amp.cpu.library import random_numbers_kept
 from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.tensors import Counts
 from gluon_amp.tools.cli import main
+from gluon_amp.tools.types import types
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from processes import printed
@@ -98,8 +99,8 @@ def test_healthy_network_has_no_findings_and_a_loss_scale_window():
 def test_gradient_overflows_only_above_high_end_of_window():
     net = converted()
     view = amp.xray(net, batches(1), LOSS)
-    assert amp.explain(net, batches(1)[0], LOSS, view.loss_scale[1] / 2) is None
-    found = amp.explain(net, batches(1)[0], LOSS, view.loss_scale[1] * 8)
+    assert amp.explain(net, batches(1)[0], LOSS, view.loss_scale[1] / 2).first_overflow is None
+    found = amp.explain(net, batches(1)[0], LOSS, view.loss_scale[1] * 8).first_overflow
     assert found.backward
     assert "is the first that is not finite at the loss scale" in str(found)
 
@@ -120,12 +121,13 @@ def test_keep_names_nodes_of_outermost_block():
 
 def test_explain_names_first_node_with_nonfinite_output():
     net = converted(lambda F, x: (x * 2.0 ** 14 * 8) * 2.0 ** -17)
-    found = amp.explain(net, batches(1)[0], LOSS)
+    found = amp.explain(net, batches(1)[0], LOSS).first_overflow
     assert found.node == named("net_fault__mulscalar0")
     assert not found.backward
     assert "block net_fault, " in found.where
     assert "test_xray.py, line " in found.where  # of the lambda above
-    found = amp.explain(converted(lambda F, x: x * 2), batches(1)[0], LOSS, 2.0 ** 60)
+    net = converted(lambda F, x: x * 2)
+    found = amp.explain(net, batches(1)[0], LOSS, 2.0 ** 60).first_overflow
     assert "basic_layers.py, line " in found.where  # a layer that MXNet calls for the user
 
 
@@ -354,9 +356,9 @@ def test_statistics_from_counts_match_rounded_numbers():
 def test_types_reports_type_and_rule_of_each_operator():
     net = converted(lambda F, x: x * 1e5)
     with pytest.raises(RuntimeError, match="run net on data once"):
-        amp.types(net)
+        types(net)
     net(batches(1)[0][0])
-    rows = {row.node: row for row in amp.types(net)}
+    rows = {row.node: row for row in types(net)}
     assert rows["net_conv0_fwd"].output == "float16"
     assert rows["net_conv0_fwd"].rule == "product: the work of matrix units"
     assert rows["net_conv0_fwd"].casts == 1
@@ -366,7 +368,7 @@ def test_types_reports_type_and_rule_of_each_operator():
     assert large.output == "float32"
     amp.convert(net, keep="net_conv0")
     net(batches(1)[0][0])
-    assert {row.node: row for row in amp.types(net)}["net_conv0_fwd"].rule == "kept by keep="
+    assert {row.node: row for row in types(net)}["net_conv0_fwd"].rule == "kept by keep="
 
 
 def test_types_of_a_plain_block_are_those_of_the_blocks_in_it():
@@ -375,23 +377,37 @@ def test_types_of_a_plain_block_are_those_of_the_blocks_in_it():
     net.add(nn.Dense(4, in_units=4), layers)
     net.initialize()
     with pytest.raises(TypeError, match=r"a converted network or a symbol\. Received: Sequential"):
-        amp.types(net)
+        types(net)
     amp.convert(net)
     with pytest.raises(RuntimeError, match="on data once first"):
-        amp.types(net)
+        types(net)
     net(mx.nd.ones((2, 4)))
-    assert [row.operator for row in amp.types(net)] == ["FullyConnected"] * 2 + ["LayerNorm"]
-    assert amp.types(net)[1:] == amp.types(layers)
+    assert [row.operator for row in types(net)] == ["FullyConnected"] * 2 + ["LayerNorm"]
+    assert types(net)[1:] == types(layers)
 
 
 @pytest.mark.mx_nd("a command runs outside numpy mode")
-def test_doctor_prints_types_of_network(capsys):
-    assert main(["doctor", "--model", "squeezenet1.1", "--types"]) == 0
+def test_command_prints_types_of_network(tmp_path, capsys):
+    assert main(["types", "squeezenet1.1"]) == 0
     out = capsys.readouterr().out
     assert "Convolution" in out
     assert "nodes below float32; " in out
-    assert main(["doctor", "--types"]) == 1
-    assert "--model" in capsys.readouterr().err
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Dense(3, in_units=4), nn.Dense(2, in_units=3))
+    net.initialize()
+    amp.convert(net, "bfloat16", keep="net_dense0")
+    net(mx.nd.ones((2, 4)))
+    net.export(str(tmp_path / "net"))
+
+    def outputs(*flags):
+        assert main(["types", str(tmp_path / "net-symbol.json"), "--json", *flags]) == 0
+        return [row["output"] for row in json.loads(capsys.readouterr().out)]
+
+    assert outputs() == ["float32", "bfloat16"]  # as it was converted
+    assert outputs("--policy", "float16") == ["float16", "float16"]
+    assert main(["types", "no-such-network"]) == 1
+    assert "model zoo" in capsys.readouterr().err
 
 
 def test_types_counts_inputs_and_nodes_in_grammatical_numbers():
@@ -399,12 +415,12 @@ def test_types_counts_inputs_and_nodes_in_grammatical_numbers():
     one.initialize()
     amp.convert(one, "pure_float16")
     one(mx.nd.ones((2, 4)))
-    assert str(amp.types(one)).endswith("1 of 1 node below float32; 1 input cast.")
+    assert str(types(one)).endswith("1 of 1 node below float32; 1 input cast.")
     two = nn.Dense(3, in_units=4)
     two.initialize()
     amp.convert(two, "mixed_float16")
     two(mx.nd.ones((2, 4)))
-    assert str(amp.types(two)).endswith("1 of 1 node below float32; 3 inputs cast.")
+    assert str(types(two)).endswith("1 of 1 node below float32; 3 inputs cast.")
 
 
 def test_verdict_is_first_and_gradients_have_parameter_names(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from gluon_amp.formats import FLOAT16
 from gluon_amp.inspection.render import lines
 from gluon_amp.inspection.saved import read
+from gluon_amp.tools.types import types
 from mxnet import nd
 from mxnet.gluon import nn
 from xray_networks import LOSS, calling, check_mended, layers, named
@@ -41,7 +42,7 @@ def test_attention_mask_is_no_false_positive(mask):
     view = amp.xray(net, batches(12, 16), LOSS)
     assert (view.findings, view.keep, view.first_overflow) == ([], [], None)
     assert view.window.low <= view.window.high
-    assert amp.explain(net, batches(12, 16)[0], LOSS) is None
+    assert amp.explain(net, batches(12, 16)[0], LOSS).first_overflow is None
 
 
 def test_overflow_of_fully_masked_rows_blames_mask():
@@ -49,7 +50,7 @@ def test_overflow_of_fully_masked_rows_blames_mask():
         h = dense(x)
         return out(F.softmax(F.where((h > 100).astype("float32"), h, F.ones_like(h) * -np.inf)))
     net = calling(forward, *layers(8, 4))
-    blamed = amp.explain(net, batches(6)[0], LOSS).node
+    blamed = amp.explain(net, batches(6)[0], LOSS).first_overflow.node
     assert "where" in blamed or "scalar" in blamed
 
 
@@ -148,7 +149,7 @@ def test_only_the_first_cause_is_blamed():
     net = calling(rounded, *layers(8, 4, 4))
     view = amp.xray(net, batches(6), LOSS)
     assert view.findings[0].node == "net_gradientmultiplier0"
-    assert {finding.node for finding in view.findings} <= {row.node for row in amp.types(net)}
+    assert {finding.node for finding in view.findings} <= {row.node for row in types(net)}
 
 
 def test_operand_of_a_sum_moves_the_loss_as_the_sum_does():

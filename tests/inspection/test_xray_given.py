@@ -46,7 +46,8 @@ amp.convert(net)
 batch = mx.nd.ones((2, 3)), mx.nd.zeros((2,))
 loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
 for _ in range(20):
-    thread = threading.Thread(target=lambda: print(amp.explain(net, batch, loss_fn)))
+    thread = threading.Thread(
+        target=lambda: print(amp.explain(net, batch, loss_fn).first_overflow))
     thread.start()
     thread.join()
 """).split() == ["None"] * 20
@@ -59,14 +60,15 @@ def test_nonfinite_data_is_reported_and_nothing_is_kept(number):
     assert str(view.first_overflow) == "batch 0: the input data is not finite"
     assert (view.findings, view.keep, view.window) == ([], [], None)
     assert "Training runs" not in str(view)
-    assert amp.explain(net, nonfinite(number), LOSS).node == "data"
+    assert amp.explain(net, nonfinite(number), LOSS).first_overflow.node == "data"
 
 
 def test_nonfinite_weight_is_reported():
     net = two_layers()
     net(rows(1)[0][0])
     net[1].bias.set_data(nd.array([0, 1, np.inf, 0]))
-    for found in (amp.xray(net, rows(1), LOSS).first_overflow, amp.explain(net, rows(1)[0], LOSS)):
+    for view in (amp.xray(net, rows(1), LOSS), amp.explain(net, rows(1)[0], LOSS)):
+        found = view.first_overflow
         assert (found.node, found.op) == ("net_second_bias", "")
 
 
@@ -92,14 +94,14 @@ def test_overflow_report_has_ranges_of_data_and_parameters():
     net = two_layers()
     net(rows(1)[0][0])
     net[1].weight.set_data(nd.full((4, 8), 2.0 ** 15))
-    found = amp.explain(net, rows(1)[0], LOSS)
+    found = amp.explain(net, rows(1)[0], LOSS).first_overflow
     assert found.inputs["net_second_weight"] == (15, 15)
     assert found.inputs["net_second_bias"] is None  # all 0
     data, label = rows(1)[0]
-    found = amp.explain(two_layers(), (nd.full(data.shape, 2.0 ** 20), label), LOSS)
+    found = amp.explain(two_layers(), (nd.full(data.shape, 2.0 ** 20), label), LOSS).first_overflow
     assert found.inputs == {"data": (20, 20)}
     assert "block net_first" in found.where  # which reads data that a cast made infinite
-    found = amp.explain(two_layers(), rows(1)[0], LOSS, 2.0 ** 40)
+    found = amp.explain(two_layers(), rows(1)[0], LOSS, 2.0 ** 40).first_overflow
     assert found.backward
     assert "net_second_fwd 2^" in str(found)
 
@@ -244,7 +246,7 @@ def test_xray_and_explain_pause_a_recording(with_trainer):
         net = two_layers()
         net(rows(1)[0][0])
         trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64) if with_trainer else None
-        assert amp.explain(net, rows(1)[0], LOSS) is None
+        assert amp.explain(net, rows(1)[0], LOSS).first_overflow is None
         return str(amp.xray(net, rows(2), LOSS, trainer))
 
     with autograd.record():

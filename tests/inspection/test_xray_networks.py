@@ -4,6 +4,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.inspection.tensors import Key
+from gluon_amp.tools.types import types
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from xray_networks import (
@@ -79,7 +80,7 @@ def test_xray_of_loop_bodies(kind):
     view = amp.xray(net, rows(), LOSS)
     assert view.findings[0].node.startswith(named("loops__mul"))
     assert view.findings[0].reason.startswith("range above")
-    assert named("loops__mul0") in {row.node for row in amp.types(net)}
+    assert named("loops__mul0") in {row.node for row in types(net)}
     amp.convert(net, keep=view.keep)
     after = amp.xray(net, rows(), LOSS)
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=0.01)
@@ -307,7 +308,7 @@ def test_xray_of_float16_weight_read_by_kept_node():
     after = amp.xray(net, given, large)
     assert "weight" in after.window.high_tensor
     assert view.loss_scale == after.loss_scale
-    assert amp.explain(net, given[0], large, 2 * after.loss_scale[1]) is not None
+    assert amp.explain(net, given[0], large, 2 * after.loss_scale[1]).first_overflow is not None
 
 
 def detector(F, x, body, classes, boxes):

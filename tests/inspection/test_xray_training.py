@@ -203,6 +203,6 @@ def test_explain_states_if_float32_is_not_finite_either(factor, too):
     net = network()
     data, label = regression(0)[0]
     loss_fn = gluon.loss.L2Loss()
-    found = amp.explain(net, (data * factor, label), loss_fn)
+    found = amp.explain(net, (data * factor, label), loss_fn).first_overflow
     assert found.in_float32 == too
     assert str(found).endswith("not finite in float32 either: precision is not the cause") == too

@@ -72,7 +72,7 @@ def test_failed_rank_is_reported_in_one_line(monkeypatch, capfd):
 
 def test_unsupported_horovod_arguments_are_refused():
     with pytest.raises(ValueError, match='wire must be "float16" or "float32"'):
-        amp.Horovod(wire="int8")
+        amp.parallel.Horovod(wire="int8")
     net = nn.Dense(1, in_units=1)
     net.initialize()
     with pytest.raises(ValueError, match="gradient compression"):

@@ -9,6 +9,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from gluon_amp.reports import Log, read_logs
 from mxnet import autograd, gluon, nd
 
 ARGS = Namespace(dtype="float16", seed=3)
@@ -53,7 +54,7 @@ def read(path):
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_lines_have_loss_norm_scale_and_time(tmp_path):
     path = tmp_path / "log.jsonl"
-    losses, norms = train(amp.Log(path, ARGS, interval=2))
+    losses, norms = train(Log(path, ARGS, interval=2))
     head, *steps, epoch = read(path)
     assert head == {"version": 2, "arguments": {"dtype": "float16", "seed": 3}}
     assert [(s["epoch"], s["batch"]) for s in steps] == [(0, 1), (0, 3)]
@@ -70,8 +71,8 @@ def test_lines_have_loss_norm_scale_and_time(tmp_path):
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_report_reads_it(tmp_path):
     for dtype in ("float32", "float16"):
-        train(amp.Log(tmp_path / f"{dtype}.jsonl", {"dtype": dtype, "seed": 0}, interval=2), 3)
-    runs = amp.read_logs([tmp_path / "float32.jsonl", tmp_path / "float16.jsonl"])
+        train(Log(tmp_path / f"{dtype}.jsonl", {"dtype": dtype, "seed": 0}, interval=2), 3)
+    runs = read_logs([tmp_path / "float32.jsonl", tmp_path / "float16.jsonl"])
     assert [(run.name, run.dtype, run.final) for run in runs] == [
         ("float32", "float32", 75.0), ("float16", "float16", 75.0)]
     assert len(runs[0].epochs) == 3
@@ -82,7 +83,7 @@ def test_report_reads_it(tmp_path):
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_skipped_step_has_a_line_without_numbers_that_json_lacks(tmp_path):
     path = tmp_path / "log.jsonl"
-    train(amp.Log(path, ARGS, interval=4), steps=4, bad=[1])
+    train(Log(path, ARGS, interval=4), steps=4, bad=[1])
     _, skipped, shown, epoch = read(path)
     assert (skipped["batch"], skipped["skip"], skipped["skipped"]) == (1, True, 1)
     assert skipped["loss"] is skipped["gradient_norm"] is None
@@ -94,7 +95,7 @@ def test_skipped_step_has_a_line_without_numbers_that_json_lacks(tmp_path):
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_lines_are_in_the_file_as_soon_as_they_are_complete(tmp_path):
     path = tmp_path / "log.jsonl"
-    log = amp.Log(path, ARGS, interval=1)
+    log = Log(path, ARGS, interval=1)
     assert len(read(path)) == 1
     train(log, steps=3)
     assert len(read(path)) == 5
@@ -105,10 +106,10 @@ def test_lines_are_in_the_file_as_soon_as_they_are_complete(tmp_path):
 @pytest.mark.parametrize("other", [{"dtype": "bfloat16"}, {"seed": 4}])
 def test_log_of_another_run_is_not_continued(tmp_path, other):
     path = tmp_path / "log.jsonl"
-    train(amp.Log(path, ARGS))
+    train(Log(path, ARGS))
     text = path.read_bytes()
     with pytest.raises(ValueError, match="another run") as error:
-        amp.Log(path, {**vars(ARGS), **other}, begin=1)
+        Log(path, {**vars(ARGS), **other}, begin=1)
     (name, value), = other.items()
     assert f"{name}={getattr(ARGS, name)}" in str(error.value)
     assert f"{name}={value}" in str(error.value)
@@ -118,14 +119,14 @@ def test_log_of_another_run_is_not_continued(tmp_path, other):
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_resumed_run_continues_after_its_complete_epochs(tmp_path):
     path = tmp_path / "log.jsonl"
-    train(amp.Log(path, ARGS, interval=1), epochs=3, steps=2)
+    train(Log(path, ARGS, interval=1), epochs=3, steps=2)
     before = read(path)
     with open(path, "a") as file:
         file.write('{"epoch": 3, "ba')  # the power failed
     with pytest.raises(FileExistsError, match="begin="):
-        amp.Log(path, ARGS)
+        Log(path, ARGS)
     text = path.read_bytes()
-    log = amp.Log(path, {**vars(ARGS), "epochs": 3}, begin=2, interval=1)
+    log = Log(path, {**vars(ARGS), "epochs": 3}, begin=2, interval=1)
     assert path.read_bytes() == text  # until there is more
     train(log, steps=2)
     after = read(path)
@@ -133,7 +134,7 @@ def test_resumed_run_continues_after_its_complete_epochs(tmp_path):
     assert after[1:7] == before[1:7]
     assert [line["epoch"] for line in after[1:]] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert [line["steps"] for line in after if "steps" in line] == [2, 4, 6]
-    amp.Log(path, ARGS, begin=0)
+    Log(path, ARGS, begin=0)
     assert len(read(path)) == 1
 
 
@@ -144,18 +145,18 @@ def test_damaged_file_is_refused_and_stays(tmp_path):
                  '{"arguments": 3}\n'):
         path.write_text(text)
         with pytest.raises(ValueError, match="is damaged"):
-            amp.Log(path, begin=2)
+            Log(path, begin=2)
         assert path.read_text() == text
 
 
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_trainer_of_mxnet_and_numbers_as_losses(tmp_path):
-    train(amp.Log(tmp_path / "plain.jsonl", interval=2), plain=True)
+    train(Log(tmp_path / "plain.jsonl", interval=2), plain=True)
     _, step, *_ = read(tmp_path / "plain.jsonl")
     assert step["lr"] == 0.1
     assert step["gradient_norm"] is None
     assert "loss_scale" not in step
-    log = amp.Log(None, interval=1)
+    log = Log(None, interval=1)
     trainer = trainer_of()
     log.step(trainer, 2.0)
     log.step(trainer, [nd.ones(3), nd.zeros(1)], lr=lambda: 7, mine=1.5)
@@ -166,7 +167,7 @@ def test_trainer_of_mxnet_and_numbers_as_losses(tmp_path):
 @pytest.mark.parametrize("loss", [2.0, float("nan"), float("inf"), None])
 def test_predictions_that_are_not_finite_are_logged(loss, caplog):
     with caplog.at_level(logging.WARNING, logger="gluon_amp"):
-        amp.Log(None).epoch(validation_loss=loss)
+        Log(None).epoch(validation_loss=loss)
     assert ("predictions are not finite" in caplog.text) == (loss not in (2.0, None))
 
 
@@ -174,10 +175,10 @@ def test_predictions_that_are_not_finite_are_logged(loss, caplog):
 def test_progress_is_one_line_of_a_terminal(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(sys, "stderr", shown)
-    train(amp.Log(None, interval=1), steps=2)
+    train(Log(None, interval=1), steps=2)
     assert shown.getvalue() == ""
     monkeypatch.setattr(shown, "isatty", lambda: True)
-    train(amp.Log(None, interval=1), steps=2)
+    train(Log(None, interval=1), steps=2)
     first, second = shown.getvalue().split("\r\x1b[K")[1:]
     assert first.startswith("epoch 0, step 1: loss ")
     assert "loss_scale 128, skipped 0, gradient_norm " in second
@@ -187,16 +188,16 @@ def test_progress_is_one_line_of_a_terminal(monkeypatch):
 
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_only_rank_0_writes(tmp_path):
-    train(amp.Log(tmp_path / "log.jsonl", ARGS, rank=1, interval=1, tensorboard=str(tmp_path)))
+    train(Log(tmp_path / "log.jsonl", ARGS, rank=1, interval=1, tensorboard=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.mx_nd("its loop is of mx.nd")
 def test_tensorboard_has_the_same_numbers(tmp_path):
-    with amp.Log(tmp_path / "log.jsonl", ARGS, interval=2, tensorboard=str(tmp_path / "t")) as log:
+    with Log(tmp_path / "log.jsonl", ARGS, interval=2, tensorboard=str(tmp_path / "t")) as log:
         train(log, 2)
     events, = (tmp_path / "t").iterdir()
-    ours, theirs = amp.read_logs([tmp_path / "log.jsonl", events])
+    ours, theirs = read_logs([tmp_path / "log.jsonl", events])
     assert theirs.arguments == ours.arguments == vars(ARGS)
     assert [e.top1 for e in theirs.epochs.values()] == [e.top1 for e in ours.epochs.values()]
     assert theirs.dtype == "float16"
@@ -207,11 +208,11 @@ def test_missing_tensorboard_is_one_error(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ImportError, match=r"pip install .\.\[tensorboard\]"):
-        amp.Log(None, tensorboard=str(tmp_path))
+        Log(None, tensorboard=str(tmp_path))
 
 
 def test_closed_log_is_refused(tmp_path):
-    with amp.Log(tmp_path / "log.jsonl", interval=1) as log:
+    with Log(tmp_path / "log.jsonl", interval=1) as log:
         log.epoch()
     for add in (log.epoch, lambda: log.step(trainer_of(), 1.0)):
         with pytest.raises(RuntimeError, match=r"log.jsonl is closed.*begin="):
@@ -221,12 +222,12 @@ def test_closed_log_is_refused(tmp_path):
 
 def test_invalid_numbers_are_refused(tmp_path):
     with pytest.raises(ValueError, match="interval must be an integer"):
-        amp.Log(None, interval=0)
+        Log(None, interval=0)
     path = tmp_path / "log.jsonl"
-    amp.Log(path).epoch()
+    Log(path).epoch()
     for begin in ("1", 1.0, -1):
         with pytest.raises(ValueError, match="begin must be an integer"):
-            amp.Log(path, begin=begin)
+            Log(path, begin=begin)
     assert len(read(path)) == 2
 
 
@@ -238,7 +239,7 @@ def test_numbers_of_numpy_and_mxnet_are_numbers_in_the_file(tmp_path):
     plain = {"a": 3, "b": 0.5, "c": True, "d": 2.5, "e": 4.0, "f": [0, 1], "g": [1.0, None, None],
              "h": {"i": [1.0, [1.0, 1.0]]}, "j": None}
     arguments = {"lr": np.float32(0.5), "folder": tmp_path}
-    log = amp.Log(path, arguments, interval=1)
+    log = Log(path, arguments, interval=1)
     log.step(trainer_of(), np.ones(3), np.int64(2), **values)
     line = log.epoch(validation_accuracy=np.float32(0.75), validation_loss=nd.ones(1), **values)
     assert {name: line[name] for name in plain} == plain
@@ -256,7 +257,7 @@ def test_numbers_of_numpy_and_mxnet_are_numbers_in_the_file(tmp_path):
         assert head["arguments"] == {"lr": 0.5, "folder": str(tmp_path)}
         assert lines == log.lines
         assert {name: lines[0][name] for name in plain} == plain
-        log = amp.Log(path, arguments, begin=1)
+        log = Log(path, arguments, begin=1)
         log.epoch()
 
 
@@ -264,7 +265,7 @@ def test_numbers_of_numpy_and_mxnet_are_numbers_in_the_file(tmp_path):
 def test_value_that_json_lacks_is_refused_and_leaves_no_line(value, tmp_path):
     path = tmp_path / "log.jsonl"
     for begin in (None, 1):  # the second continues the file
-        log = amp.Log(path, begin=begin)
+        log = Log(path, begin=begin)
         before = path.read_bytes()
         with pytest.raises(TypeError, match="a log has numbers, strings, booleans"):
             log.epoch(mine=value)
@@ -276,7 +277,7 @@ def test_value_that_json_lacks_is_refused_and_leaves_no_line(value, tmp_path):
 
 @pytest.mark.parametrize("loss", [[], None, "3", [1.0, None], np.ones(0), [nd.array([])]])
 def test_loss_that_is_no_number_is_refused(loss):
-    log = amp.Log(None, interval=1)
+    log = Log(None, interval=1)
     with pytest.raises(TypeError, match=r"loss must be an array that is not empty.*Received: "):
         log.step(trainer_of(), loss)
     assert log.steps == 0

@@ -22,6 +22,6 @@ def test_script_of_the_docs_is_compared(tmp_path, monkeypatch, capsys):
     assert "4 runs: 2 finished, 2 left" in out
     assert "float16, top-1 accuracy" in out
     assert "2 paired seeds" in out
-    runs = amp.read_logs(sorted(tmp_path.glob("compare/*/log.jsonl")))
+    runs = amp.reports.read_logs(sorted(tmp_path.glob("compare/*/log.jsonl")))
     assert [run.dtype for run in runs] == ["float16", "float16", "float32", "float32"]
     assert all(run.final > 75 for run in runs)

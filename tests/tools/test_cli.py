@@ -10,7 +10,8 @@ import mxnet as mx
 import numpy as np
 import processes
 import pytest
-from gluon_amp import KernelError, __version__
+from gluon_amp import __version__
+from gluon_amp.cpu.library import KernelError
 from gluon_amp.tools import cli
 from gluon_amp.tools.cli import COMMANDS, main
 from mxnet.gluon import nn

@@ -108,7 +108,7 @@ def test_trainings_end_with_their_comparison(number):
 
 def test_script_without_a_log_is_refused(capsys):
     compare("--flags=--fail silent", code=1)
-    assert "wrote no log.jsonl into its --save-dir: use gluon_amp.Log" in capsys.readouterr().err
+    assert "use gluon_amp.reports.Log" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -215,7 +215,7 @@ def test_report_as_text_and_as_json():
 
 def test_missing_kernels_are_the_reason(monkeypatch):
     def fails():
-        raise amp.KernelError("gluon_amp's CPU kernels are missing: rebuild them")
+        raise amp.cpu.library.KernelError("gluon_amp's CPU kernels are missing: rebuild them")
     monkeypatch.setattr(library, "load", fails)
     facts = examine()
     assert not facts["trains"]
