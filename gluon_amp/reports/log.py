@@ -50,8 +50,8 @@ class Log:
 
     Raises:
         FileExistsError: the file exists, and `begin` is not given.
-        ValueError: the file that is resumed is damaged or of a run with another type or seed, or
-            an argument is invalid.
+        ValueError: the file that is resumed is damaged, or of a run with another type or seed than
+            in `arguments`, or an argument is invalid.
     """
 
     def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
@@ -97,10 +97,10 @@ class Log:
 
     def _check_run(self, path: str, arguments: Mapping[str, Any]) -> None:
         """Refuses to continue the log of a run of another type or seed."""
-        names = [name for name in _IDENTITY if name in arguments and name in self.arguments
-                 and str(arguments[name]) != str(self.arguments[name])]
+        names = [name for name in _IDENTITY
+                 if str(arguments.get(name)) != str(self.arguments.get(name))]
         if names:
-            in_file, received = (", ".join(f"{name}={values[name]}" for name in names)
+            in_file, received = (", ".join(f"{name}={values.get(name)}" for name in names)
                                  for values in (arguments, self.arguments))
             raise ValueError(f"{path} is the log of another run, with {in_file}. Valid: the "
                              f"arguments of that run, or another path. Received: {received}")

@@ -10,6 +10,7 @@ import mxnet as mx
 
 from ..annotations import Network
 from ..checks import aligned, counted
+from ..cpu.arrays import TYPES_16BIT
 from ..formats import FLOAT16, Format
 from ..gluon.converted import ConvertedHybridBlock, blocks_in
 from ..gluon.observe import policy_in_use
