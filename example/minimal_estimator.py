@@ -1,0 +1,40 @@
+"""Trains a classifier of digits in float16 with MXNet's Estimator, and predicts.
+
+    python minimal_estimator.py
+"""
+import gluon_amp as amp  # before mxnet
+import mxnet as mx
+import numpy as np
+from gluon_amp.training.estimator import BatchProcessor
+from mxnet import gluon
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.estimator import Estimator
+from sklearn.datasets import load_digits
+
+DTYPE, EPOCHS = "float16", 5
+mx.random.seed(0)
+np.random.seed(0)
+
+images, labels = load_digits(return_X_y=True)
+images = (images / 8 - 1).astype("float32")
+order = np.random.permutation(len(labels))
+training, validation = (
+    gluon.data.DataLoader(gluon.data.ArrayDataset(images[part], labels[part]), 64, shuffle=shuffle)
+    for part, shuffle in ((order[450:], True), (order[:450], False)))
+
+net = nn.HybridSequential(prefix="digits_")
+with net.name_scope():
+    net.add(nn.Dense(128), nn.BatchNorm(), nn.Activation("relu"), nn.Dense(10))
+net.initialize(mx.init.Xavier())
+amp.convert(net, DTYPE)
+net.hybridize(static_alloc=True, static_shape=True)
+
+# The batch processor scales the loss, which MXNet's own does not
+estimator = Estimator(net, gluon.loss.SoftmaxCrossEntropyLoss(), mx.metric.Accuracy(),
+                      trainer=amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01}),
+                      batch_processor=BatchProcessor())
+estimator.fit(training, validation, epochs=EPOCHS)
+print(dict(metric.get() for metric in estimator.val_metrics))
+
+data = mx.nd.array(images[order[:10]])
+print("predicted", net(data).argmax(axis=1).asnumpy().astype(int), "labels", labels[order[:10]])
