@@ -24,8 +24,7 @@ import os
 import re
 from collections import Counter
 from functools import lru_cache, partial
-from itertools import groupby, product
-from operator import itemgetter
+from itertools import product
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
 
@@ -34,7 +33,6 @@ from . import events, tables
 from .runs import Epoch, Run, measurable, plain
 
 LONGEST_LINE = 2 ** 16  # a file without line ends is read in pieces
-AT_ONCE = 1000  # lines
 HEADER = re.compile(rb"Namespace\((.*)\)")
 BATCH = re.compile(rb"Epoch[\[ ](\d{1,9})\](?: Batch \[|\[Batch )(?:\d+-)?(\d{1,9})\],?\s+"
                    rb"((?:LR: \S+ )?)Speed: (\d+(?:\.\d+)?) samples/sec(.*)")
@@ -152,23 +150,18 @@ def _names(paths: List[Path]) -> List[str]:
 def read_log(path: Path, name: str) -> List[Run]:
     """Reads the runs of a log. Without one, a ValueError names the first invalid line."""
     reader, odd, is_json, of_monitor = _Reader(path, name), "", False, False
-    waiting: List[bytes] = []  # lines of batches
     with open(path, "rb") as file:
         for count, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), 1):
             line = line[3:] if count == 1 and line.startswith(codecs.BOM_UTF8) else line
-            batch = (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line
-            if waiting and not (batch and len(waiting) < AT_ONCE):
-                reader.batches(waiting)
-                waiting = []
-            if batch:
+            if (b"] Batch [" in line or b"][Batch " in line) and b"Namespace(" not in line:
                 if line.endswith(b"\n"):  # else it was cut, maybe in the middle of a number
-                    waiting.append(line)
+                    reader.batch(line)
             elif not reader.other(line) and line.strip() and not odd:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
                 of_monitor = _is_of_monitor(line)
     reader.add_shares()
-    began = bool(reader.runs or waiting or reader.header)
+    began = bool(reader.runs or reader.header)
     runs = [run for run in reader.runs if run.epochs]
     if not runs and of_monitor:
         raise ValueError(f"{path} is no training log: it is a Monitor's file. Use: "
@@ -210,26 +203,21 @@ class _Reader:
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
 
-    def batches(self, lines: List[bytes]) -> None:
-        """Parses consecutive lines of batches together, because most lines are such."""
-        for number, entries in groupby(BATCH.findall(b"".join(lines)), itemgetter(0)):
-            self._go_to(int(number))
-            scaling = b""
-            for entry in entries:
-                _, batch, _, speed, tail = entry
-                rate = float(speed)
-                if rate > 0:
-                    self.intervals += 1
-                    self.inverse += 1 / rate
-                at = tail.find(b"loss-scale=")
-                if at >= 0 and tail[at:] != scaling:
-                    scaling, values = tail[at:], _values(tail)
-                    self.runs[-1].follow(self.number, int(batch), values.get("loss-scale"),
-                                         values.get("skipped"))
-            values = _values(entry[2] + b" " + tail)
-            self.epoch.lr = values.get("lr", self.lr)
-            self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
-            self.runs[-1].batches = max(self.runs[-1].batches, int(batch) + 1)
+    def batch(self, line: bytes) -> None:
+        """Parses a line of a batch."""
+        match = BATCH.search(line)
+        if match is None:
+            return
+        number, batch, rate, speed, tail = match.groups()
+        self._go_to(int(number))
+        run, values = self.runs[-1], _values(rate + b" " + tail)
+        run.batches = max(run.batches, int(batch) + 1)
+        if float(speed) > 0:
+            self.intervals += 1
+            self.inverse += 1 / float(speed)
+        self.epoch.lr = values.get("lr", self.lr)
+        self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
+        run.follow(self.number, int(batch), self.epoch.scale, self.epoch.skipped)
 
     def other(self, line: bytes) -> bool:
         """Parses any other line; returns whether it has information."""
