@@ -4,7 +4,7 @@ cuDNN from version 7.6.3 and cuBLAS from version 11 use Tensor Cores for other s
 slower.
 """
 from math import prod
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 from ..annotations import Symbol
 from ..graph.graph import Graph, Node
@@ -63,20 +63,17 @@ def _layer(node: Node, weight: Sequence[int], shapes: Dict[str, Sequence[int]]) 
         return Layer(node.name, sizes)
     convolution = node.op in COLUMNS["convolution"]
     return Layer(node.name, sizes, None if convolution else prod(output[:-1]),
-                 _multiply_adds(node, [data, weight], output))
+                 _multiply_adds(node, data, weight, output))
 
 
-def _multiply_adds(node: Node, inputs: List[Any], output: Any) -> int:
+def _multiply_adds(node: Node, data: Sequence[int], weight: Sequence[int],
+                   output: Sequence[int]) -> int:
     """Returns the multiply-adds of one product's forward pass."""
-    if node.op == "RNN":  # one multiply-add for each weight, step and sequence
-        return prod(inputs[1]) * prod(inputs[0][:2])
     if node.op == "Deconvolution":
-        return prod(inputs[0]) * prod(inputs[1]) // max(inputs[1][0], 1)
+        return prod(data) * prod(weight) // max(weight[0], 1)
     if node.op in ("Convolution", "Convolution_v1", "FullyConnected"):
-        return prod(output) * prod(inputs[1]) // max(inputs[1][0], 1)
-    if node.op.startswith("_contrib_interleaved"):
-        return prod(inputs[0]) * output[-1]
-    if len(inputs) < 2 or not inputs[0]:
+        return prod(output) * prod(weight) // max(weight[0], 1)
+    if not data:
         return prod(output)
-    transposed = node.is_set("transpose_a") and len(inputs[0]) > 1
-    return prod(output) * inputs[0][-2 if transposed else -1]
+    transposed = node.is_set("transpose_a") and len(data) > 1
+    return prod(output) * data[-2 if transposed else -1]

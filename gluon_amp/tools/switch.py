@@ -160,12 +160,10 @@ def _loss_scale(text: str) -> GivenLossScale:
 def _replace_functions(switch: Switch) -> None:
     for cls in (mx.gluon.Block, mx.gluon.HybridBlock):
         def hybridize(self: Any, *args: Any, original: Any = cls.hybridize, **kwargs: Any) -> None:
-            if switch.nested:
-                original(self, *args, **kwargs)
-                return
+            nested = switch.nested
             with switch.own_calls():
                 original(self, *args, **kwargs)
-                if kwargs.get("active", args[0] if args else True):
+                if not nested and kwargs.get("active", args[0] if args else True):
                     switch.hybridized(self)
 
         cls.hybridize = hybridize

@@ -5,7 +5,7 @@ reference is the CPU's float32 result for the same inputs, rounded to the type t
 """
 import time
 from functools import partial
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -24,53 +24,42 @@ _BOUNDS = {"float32": 4e-3, "float16": 2e-2}
 _STEPS, _TIMED = 4, 10
 
 
-class _Operator(NamedTuple):
-    name: str
-    run: Callable[..., Array]
-    shapes: Sequence[Tuple[int, ...]]
-
-
-class _Network(NamedTuple):
-    name: str
-    make: Callable[[], Any]
-    shape: Tuple[int, ...]
-
-
-def _operators() -> List[_Operator]:
+def _operators() -> List[Tuple[str, Callable[..., Array], Sequence[Tuple[int, ...]]]]:
+    """Returns a name, a function, and the shapes of its inputs for each operator."""
     nd = mx.nd
     return [
-        _Operator("a * b + a", lambda a, b: a * b + a, [(64, 100)] * 2),
-        _Operator("broadcast_add", lambda a, b: nd.broadcast_add(a, b), [(64, 100), (1, 100)]),
-        _Operator("exp, sqrt, tanh", lambda a: nd.tanh(nd.sqrt(nd.exp(a))), [(64, 100)]),
-        _Operator("sum", lambda a: a.sum(axis=1), [(64, 1000)]),
-        _Operator("max", lambda a: a.max(axis=0), [(64, 1000)]),
-        _Operator("softmax", lambda a, b: nd.softmax(a) * b, [(64, 1000)] * 2),
-        _Operator("log_softmax", lambda a: nd.log_softmax(a), [(64, 100)]),
-        _Operator("LayerNorm", lambda a, g, b: nd.LayerNorm(a, g, b), [(64, 768), (768,), (768,)]),
-        _Operator("BatchNorm", _batch_norm, [(16, 32, 14, 14), (32,), (32,)]),
-        _Operator("dot", lambda a, b: nd.dot(a, b), [(64, 128), (128, 96)]),
-        _Operator("batch_dot", lambda a, b: nd.batch_dot(a, b), [(8, 64, 32), (8, 32, 64)]),
-        _Operator("FullyConnected", lambda a, w, b: nd.FullyConnected(a, w, b, num_hidden=96),
-                  [(64, 128), (96, 128), (96,)]),
-        _Operator("Convolution", lambda a, w, b: nd.Convolution(
-            a, w, b, kernel=(3, 3), pad=(1, 1), num_filter=32), [(4, 16, 28, 28), (32, 16, 3, 3),
-                                                                 (32,)]),
-        _Operator("depthwise Convolution", lambda a, w: nd.Convolution(
+        ("a * b + a", lambda a, b: a * b + a, [(64, 100)] * 2),
+        ("broadcast_add", lambda a, b: nd.broadcast_add(a, b), [(64, 100), (1, 100)]),
+        ("exp, sqrt, tanh", lambda a: nd.tanh(nd.sqrt(nd.exp(a))), [(64, 100)]),
+        ("sum", lambda a: a.sum(axis=1), [(64, 1000)]),
+        ("max", lambda a: a.max(axis=0), [(64, 1000)]),
+        ("softmax", lambda a, b: nd.softmax(a) * b, [(64, 1000)] * 2),
+        ("log_softmax", lambda a: nd.log_softmax(a), [(64, 100)]),
+        ("LayerNorm", lambda a, g, b: nd.LayerNorm(a, g, b), [(64, 768), (768,), (768,)]),
+        ("BatchNorm", _batch_norm, [(16, 32, 14, 14), (32,), (32,)]),
+        ("dot", lambda a, b: nd.dot(a, b), [(64, 128), (128, 96)]),
+        ("batch_dot", lambda a, b: nd.batch_dot(a, b), [(8, 64, 32), (8, 32, 64)]),
+        ("FullyConnected", lambda a, w, b: nd.FullyConnected(a, w, b, num_hidden=96),
+         [(64, 128), (96, 128), (96,)]),
+        ("Convolution", lambda a, w, b: nd.Convolution(
+            a, w, b, kernel=(3, 3), pad=(1, 1), num_filter=32),
+         [(4, 16, 28, 28), (32, 16, 3, 3), (32,)]),
+        ("depthwise Convolution", lambda a, w: nd.Convolution(
             a, w, no_bias=True, kernel=(3, 3), pad=(1, 1), num_filter=16, num_group=16),
-            [(4, 16, 28, 28), (16, 1, 3, 3)]),
-        _Operator("Deconvolution", lambda a, w: nd.Deconvolution(
+         [(4, 16, 28, 28), (16, 1, 3, 3)]),
+        ("Deconvolution", lambda a, w: nd.Deconvolution(
             a, w, kernel=(2, 2), stride=(2, 2), num_filter=8), [(4, 16, 14, 14), (16, 8, 2, 2)]),
-        _Operator("average Pooling", lambda a: nd.Pooling(
+        ("average Pooling", lambda a: nd.Pooling(
             a, kernel=(2, 2), stride=(2, 2), pool_type="avg"), [(4, 16, 28, 28)]),
-        _Operator("max Pooling", lambda a: nd.Pooling(
+        ("max Pooling", lambda a: nd.Pooling(
             a, kernel=(3, 3), stride=(2, 2), pool_type="max"), [(4, 16, 28, 28)]),
-        _Operator("LeakyReLU (gelu)", lambda a: nd.LeakyReLU(a, act_type="gelu"), [(64, 100)]),
-        _Operator("transpose, slice, concat", lambda a: nd.concat(
+        ("LeakyReLU (gelu)", lambda a: nd.LeakyReLU(a, act_type="gelu"), [(64, 100)]),
+        ("transpose, slice, concat", lambda a: nd.concat(
             a.T.slice_axis(0, 3, 50), a.T, dim=0), [(64, 100)]),
-        _Operator("Embedding", lambda w: nd.Embedding(
+        ("Embedding", lambda w: nd.Embedding(
             nd.array([[1, 2, 2], [0, 5, 9]], ctx=w.ctx), w, 10, 16), [(10, 16)]),
-        _Operator("take", lambda w: nd.take(w, nd.array([1, 7, 3], ctx=w.ctx)), [(10, 16)]),
-        _Operator("where", lambda a, b: nd.where(a > b, a, b), [(64, 100)] * 2),
+        ("take", lambda w: nd.take(w, nd.array([1, 7, 3], ctx=w.ctx)), [(10, 16)]),
+        ("where", lambda a, b: nd.where(a > b, a, b), [(64, 100)] * 2),
     ]
 
 
@@ -80,7 +69,8 @@ def _batch_norm(data: Array, gamma: Array, beta: Array) -> Array:
     return mx.nd.BatchNorm(data, *float32, mean, variance, fix_gamma=False)
 
 
-def _networks() -> List[_Network]:
+def _networks() -> List[Tuple[str, Callable[[], Any], Tuple[int, ...]]]:
+    """Returns a name, a function, and the shape of a batch for each network."""
     nn, rnn = mx.gluon.nn, mx.gluon.rnn
 
     def convolutions() -> Any:
@@ -99,9 +89,9 @@ def _networks() -> List[_Network]:
         net.add(rnn.LSTM(32, layout="NTC"), nn.Dense(10))
         return net
 
-    return [_Network("convolutions, batch norm", convolutions, (16, 3, 16, 16)),
-            _Network("dense, layer norm", dense, (32, 64)),
-            _Network("LSTM", recurrent, (16, 12, 24))]
+    return [("convolutions, batch norm", convolutions, (16, 3, 16, 16)),
+            ("dense, layer norm", dense, (32, 64)),
+            ("LSTM", recurrent, (16, 12, 24))]
 
 
 def verify(device: Context) -> Dict[str, Any]:
@@ -133,34 +123,39 @@ def verify(device: Context) -> Dict[str, Any]:
 
 
 def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], Tuple[float, float]]]]:
-    for operator in _operators():
+    for name, operator, shapes in _operators():
         for dtype in TYPES:
-            yield operator.name, dtype, partial(_compare, operator, dtype, device)
+            yield name, dtype, partial(_compare, operator, shapes, dtype, device)
     yield "sort", "float32", partial(_sorted, device)
     yield "random_normal", "float32", partial(_drawn, device)
-    for network in _networks():
+    for name, make, shape in _networks():
         for dtype in TYPES:
-            yield network.name, dtype, partial(_train, network, dtype, device)
+            yield name, dtype, partial(_train, make, shape, dtype, device)
 
 
-def _compare(operator: _Operator, dtype: str, device: Context) -> Tuple[float, float]:
+def _compare(operator: Callable[..., Array], shapes: Sequence[Tuple[int, ...]], dtype: str,
+             device: Context) -> Tuple[float, float]:
     """Returns the largest difference of results and gradients from the CPU's, and the milliseconds
     of a forward and a backward pass, the first one included."""
     rng = np.random.default_rng(0)
-    inputs = [rng.standard_normal(shape).astype(dtype) for shape in operator.shapes]
+    inputs = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     wanted = _passes(operator, [each.astype("float32") for each in inputs], mx.cpu())
+    passes, milliseconds = _timed(lambda: _passes(operator, inputs, device))
+    return max(_distance(a, b) for a, b in zip(passes, wanted)), milliseconds
+
+
+def _timed(run: Callable[[], Any]) -> Tuple[Any, float]:
+    """Returns a result, and the milliseconds that it takes."""
     begin = time.perf_counter()
-    passes = _passes(operator, inputs, device)
-    seconds = time.perf_counter() - begin
-    return max(_distance(a, b) for a, b in zip(passes, wanted)), 1e3 * seconds
+    return run(), 1e3 * (time.perf_counter() - begin)
 
 
-def _passes(operator: _Operator, inputs: Sequence[Any], device: Context) -> List[Any]:
+def _passes(operator: Callable[..., Array], inputs: Sequence[Any], device: Context) -> List[Any]:
     arrays = [mx.nd.array(each, device, each.dtype) for each in inputs]
     for array in arrays:
         array.attach_grad()
     with mx.autograd.record():
-        output = operator.run(*arrays)
+        output = operator(*arrays)
     head = np.random.default_rng(1).standard_normal(output.shape)
     output.backward(mx.nd.array(head, device, output.dtype))
     return [array.astype("float32").asnumpy() for array in [output, *(a.grad for a in arrays)]]
@@ -172,31 +167,32 @@ def _distance(computed: Any, wanted: Any) -> float:
 
 def _sorted(device: Context) -> Tuple[float, float]:
     values = np.random.default_rng(0).standard_normal((64, 1000)).astype("float32")
-    begin = time.perf_counter()
-    ordered = mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy()
-    return _distance(ordered, np.sort(values, 1)), 1e3 * (time.perf_counter() - begin)
+    ordered, milliseconds = _timed(
+        lambda: mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy())
+    return _distance(ordered, np.sort(values, 1)), milliseconds
 
 
 def _drawn(device: Context) -> Tuple[float, float]:
     """Devices draw different numbers: compares the standard deviation of a million with 1."""
-    begin = time.perf_counter()
-    drawn = mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy()
-    return abs(float(drawn.std()) - 1), 1e3 * (time.perf_counter() - begin)
+    drawn, milliseconds = _timed(
+        lambda: mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy())
+    return abs(float(drawn.std()) - 1), milliseconds
 
 
-def _train(network: _Network, dtype: str, device: Context) -> Tuple[float, float]:
+def _train(make: Callable[[], Any], shape: Tuple[int, ...], dtype: str,
+           device: Context) -> Tuple[float, float]:
     """Returns the largest difference of the losses of some steps from the CPU's in float32, and the
     milliseconds of a step."""
     rng = np.random.default_rng(0)
-    data = rng.standard_normal(network.shape).astype("float32")
+    data = rng.standard_normal(shape).astype("float32")
     label = rng.integers(10, size=len(data))
-    initial = network.make()
+    initial = make()
     initial.initialize(mx.init.Xavier())
     initial(mx.nd.array(data))  # infers shapes
     weights = [p.data() for p in initial.collect_params().values()]
 
     def losses(kind: str, where: Context) -> Tuple[List[float], float]:
-        net = network.make()
+        net = make()
         net.initialize(ctx=where)
         x, y = mx.nd.array(data, where), mx.nd.array(label, where)
         net(x)
@@ -216,11 +212,13 @@ def _train(network: _Network, dtype: str, device: Context) -> Tuple[float, float
             return loss.mean()
 
         computed = [float(step().asscalar()) for _ in range(_STEPS)]
-        begin = time.perf_counter()
-        for _ in range(_TIMED if where != mx.cpu() else 0):
-            step()
-        mx.nd.waitall()
-        return computed, 1e3 * (time.perf_counter() - begin) / _TIMED
+
+        def steps() -> None:
+            for _ in range(_TIMED if where != mx.cpu() else 0):
+                step()
+            mx.nd.waitall()
+
+        return computed, _timed(steps)[1] / _TIMED
 
     wanted, _ = losses("float32", mx.cpu())
     computed, milliseconds = losses(dtype, device)

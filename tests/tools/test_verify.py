@@ -15,7 +15,7 @@ def few(monkeypatch):
     """Leaves the cases of two operators, dot and sum."""
     operators = verify._operators()
     monkeypatch.setattr(verify, "_operators",
-                        lambda: [each for each in operators if each.name in ("dot", "sum")])
+                        lambda: [each for each in operators if each[0] in ("dot", "sum")])
     monkeypatch.setattr(verify, "_networks", list)
 
 
@@ -44,7 +44,7 @@ def test_wrong_results_and_gradients_and_errors_fail(few, monkeypatch):
             return 2 * head
 
     def wrong(name, run):
-        return verify._Operator(name, run, [(3, 4)])
+        return name, run, [(3, 4)]
 
     made = [*verify._operators(),
             wrong("result", lambda a: a * (1.1 if a.context == DEVICE else 1)),
@@ -59,7 +59,7 @@ def test_wrong_results_and_gradients_and_errors_fail(few, monkeypatch):
 
 
 def test_wrong_training_fails(few, monkeypatch):
-    network = verify._Network("dense", lambda: mx.gluon.nn.Dense(10), (8, 16))
+    network = "dense", lambda: mx.gluon.nn.Dense(10), (8, 16)
     monkeypatch.setattr(verify, "_networks", lambda: [network])
     assert errors(verify.verify(DEVICE)) == {}
     trainer = verify.Trainer
