@@ -87,9 +87,14 @@ def _unused(path: str) -> str:
 
 def replace_text(path: str, text: str) -> None:
     """Replaces a text file atomically."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: str, content: bytes) -> None:
+    """Replaces a file atomically by this content."""
     def write(beside: str) -> None:
-        with open(beside, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(beside, "wb") as file:
+            file.write(content)
     replace_file(path, write)
 
 

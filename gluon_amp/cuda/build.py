@@ -125,7 +125,7 @@ class Builder:
             else:
                 code = self._assemble(source, text, int(architecture))
                 entry = fatbin.entry(code, int(architecture))
-            _write(part, fatbin.fat_binary([entry]))
+            _keep(part, fatbin.fat_binary([entry]))
 
     def _ptx(self, source: Source) -> str:
         """Returns the PTX of a source's first kernels, named as in the wheel."""
@@ -144,7 +144,7 @@ class Builder:
         compare(source, {item.name: ptx.parameters(item) for item in module.items
                          if item.is_kernel}, list(source.kernels), "the PTX")
         text = str(ptx.limit_registers(ptx.select(module, source.first), source.limits))
-        _write(kept, gzip.compress(text.encode(), 6))
+        _keep(kept, gzip.compress(text.encode(), 6))
         return text
 
     def _assemble(self, source: Source, text: str, architecture: int) -> bytes:
@@ -227,13 +227,9 @@ def _key(*inputs: str) -> str:
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]
 
 
-def _write(path: Path, content: bytes) -> None:
+def _keep(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(beside: str) -> None:
-        Path(beside).write_bytes(content)
-
-    files.replace_file(str(path), write)
+    files.replace_bytes(str(path), content)
 
 
 def build(architectures: Sequence[str], source: Optional[Path] = None, jobs: Optional[int] = None,

@@ -4,12 +4,11 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
 from ..checks import imports_of
-from ..files import replace_file
+from ..files import replace_bytes
 from .log import Log
 from .read import read_logs
 from .runs import Run
@@ -60,7 +59,7 @@ def report(logs: Iterable[Any], folder: Any, title: str = "Training report",
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        replace_file(str(folder / name), partial(_write, content))
+        replace_bytes(str(folder / name), content)
     return folder / "report.html"
 
 
@@ -87,20 +86,19 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
     groups = compare.groups(runs)
     comparisons = compare.compare(groups)
     parts: List[Section] = []
-    datasets = [of[0].section[0] for of in compare.sections(groups)]
-    for of in compare.sections(groups):
+    sections = compare.sections(groups)
+    datasets = [of[0].section[0] for of in sections]
+    for of in sections:
         dataset, measure = of[0].section
-        if dataset and datasets.count(dataset) > 1:
-            dataset = f"{dataset}, {measure}"
+        title_of = f"{dataset}, {measure}" if datasets.count(dataset) > 1 else dataset
         target = _reached_by_most(of) if accuracy is None else accuracy
         mine = [c for c in comparisons if c.low.section == of[0].section]
         drawn = []
         if len(parts) < MOST_SECTIONS:
-            picture = forest(mine, margin)
             by_time = bool(mine) and all(c.claims_speed for c in mine)
-            drawn = [*([picture] if picture else []), *plots(of, target, by_time)]
-        parts.append(Section(dataset or measure, headline(mine, margin), group_rows(of, target),
-                            run_rows(of, target), drawn))
+            drawn = [*forest(mine, margin), *plots(of, target, by_time)]
+        parts.append(Section(title_of if dataset else measure, headline(mine, margin),
+                             group_rows(of, target), run_rows(of, target), drawn))
     if len(parts) > 1:
         _name_apart(parts)
     notes = remarks(groups, comparisons)
@@ -128,10 +126,6 @@ def _name_apart(parts: List[Any]) -> None:
         slug = re.sub(r"[^a-z0-9]+", "_", section.title.lower()).strip("_")[:40] or "section"
         section.prefix = f"{slug}-" if f"{slug}-" not in taken else f"{slug}_{i}-"
         taken.add(section.prefix)
-
-
-def _write(content: bytes, path: str) -> None:
-    Path(path).write_bytes(content)
 
 
 def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:

@@ -388,11 +388,12 @@ def _hover(figure: Figure, axes: Axes, chart: Chart, unit: str,
 
 # ---- differences
 
-def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
-    """Draws each difference with its interval, and the margin of equivalence."""
+def forest(comparisons: Sequence[Comparison], margin: float) -> List[Plot]:
+    """Draws each difference with its interval, and the margin of equivalence; returns no plot
+    without differences."""
     shown = [(c, c.difference) for c in comparisons if c.difference][:FORESTED]
     if not shown:
-        return None
+        return []
     unit, measured = shown[0][1].unit, shown[0][0].low.first.measured
     with _style():
         figure = Figure(figsize=(WIDTH, 1.15 + 0.42 * len(shown)), layout="constrained")
@@ -419,10 +420,10 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> Optional[Plot]:
                       f"{d.interval()[1]:+.2f})" for c, d in shown[:CAPTIONED])
     more = f"; and {len(shown) - CAPTIONED} more" if len(shown) > CAPTIONED else ""
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in shown) else ""
-    return Plot("differences", "Difference to float32",
-                f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small "
-                f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} "
-                f"{words}{more}.", png, svg)
+    return [Plot("differences", "Difference to float32",
+                 f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small "
+                 f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} "
+                 f"{words}{more}.", png, svg)]
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

@@ -51,18 +51,21 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
     for section in sections[:MOST_TABLES]:
         if several:
             body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
+        folded = [plot for plot in section.plots if plot.name in FOLDED_PLOTS]
         shown = [plot for plot in section.plots if plot.name not in FOLDED_PLOTS]
-        folded_plots = [plot for plot in section.plots if plot.name in FOLDED_PLOTS]
-        body += [_plots(shown, section.prefix), _details(
-            " and ".join(plot.title for plot in folded_plots), _plots(folded_plots, section.prefix))
-            if folded_plots else "", "<h2>Groups of runs</h2>" if not several else "",
-                 _folded("Groups", section.groups, _table(section.groups))]
+        body.append(_plots(shown, section.prefix))
+        body.append(_details(" and ".join(plot.title for plot in folded),
+                             _plots(folded, section.prefix)) if folded else "")
+        groups_of = _table(section.groups)
+        if len(section.groups) > FOLDED:
+            groups_of = _details(f"Groups ({len(section.groups):,})", groups_of)
+        body += ["" if several else "<h2>Groups of runs</h2>", groups_of]
     left = MOST_RUNS
     for section in sections[:MOST_TABLES]:
         name = f"Runs: {section.title}" if several else "Runs"
-        folded = "" if len(section.runs) > FOLDED else " open"
-        body.append(f"<details{folded}><summary>{escape(name)} ({len(section.runs)})</summary>\n"
-                    + _table(section.runs, len(section.runs) > 5, left) + "</details>")
+        body.append(_details(f"{name} ({len(section.runs)})",
+                             _table(section.runs, len(section.runs) > 5, left),
+                             is_open=len(section.runs) <= FOLDED))
         left = max(0, left - len(section.runs))
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
@@ -90,13 +93,8 @@ def _table(rows: List[Cells], search: bool = False, most: int = MOST_ROWS) -> st
     return f"<div>\n{field if search else ''}{table(rows, TEXT, most)}{more}\n</div>"
 
 
-def _folded(name: str, rows: List[Cells], table: str) -> str:
-    """Folds a long table."""
-    return table if len(rows) <= FOLDED else _details(f"{name} ({len(rows):,})", table)
-
-
-def _details(summary: str, inside: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>\n{inside}</details>"
+def _details(summary: str, inside: str, is_open: bool = False) -> str:
+    return f"<details{' open' * is_open}><summary>{escape(summary)}</summary>\n{inside}</details>"
 
 
 def _plots(plots: Sequence[Plot], prefix: str) -> str:
