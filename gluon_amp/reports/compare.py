@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import mean, median
-from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
 
-from .runs import FLOAT32, OFF, RESUMING, Run, plain
+from .runs import FLOAT32, OFF, RESUMING, Run, average, plain
 from .verdict import Difference, Sample, paired, unpaired
 
 PRECISION = {"dtype", "policy", "loss_scale", "amp"}
@@ -82,6 +82,11 @@ class Group:
     def speeds(self) -> List[float]:
         return sorted(run.speed for run in self.runs if run.speed)
 
+    @property
+    def hours(self) -> List[float]:
+        """The hours of training of the runs whose logs have all times."""
+        return [run.hours[-1] for run in self.runs if run.hours]
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -108,10 +113,10 @@ class Comparison:
         training time; None if no speed is claimed."""
         if not self.claims_speed:
             return None
-        high, low = (_median(group.speeds) for group in (self.float32, self.low))
+        high, low = (average(median, group.speeds) for group in (self.float32, self.low))
         if high and low:
             return low / high
-        high, low = (_median(_hours(group)) for group in (self.float32, self.low))
+        high, low = (average(median, group.hours) for group in (self.float32, self.low))
         same = {run.done for run in self.float32.runs} == {run.done for run in self.low.runs}
         return high / low if same and high and low else None
 
@@ -257,13 +262,9 @@ def _by_recipe(section: List[Group]) -> List[str]:
     """Returns names of the arguments in which the groups differ, if these are few: resnet18,
     float16, wd 0.1."""
     recipes = [recipe(group.first) for group in section]
-    values_of: Dict[str, Set[str]] = {}
-    for each in recipes:
-        for argument, value in each.items():
-            values_of.setdefault(argument, set()).add(repr(value))
-    differ = [argument for argument, values in values_of.items()
-              if argument not in ("model", "network")
-              and (len(values) > 1 or any(argument not in each for each in recipes))]
+    arguments = dict.fromkeys(argument for each in recipes for argument in each)
+    differ = [argument for argument in arguments if argument not in ("model", "network")
+              and len({repr(each.get(argument)) for each in recipes}) > 1]
     if not 0 < len(differ) <= MOST_NAMED:
         return [""] * len(section)
     several = len({group.model for group in section}) > 1
@@ -317,9 +318,10 @@ def _differences(high: Group, low: Group) -> Dict[str, Tuple[Any, Any]]:
              if first.get(key) != second.get(key)}
     if a.batch_size != b.batch_size:
         differences.setdefault("batch_size", (a.batch_size, b.batch_size))
-    if not set(first) - {"model"} or not set(second) - {"model"}:
-        differences["recipe"] = (None if set(first) - {"model"} else NOT_LOGGED,
-                           None if set(second) - {"model"} else NOT_LOGGED)
+    logged = [bool(set(arguments) - {"model"}) for arguments in (first, second)]
+    if not all(logged):
+        differences["recipe"] = (None if logged[0] else NOT_LOGGED,
+                                 None if logged[1] else NOT_LOGGED)
     elif not differences:
         ends = [max((run.validated for run in group.finished), default=0) for group in (high, low)]
         if 0 not in ends and ends[0] != ends[1]:
@@ -337,14 +339,6 @@ def _far(end: float, others: Sequence[float]) -> bool:
     """Whether its distance from all others exceeds the distances among these."""
     apart = max(others) - min(others)
     return not min(others) - apart <= end <= max(others) + apart
-
-
-def _hours(group: Group) -> List[float]:
-    return sorted(run.hours[-1] for run in group.runs if run.hours)
-
-
-def _median(values: List[float]) -> Optional[float]:
-    return median(values) if values else None
 
 
 def _show(value: object) -> str:

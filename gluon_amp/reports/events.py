@@ -97,8 +97,6 @@ def _known(tag: str) -> Optional[Tuple[str, Any]]:
     name = _as_column(tag)
     if re.search(r"grad(ient)?_norm$", name):
         return "gradient_norm", float
-    if re.search(r"train(ing)?_loss$", name):
-        return "loss", float
     match = quantity_of(name)
     if not match:
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from statistics import median
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from ..checks import counted
 from ..policy import APEX
@@ -296,8 +296,7 @@ class Run:
     @property
     def speed(self) -> Optional[float]:
         """The median of the epochs' samples per second."""
-        speeds = [e.speed for e in self.epochs.values() if e.speed]
-        return median(speeds) if speeds else None
+        return average(median, (e.speed for e in self.epochs.values() if e.speed))
 
     @property
     def hours(self) -> List[float]:
@@ -328,6 +327,12 @@ class Run:
         return next((end for end, e in zip(ends, self.epochs.values())
                      if e.top1 is not None and self.is_share
                      and 1 - e.top1 >= accuracy - 1e-9), None)
+
+
+def average(kind: Callable[[Any], float], values: Iterable[Optional[float]]) -> Optional[float]:
+    """Returns the mean or the median of the values that are not None; None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return kind(numbers) if numbers else None
 
 
 def unit_of_time(runs: List[Run]) -> Tuple[str, float]:

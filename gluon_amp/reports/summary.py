@@ -5,9 +5,9 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
-from ..checks import counted
+from ..checks import counted, listed
 from .compare import Comparison, Group, recipe
-from .runs import Run, headed, unit_of_time
+from .runs import Run, average, headed, unit_of_time
 from .verdict import LEVEL, from_float32, outcome, p_number, sentence
 
 SMOOTHED = ("label_smoothing", "mixup")
@@ -126,13 +126,13 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
                "against": comparison.float32.name,
                "verdict": _outcome(comparison, margin)}
         if difference:
-            low, high = difference.interval()
             percent = " %" if difference.unit == "%" else ""
+            row.update(seeds=difference.counted, paired="yes" if difference.paired else "no")
+            for name, value in zip(("difference", "from", "to"),
+                                   (difference.mean, *difference.interval())):
+                row[name] = f"{value:+.2f}{percent}"
             row.update({
-                "seeds": difference.counted, "paired": "yes" if difference.paired else "no",
-                "difference": f"{difference.mean:+.2f}{percent}", "from": f"{low:+.2f}{percent}",
-                "to": f"{high:+.2f}{percent}",
-                "p of no difference": "" if difference.p is None else f"{difference.p:.3g}",
+                "p of no difference": _text(difference.p, ".3g"),
                 f"p within {margin:g}": p_number(difference.p_equivalent(margin)).replace(" ", ""),
                 "seeds needed": _text(difference.seeds_for(margin), "d")})
         row["speedup"] = _text(comparison.speedup, ".2f")
@@ -144,33 +144,31 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
     """Returns one row for each group: means over its runs."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
-    accuracy = accuracy if groups[0].first.is_share else None
-    metrics = _metrics(runs)
     rows = []
     for group in groups:
-        ends = group.ends
-        hours = [run.hours[-1] * per_hour for run in group.runs if run.hours]
-        tried = group.finished or group.runs
-        row = {"runs": group.name, "dataset": group.first.dataset, "model": group.model,
-               "dtype": group.dtype,
-               "batch size": _text(group.first.batch_size, "d"), "n": str(len(group.runs)),
-               "epochs": str(max(run.done for run in group.runs)),
-               group.first.heading: _value(group.first, float(np.mean(ends)) if ends else None),
+        first, ends, speeds = group.first, group.ends, group.speeds
+        several = len(speeds) > 1
+        row = {"runs": group.name, "dataset": first.dataset, "model": group.model,
+               "dtype": group.dtype, "batch size": _text(first.batch_size, "d"),
+               "n": str(len(group.runs)), "epochs": str(max(run.done for run in group.runs)),
+               first.heading: _value(first, float(np.mean(ends)) if ends else None),
                "standard deviation": _value(
-                   group.first, float(np.std(ends, ddof=1)) if len(ends) > 1 else None),
-               **{headed(name): _text(_mean([run.metric_at_end(name) for run in group.runs]), ".4g")
-                  for name in metrics},
-               "samples/s": _speed_text(median(group.speeds) if group.speeds else None),
-               "slowest": _speed_text(group.speeds[0] if len(group.speeds) > 1 else None),
-               "fastest": _speed_text(group.speeds[-1] if len(group.speeds) > 1 else None),
-               unit: _text(median(hours) if hours else None, ".3g")}
-        if accuracy:
+                   first, float(np.std(ends, ddof=1)) if len(ends) > 1 else None),
+               **{headed(name): _text(average(mean, (run.metric_at_end(name)
+                                                     for run in group.runs)), ".4g")
+                  for name in _metrics(runs)},
+               "samples/s": _speed_text(average(median, speeds)),
+               "slowest": _speed_text(speeds[0] if several else None),
+               "fastest": _speed_text(speeds[-1] if several else None),
+               unit: _text(average(median, group.hours), ".3g", per_hour)}
+        if accuracy and groups[0].first.is_share:
+            tried = group.finished or group.runs
             name = f"{100 * accuracy:g} %"
-            epochs, times = ([at for at in (run.reached(accuracy, by_time) for run in tried)
-                              if at is not None] for by_time in (False, True))
-            row[f"reach {name}"] = f"{len(epochs)} of {len(tried)}"
-            row[f"epochs to {name}"] = _text(median(epochs) if epochs else None, "g")
-            row[f"{unit} to {name}"] = _text(median(times) * per_hour if times else None, ".3g")
+            epochs, hours = ([run.reached(accuracy, by_time) for run in tried]
+                             for by_time in (False, True))
+            row[f"reach {name}"] = f"{len(tried) - epochs.count(None)} of {len(tried)}"
+            row[f"epochs to {name}"] = _text(average(median, epochs), "g")
+            row[f"{unit} to {name}"] = _text(average(median, hours), ".3g", per_hour)
         rows.append(row)
     return _table(rows)
 
@@ -181,30 +179,24 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
     several = len({run.dataset for run in runs}) > 1
-    metrics = _metrics(runs)
     rows = []
     for run in runs:
-        last, best, hours = run.last, run.best, run.hours
-        to = run.reached(accuracy, by_time=True) if accuracy else None
+        last, best = run.last, run.best
+        reached = run.reached(accuracy, by_time=True) if accuracy else None
         rows.append({
-            "run": run.name,
-            "model": run.model,
-            "dataset": run.dataset if several else "",
-            "batch size": _text(run.batch_size, "d"),
-            "dtype": run.dtype,
-            "epochs": str(run.done),
+            "run": run.name, "model": run.model, "dataset": run.dataset if several else "",
+            "batch size": _text(run.batch_size, "d"), "dtype": run.dtype, "epochs": str(run.done),
             run.heading: _value(run, run.final),
             "top-5 %": _text(100 * (1 - last.top5) if last and last.top5 is not None else None,
                              ".2f"),
             "best %" if run.is_share else f"best {run.measure}":
                 _value(run, run.told(best[1]) if best else None),
             "after epochs": _text(best[0] + 1 if best else None, "d"),
-            **{headed(name): _text(run.metric_at_end(name), ".4g") for name in metrics},
+            **{headed(name): _text(run.metric_at_end(name), ".4g") for name in _metrics(runs)},
             "skipped": _text(run.trace[-1][3] if run.trace else None, ".0f"),
             "samples/s": _speed_text(run.speed),
-            unit: _text(hours[-1] * per_hour if hours else None, ".3g"),
-            f"{unit} to {100 * (accuracy or 0):g} %": _text(
-                None if to is None else to * per_hour, ".3g")})
+            unit: _text(run.hours[-1] if run.hours else None, ".3g", per_hour),
+            f"{unit} to {100 * (accuracy or 0):g} %": _text(reached, ".3g", per_hour)})
     return _table(rows)
 
 
@@ -220,11 +212,6 @@ def _metrics(runs: Sequence[Run]) -> List[str]:
     return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
-def _mean(values: Sequence[Optional[float]]) -> Optional[float]:
-    numbers = [value for value in values if value is not None]
-    return mean(numbers) if numbers else None
-
-
 def _value(run: Run, value: Optional[float]) -> str:
     """Returns a measured value as text."""
     return _text(value, ".2f" if run.is_share else ".4g")
@@ -234,8 +221,8 @@ def _speed_text(speed: Optional[float]) -> str:
     return _text(speed, ".0f" if (speed or 0) >= 100 else ".1f")
 
 
-def _text(value: Optional[float], form: str) -> str:
-    return "" if value is None else format(value, form)
+def _text(value: Optional[float], form: str, factor: float = 1) -> str:
+    return "" if value is None else format(value * factor, form)
 
 
 # ---- remarks
@@ -300,7 +287,4 @@ def _remarks(run: Run) -> List[str]:
 
 
 def _names(names: List[str], all_runs: int) -> str:
-    if len(names) == all_runs > MOST_NAMES:
-        return "Each run"
-    more = len(names) - MOST_NAMES
-    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    return "Each run" if len(names) == all_runs > MOST_NAMES else listed(names, MOST_NAMES)
