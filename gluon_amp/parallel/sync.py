@@ -75,20 +75,14 @@ class Workers:
         if self._native:
             self._first_key = (number - 1) * _KEYS_OF_A_TRAINER
 
-    def sum(self, step: Any, keys: Optional[Sequence[Any]] = None) -> None:
+    def sum(self, step: Any) -> None:
         """Sums the gradients of a `Step` over devices and workers: in place, or in new arrays that
-        the step uses instead, if the store does not round 16-bit sums.
-
-        Args:
-            step: the step.
-            keys: the keys of parameters in the store; by default their numbers.
-        """
-        gradients = step.read()
+        the step uses instead, if the store does not round 16-bit sums."""
+        gradients = step.gradients.read()
         step.begin_sum(self.adds(gradients))
         on_devices: Dict[Any, List[Any]] = {}
         for gradient in gradients:
-            key = gradient.index if keys is None else keys[gradient.index]
-            on_devices.setdefault(key, []).append(gradient)
+            on_devices.setdefault(gradient.key, []).append(gradient)
         arrays = [(key, [g.own for g in same]) for key, same in on_devices.items()]
         if self._native:
             arrays = self._without_bfloat16(arrays)

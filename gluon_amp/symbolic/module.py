@@ -1,7 +1,7 @@
 """`Module` and `BucketingModule`: MXNet's modules with mixed precision and loss scaling.
 
 binding.py binds their symbols. They share backward passes, steps, workers and files with the
-Trainer: training/backward.py, training/step.py, parallel/sync.py, training/checkpoint.py.
+Trainer: training/gradients.py, training/step.py, parallel/sync.py, training/checkpoint.py.
 """
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from typing import (
     Union,
 )
 
-from mxnet.model import _update_params
-
 from .._mxnet import environment, mx
 from ..annotations import Array, DataBatch, KVStore, Metric, Optimizer, Symbol
 from ..checks import in_names
@@ -33,8 +31,7 @@ from ..parallel import consistency, store
 from ..parallel.sync import Workers
 from ..record import record_in, save
 from ..training import checkpoint as files
-from ..training.backward import backward_pass, scale_of_pass
-from ..training.gradients import Gradient
+from ..training.gradients import Gradient, Gradients, in_turn
 from ..training.heads import NO_LOSS_SCALE
 from ..training.heads import refuse as refuse_heads
 from ..training.loss_scale import GivenLossScale
@@ -48,7 +45,7 @@ from ..training.optimizer import (
     weights_unwritten,
     with_masters,
 )
-from ..training.step import Stage, Step, in_turn
+from ..training.step import Stage, Step, backward_pass, scale_of_pass
 from ..training.trained import Trained
 from .binding import Bindable
 from .convert import check_parameters, check_range, check_record
@@ -74,13 +71,13 @@ class _Module(Trained):
     fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
-    _gradients: Sequence[Gradient] = ()
+    _listed: Sequence[Gradient] = ()
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
         self._workers = Workers(names=True)
-        self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm, False,
-                          self._adding)
+        gradients = Gradients(self._read_gradients, marked=False, adding=self._adding)
+        self._step = Step(gradients, self._workers, loss_scale, clip_norm)
         self._comparisons = consistency.Comparisons()
 
     @property
@@ -126,8 +123,8 @@ class _Module(Trained):
                             f"{type(symbol).__name__}")
 
         def decide_scale(types: Collection[str]) -> bool:
-            self._step.decide(types)
-            return self._step.scaling
+            self._step.loss_scale = self._step.loss_scale.for_types(types)
+            return self._step.loss_scale.scales
 
         return Bindable.from_symbol(symbol, decide_scale)
 
@@ -170,7 +167,7 @@ class _Module(Trained):
         kvstore = store.make_store(kvstore, module._compression_params)
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen: Any = optimizer_class(optimizer) if by_name else optimizer
-        if self._step.scaling:
+        if self._step.loss_scale.scales:
             check_scalable(chosen)
             if not by_name:
                 check_rescales(chosen)
@@ -209,19 +206,19 @@ class _Module(Trained):
     def backward(self, out_grads: object = None) -> None:
         """The same as MXNet's; scales `out_grads`."""
         module = self._module()
-        if self._step.scaling and out_grads is None and not module._symbol.has_loss:
+        if self._step.loss_scale.scales and out_grads is None and not module._symbol.has_loss:
             raise ValueError("a loss scale needs a loss in the symbol, or out_grads for "
                              f"backward. Valid: {', '.join(sorted(LOSSES))}; or, for a loss of "
                              f"your own, {NO_LOSS_SCALE}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
         executors = module._exec_group.execs
-        if self._step.scaling and scale_of_pass([self._step]) != 1:
+        if self._step.loss_scale.scales and scale_of_pass([self._step]) != 1:
             heads = {head for executor in executors for head in executor.unscaled_heads}
             if heads:
                 refuse_heads("the symbol", heads)
         outputs = [output for executor in executors for output in executor.outputs]
         with backward_pass([self._step], outputs) as scale, weights_unwritten(module._optimizer):
-            if self._step.scaling:
+            if self._step.loss_scale.scales:
                 for executor in executors:
                     executor.set_scale(scale)
                 if out_grads is not None:
@@ -233,7 +230,7 @@ class _Module(Trained):
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """The same as MXNet's, unscaled."""
         grads = super().get_input_grads(merge_multi_context)
-        if not self._step.scaling:
+        if not self._step.loss_scale.scales:
             return grads
         if merge_multi_context:
             return [g / self._used_scale for g in grads]
@@ -261,26 +258,9 @@ class _Module(Trained):
             super().update()
             self._step.finish()
             return True
-        group, optimizer = module._exec_group, module._optimizer
         if self._workers.sums:
-            self._workers.sum(self._step, group.param_names)
-        used = {(g.index, g.device): g.array for g in gradients}
-        devices = range(len(module._context))
-        at = {name: i for i, name in enumerate(group.param_names)}
-        names = self._numbered()._exec_group.param_names
-        weights = [group.param_arrays[at[name]] if name in at else [None] for name in names]
-        grad_arrays = [[used.get((at.get(name, -1), device)) for device in devices]
-                       for name in names]
-        rescale_grad = optimizer.rescale_grad
-
-        def apply(multiplier: float) -> None:
-            optimizer.rescale_grad = multiplier
-            _update_params(weights, grad_arrays, module._updater, len(devices), None, names)
-
-        try:
-            self._step.apply(gradients, rescale_grad, lambda: apply)
-        finally:
-            optimizer.rescale_grad = rescale_grad
+            self._workers.sum(self._step)
+        self._step.apply([module._updater])
         if self._workers.exchange:
             self._comparisons.after_step(self._workers, self._compared_state)
         return self._step.updated
@@ -289,12 +269,15 @@ class _Module(Trained):
         """Returns the gradients of trained parameters."""
         group = self._module()._exec_group
         if group.grad_arrays is not self._grad_arrays:  # a new list after each change
-            self._grad_arrays, self._gradients = group.grad_arrays, [
-                Gradient(i, name, device, weight, own, own, group.grad_req[name] == "add")
-                for i, (name, weights, grads) in enumerate(zip(
-                    group.param_names, group.param_arrays, group.grad_arrays))
+            numbers = {name: i for i, name in enumerate(self._numbered()._exec_group.param_names)}
+            devices = len(self._module()._context)
+            self._grad_arrays, self._listed = group.grad_arrays, [
+                Gradient(name, numbers[name] * devices + device, name, device, weight, own, own,
+                         group.grad_req[name] == "add")
+                for name, weights, grads in zip(group.param_names, group.param_arrays,
+                                                group.grad_arrays)
                 if grads[0] is not None for device, (weight, own) in enumerate(zip(weights, grads))]
-        return self._gradients
+        return self._listed
 
     def _adding(self) -> List[Array]:
         """Returns the gradients to which each backward pass adds."""
@@ -628,7 +611,7 @@ class Speedometer(mx.callback.Speedometer):
 
     def __call__(self, param: mx.model.BatchEndParam) -> None:
         module = (param.locals or {}).get("self")
-        if isinstance(module, _Module) and module._step.scaling and param.eval_metric is not None:
+        if isinstance(module, _Module) and module.scaling.scales and param.eval_metric is not None:
             param = param._replace(eval_metric=_WithScale(param.eval_metric, module))
         super().__call__(param)
 

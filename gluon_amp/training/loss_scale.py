@@ -40,11 +40,13 @@ class LossScale:
         scale: multiplies the gradients of the next step.
         scales: whether gradients are scaled.
         changes: whether steps change the scale.
+        was_auto: whether types of gradients have decided it.
         kind: the name in messages.
     """
     scale: float = 1.0
     scales = False
     changes = False
+    was_auto = False
 
     @property
     def kind(self) -> str:
@@ -57,7 +59,16 @@ class LossScale:
 
     def for_types(self, types: Collection[str]) -> LossScale:
         """Returns the loss scale for gradients that are computed in these 16-bit types."""
+        self.check_types(types)
         return self
+
+    def check_types(self, types: Collection[str]) -> None:
+        """Refuses types of gradients that need more than what "auto" has become."""
+        needed = AutoLossScale().for_types(types)
+        if self.was_auto and (needed.scales, needed.changes) > (self.scales, self.changes):
+            raise RuntimeError(f"loss_scale='auto' became {self} when the training began, which "
+                               f"does not fit {' and '.join(sorted(types))} gradients. Valid: "
+                               "convert before the first backward pass, or loss_scale='dynamic'")
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""
@@ -79,9 +90,10 @@ class AutoLossScale(LossScale):
     kind = "loss_scale='auto'"
 
     def for_types(self, types: Collection[str]) -> LossScale:
-        if "float16" in types:
-            return DynamicLossScale()
-        return StaticLossScale(1) if types else LossScale()  # bfloat16 has float32's range
+        decided = LossScale() if not types else DynamicLossScale() if "float16" in types else \
+            StaticLossScale(1)  # bfloat16 has float32's range
+        vars(decided)["was_auto"] = True
+        return decided
 
     def __repr__(self) -> str:
         return "'auto'"
@@ -136,9 +148,11 @@ class DynamicLossScale(LossScale):
             raise ValueError("minimum must not be above maximum. Received: "
                              f"minimum={self.minimum!r}, maximum={self.maximum!r}")
         whole_number(self.growth_interval, "growth_interval", least=1)
-        initial = self._clipped(_FIRST) if self.initial is None else self.initial
-        object.__setattr__(self, "initial", self._within(initial, "initial"))
-        object.__setattr__(self, "scale", self._within(self.scale or initial, "scale"))
+        initial = self._clipped(_FIRST) if self.initial is None \
+            else self._within(self.initial, "initial")
+        scale = self._within(self.scale, "scale") if self.scale else initial
+        object.__setattr__(self, "initial", float(initial))
+        object.__setattr__(self, "scale", float(scale))
 
     def update(self, norm: float, used: Optional[float] = None,
                parameters: Iterable[str] = ()) -> DynamicLossScale:

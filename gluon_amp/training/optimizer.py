@@ -36,7 +36,7 @@ from typing import (
 )
 
 from .._mxnet import mx, np
-from ..annotations import Array, Arrays, Optimizer
+from ..annotations import Array, Arrays, Optimizer, Updater
 from ..checks import did_you_mean, same_objects
 from ..cpu import library
 from ..cpu.arrays import (
@@ -474,10 +474,28 @@ def _arrays_in(rule: Rule, state: Any) -> List[Array]:
     return [state] if isinstance(state, mx.nd.NDArray) else list(state)
 
 
-def prepared(updater: Any, indices: Sequence[int], grads: Sequence[Array],
-             weights: Sequence[Array]) -> Callable[[], None]:
-    """Prepares an update of weights on one device, as far as it does not depend on the overflow
-    check. Returns the function that updates."""
+def prepared(updaters: Sequence[Updater], gradients: Sequence[Any]) -> Callable[[], None]:
+    """Prepares an update, as far as it does not depend on the overflow check. Returns the function
+    that updates.
+
+    Args:
+        updaters: MXNet's updater of each device, or one for all.
+        gradients: the `Gradient`s.
+    """
+    updates = []
+    for device in sorted({gradient.device for gradient in gradients}):
+        some = [gradient for gradient in gradients if gradient.device == device]
+        updates.append(_prepared(updaters[device % len(updaters)], [g.number for g in some],
+                                 [g.array for g in some], [g.weight for g in some]))
+
+    def update() -> None:
+        for one in updates:
+            one()
+    return update
+
+
+def _prepared(updater: Updater, indices: Sequence[int], grads: Sequence[Array],
+              weights: Sequence[Array]) -> Callable[[], None]:
     optimizer, states = updater.optimizer, updater.states
     if isinstance(optimizer, _WithMasters) and optimizer._row.rules \
             and weights[0].ctx.device_type == "gpu":

@@ -20,14 +20,6 @@ def nothing_to_train() -> NoReturn:
     raise RuntimeError("nothing to train: all parameters of this Trainer have grad_req='null'")
 
 
-def other_types(loss_scale: LossScale, types: Collection[str]) -> NoReturn:
-    """Refuses gradients of types that do not fit the decision of loss_scale="auto"."""
-    raise RuntimeError(
-        f"loss_scale='auto' became {loss_scale} when the training began, which does not fit "
-        f"{' and '.join(sorted(types))} gradients. Valid: convert before the first backward pass, "
-        "or loss_scale='dynamic'")
-
-
 def no_gradients(call: str, of_trainer: bool) -> NoReturn:
     """Refuses a call without gradients of `trainer.backward`, or of a Module's."""
     remedy = "call trainer.backward(loss), not loss.backward(), before each step. With MXNet's " \
@@ -51,6 +43,13 @@ def other_pass(names: Sequence[str]) -> NoReturn:
         "loss.backward() or another Trainer's backward pass with another loss scale. For several "
         "Trainers over one loss, call gluon_amp.backward(loss, [trainer, other]); else step "
         "before it, or call zero_grad() after it")
+
+
+def other_scales(scales: Collection[float]) -> NoReturn:
+    """Refuses a backward pass for Trainers whose gradients have different scales."""
+    raise RuntimeError("these Trainers have had backward passes at different loss scales since "
+                       "their last steps: call gluon_amp.backward for all of them, or step before. "
+                       f"Received: {', '.join(map(str, sorted(scales)))}")
 
 
 def written(names: Sequence[str], scale: float, unscaled: bool, of_trainer: bool) -> NoReturn:
@@ -94,6 +93,12 @@ def unscaled_twice() -> NoReturn:
     """Refuses a second `unscale`."""
     raise RuntimeError("unscale() was already called since the last backward(): use the gradients "
                        "that it returned")
+
+
+def log_replaced_weights() -> None:
+    """Logs why a step with gradients of earlier weights is skipped."""
+    log.warning("step skipped: ranks had other weights, which are rank 0's now. Run the network "
+                "once before you create the Trainer to avoid this")
 
 
 @dataclass

@@ -1,44 +1,49 @@
 """A Gluon Trainer that scales gradients, checks them once, and updates or skips.
 
-    backward(loss)   computes the gradients of scale * loss with scaled head gradients
-                     (backward.py); the loss stays unscaled
+    backward(loss)   computes the gradients of scale * loss with scaled head gradients; the loss
+                     stays unscaled
     step(n)          sums them over devices and workers (parallel/sync.py), and takes a step
                      (step.py), which divides by scale and n
 """
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
-from .._mxnet import mx
-from ..annotations import Array, Arrays, KVStore, Optimizer, Parameter, ParameterDict
+from .._mxnet import GRAPH_LOCK, mx
+from ..annotations import (
+    Array,
+    Arrays,
+    Context,
+    DType,
+    KVStore,
+    Optimizer,
+    Parameter,
+    ParameterDict,
+    Shape,
+)
 from ..checks import counted, in_names, listed, positive_number, same_objects
 from ..cpu.arrays import TYPES_16BIT, dtype_name, is_16bit
+from ..cpu.library import graph_operators
 from ..parallel import consistency, store
 from ..parallel.sync import BROADCAST_KEYS, Workers
 from ..policy import Policy
 from . import checkpoint, masters
-from .backward import (
-    backward_pass,
-    check_loss_heads,
-    check_losses,
-    run_backward,
-    scale_of_pass,
-)
-from .gradients import Gradient, set_to_zero
+from .gradients import Gradient, Gradients, in_turn, set_to_zero
+from .heads import check_graphs
 from .loss_scale import GivenLossScale, LossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_rescales,
     check_scalable,
     given_optimizer,
-    prepared,
     weights_unwritten,
 )
 from .optimizer import optimizer as make_optimizer
-from .step import Stage, Step, in_turn
+from .step import Stage, Step, backward_pass, scale_of_pass
 from .trained import Trained
 
 _AVERAGES = ("running_mean", "running_var", "moving_mean", "moving_var")
@@ -97,9 +102,10 @@ class Trainer(Trained, mx.gluon.Trainer):
         parameters = list(params.values()) if hasattr(params, "values") else params
         self._averaged: List[Any] = []  # `AveragedWeights`
         self._lists: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
-        self._gradients: List[Gradient] = []
+        self._listed: List[Gradient] = []
         self._workers = Workers()
-        self._step = Step(self._read_gradients, self._workers, loss_scale, clip_norm)
+        self._gradients = Gradients(self._read_gradients)
+        self._step = Step(self._gradients, self._workers, loss_scale, clip_norm)
         # MXNet's lists of arrays, and the moving averages in them
         self._lists_of_averages: List[Any] = []
         self._named_averages: Named = []
@@ -172,9 +178,9 @@ class Trainer(Trained, mx.gluon.Trainer):
         that checks."""
         if self._is_decided:
             return
-        self._step.decide(types_of_gradients(self._params))
+        self._step.loss_scale = self._decided_now(self._params)
         self._is_decided = True
-        if self._step.scaling and not self._is_scalable:
+        if self._step.loss_scale.scales and not self._is_scalable:
             check_scalable(self._optimizer)
             check_rescales(self._optimizer)
             config = self._kvstore_params
@@ -190,7 +196,7 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     def check_policy(self, policy: Policy) -> None:
         """Refuses a policy whose gradients need another loss scale than "auto" has become."""
-        self._step.check_types(_types_of(policy))
+        self._step.loss_scale.check_types(_types_of(policy))
 
     # ---- a backward pass
 
@@ -213,12 +219,12 @@ class Trainer(Trained, mx.gluon.Trainer):
         if it casts or moves them."""
         lists = [part for p in self._params for part in (p._data, p._grad, p._grad_req)]
         if not same_objects(lists, self._lists):
-            self._lists, self._gradients = lists, [
-                Gradient(i, p.name, device, weight, own, own, p.grad_req == "add")
+            self._lists, self._listed = lists, [
+                Gradient(i, i, p.name, device, weight, own, own, p.grad_req == "add")
                 for i, p in enumerate(self._params) if p.grad_req != "null"
                 for device, (weight, own) in enumerate(zip(p._data or p.list_data(),  # its error
                                                            p._grad))]
-        return self._gradients
+        return self._listed
 
     # ---- a step
 
@@ -251,8 +257,8 @@ class Trainer(Trained, mx.gluon.Trainer):
     @in_turn
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
-        self._step.count_writes()
-        reached = {gradient.index for gradient in self._step.find_new()}
+        self._gradients.count_writes()
+        reached = {gradient.number for gradient in self._step.find_new()}
         set_to_zero(gradient.own for gradient in self._unreached(reached))
         super().allreduce_grads()
         self._step.guard()
@@ -273,7 +279,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         For each parameter's name they are a list over devices. `update` uses these arrays, with
         your changes. The 16-bit gradients stay scaled.
         """
-        low = [g.name for g in self._step.read() if is_16bit(g.own.dtype)]
+        low = [g.name for g in self._gradients.read() if is_16bit(g.own.dtype)]
         if low and not self._optimizer.multi_precision:
             raise RuntimeError("unscale() returns float32 gradients, which need an optimizer with "
                                "master weights: multi_precision=True. Received: multi_precision="
@@ -337,33 +343,14 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._workers.sum(self._step)
 
     def _update(self, ignore_stale_grad: bool = False) -> None:
-        """Updates with `Step.apply`, or like MXNet if gradients are neither checked nor replaced.
-        """
+        """Updates with `Step.apply`, unless the store updates."""
         self._check_summed()
-        step = self._step
-        if self._update_on_kvstore or not step.checks_next:
-            if not self._update_on_kvstore:
-                step.note_unchecked(step.find_new(), self._optimizer.rescale_grad)
+        if self._update_on_kvstore:
             super()._update(ignore_stale_grad)
-            step.finish()
+            self._step.finish()
             return
-        gradients = step.find_new()
-
-        def prepare() -> Callable[[float], None]:
-            updates = []
-            for device, updater in enumerate(self._updaters):
-                mine = [(g.index, g.array, g.weight) for g in gradients if g.device == device]
-                if mine:
-                    updates.append(prepared(updater, *zip(*mine)))
-
-            def update(multiplier: float) -> None:
-                self._optimizer.rescale_grad = multiplier
-                for one in updates:
-                    one()
-            return update
-
         try:
-            step.apply(gradients, self._optimizer.rescale_grad, prepare)
+            self._step.apply(self._updaters)
         finally:
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
@@ -563,12 +550,12 @@ class Trainer(Trained, mx.gluon.Trainer):
         """Marks all gradients of these parameters as new."""
         for gradient in self._unreached(parameters):
             gradient.is_new = True
-            gradient.weight._fresh_grad = not self._step.scaling
+            gradient.weight._fresh_grad = not self._step.loss_scale.scales
 
     def _unreached(self, parameters: Set[int]) -> List[Gradient]:
         """Returns the gradients of these parameters that are not new, if they will be summed."""
-        return [gradient for gradient in self._step.read() if self._workers.sums
-                and gradient.index in parameters and not gradient.is_new]
+        return [gradient for gradient in self._gradients.read() if self._workers.sums
+                and gradient.number in parameters and not gradient.is_new]
 
     def _check_reached(self) -> Set[int]:
         """Returns the parameters that a loss reaches. Refuses those that only the losses of some
@@ -583,7 +570,7 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     def _reached(self) -> Tuple[Set[int], Set[int]]:
         """Returns the indices of parameters with new gradients, on this and on any rank."""
-        reached = {g.index for g in self._step.find_new()}
+        reached = {g.number for g in self._step.find_new()}
         flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
         return reached, {i for i, column in enumerate(zip(*flags)) if any(column)}
 
@@ -717,7 +704,7 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
                          f"{', '.join(shared[:5])}")
     for trainer in several:
         trainer._decide()
-    if len({trainer._step.scaling for trainer in several}) > 1:
+    if len({trainer._step.loss_scale.scales for trainer in several}) > 1:
         raise ValueError("one backward pass has one loss scale. Valid: all Trainers with a loss "
                          "scale, or all with loss_scale=None")
     _backward("gluon_amp.backward()", loss, several, retain_graph)
@@ -727,18 +714,18 @@ def _backward(call: str, loss: Arrays,
               trainers: Sequence[Trainer], retain_graph: bool) -> None:
     losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
     steps = [trainer._step for trainer in trainers]
-
     with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
         for trainer in sorted(trainers, key=id):  # one order: threads cannot block each other
-            stack.enter_context(trainer._step.turn(call))
+            stack.enter_context(trainer._gradients.turn(call))
         for trainer in trainers:
             trainer._check_own_weights(call)
             trainer._decide()
             stack.enter_context(weights_unwritten(trainer._optimizer))
-        if steps[0].scaling:
+        scaled = steps[0].loss_scale.scales
+        if scaled:
             _prepare(trainers, losses)
         with backward_pass(steps, losses) as scale:
-            run_backward(losses, scale if steps[0].scaling else None, retain_graph)
+            _run_backward(losses, scale if scaled else None, retain_graph)
             _after_pass(trainers, scale)
 
 
@@ -746,10 +733,46 @@ def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
     """Checks losses, and agrees with other ranks on weights and loss scale."""
     for trainer in trainers:
         trainer._broadcast_parameters()
-    check_losses(losses)
+    _check_losses(losses)
     steps = [trainer._step for trainer in trainers]
-    if scale_of_pass(steps) != 1:
-        check_loss_heads(steps, losses)
+    operators = graph_operators(losses)
+    # a graph is read if it has an operator that is in no earlier graph without any loss head
+    if scale_of_pass(steps) == 1 or all(operators <= step.checked for step in steps):
+        return
+    gradients = [gradient.own for step in steps for gradient in step.gradients.read()]
+    if not check_graphs(losses, gradients):
+        for step in steps:
+            step.checked |= operators
+
+
+def _check_losses(losses: List[Any]) -> None:
+    """Refuses values that are not losses, and 16-bit losses."""
+    if not losses:
+        raise ValueError("backward takes a loss or a list of losses. Received: an empty list")
+    for loss in losses:
+        if not isinstance(loss, mx.nd.NDArray):
+            raise TypeError("backward takes a loss or a list of losses. "
+                            f"Received: {type(loss).__name__}")
+        dtype = dtype_name(loss.dtype)
+        if dtype in TYPES_16BIT:
+            why = "a sum above 65504 is infinite" if dtype == "float16" else "a number has 8 bits"
+            raise ValueError(f"the loss is {dtype}, where {why}: take it "
+                             "in float32, as loss_fn(net(data).astype('float32'), label); "
+                             "converted networks return float32, but under pure_float16")
+
+
+def _run_backward(losses: List[Array], scale: Optional[float], retain_graph: bool) -> None:
+    """Runs MXNet's backward pass, in one thread at a time, with head gradients of the scale."""
+    head_gradients = None if scale is None else [
+        _head_gradient(loss.shape, loss.ctx, loss.dtype, scale) for loss in losses]
+    with GRAPH_LOCK:
+        mx.autograd.backward(losses, head_gradients, retain_graph)
+
+
+@functools.lru_cache(maxsize=16)
+def _head_gradient(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
+    """Returns the head gradient of a loss: an array filled with a number."""
+    return mx.nd.full(shape, number, context, dtype)
 
 
 def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
@@ -770,13 +793,13 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
     trainer._check_own_weights("scale_loss()")
     trainer._decide()
-    if not trainer._step.scaling:
+    if not trainer._step.loss_scale.scales:
         yield loss
         _after_pass([trainer], 1.0)
         return
     several = isinstance(loss, (list, tuple))
     losses = list(loss) if several else [loss]
-    with trainer._step.turn("scale_loss()"), weights_unwritten(trainer._optimizer):
+    with trainer._gradients.turn("scale_loss()"), weights_unwritten(trainer._optimizer):
         with mx.autograd.pause():
             _prepare([trainer], losses)
         with backward_pass([trainer._step], losses) as scale:

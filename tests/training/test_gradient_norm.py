@@ -157,8 +157,8 @@ def test_stale_gradients_do_not_count():
 def test_reading_is_the_only_synchronization(monkeypatch):
     net, trainer = start("bfloat16")
     read = []
-    monkeypatch.setattr("gluon_amp.cpu.arrays.squares",
-                        lambda arrays: read.append(len(arrays)) or np.ones(len(arrays)))
+    monkeypatch.setattr("gluon_amp.cpu.arrays.Squares.read", lambda sums: (
+        read.append(len(sums.arrays)) or np.ones(len(sums.arrays))))
     with autograd.record():
         loss = losses(net)
     trainer.backward(loss)

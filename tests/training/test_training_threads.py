@@ -124,7 +124,7 @@ def test_two_threads_with_the_same_trainers_do_not_block_each_other():
 
 
 def test_call_that_waits_too_long_for_another_thread_is_an_error(monkeypatch):
-    monkeypatch.setattr("gluon_amp.training.step._LONGEST", 0.01)
+    monkeypatch.setattr("gluon_amp.training.gradients._LONGEST", 0.01)
     net = One()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
     loss = recorded(net, ones(), ones())
