@@ -11,7 +11,7 @@ import struct
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
-from ..annotations import Optimizer, Trainer, Updater
+from ..annotations import Trainer, Updater
 from ..checks import order_of
 from ..cpu.arrays import dtype_name
 from ..version import __version__
@@ -37,25 +37,36 @@ class RanksDifferError(RuntimeError):
 
 class Comparisons:
     """Comparisons of ranks after steps: of all their state after the first step, and of a part of
-    it after every hundredth, so that many comparisons together compare all arrays."""
+    it after every hundredth, so that many comparisons together compare all arrays.
 
-    def __init__(self) -> None:
+    Args:
+        workers: the ranks.
+        state: returns settings, and arrays in the same order on all ranks.
+        instead: the setting with which ranks update, for the refusal if servers do.
+    """
+
+    def __init__(self, workers: Workers, state: State, instead: str) -> None:
+        self._workers, self._state, self._instead = workers, state, instead
         self.restart()
 
     def restart(self) -> None:
         """Makes the next step the first one."""
         self._steps, self._position = 0, 0
 
-    def after_step(self, workers: Workers, state: State) -> None:
-        """Compares ranks if it is time. All ranks of several must call it.
-
-        Args:
-            state: returns settings, and arrays in the same order on all ranks.
-        """
+    def after_step(self) -> None:
+        """Compares ranks if it is time. All ranks of several must call it."""
         if self._steps % _STEPS == 0:
-            settings, arrays = state()
-            compare(workers, [*settings, *(self._part(arrays) if self._steps else arrays)])
+            settings, arrays = self._state()
+            part = self._part(arrays) if self._steps else arrays
+            _compare(self._workers, [*settings, *part])
         self._steps += 1
+
+    def compare_all(self) -> None:
+        """Compares all state of ranks now. All ranks must call it."""
+        if self._workers.count > 1 and not self._workers.exchange:
+            raise RuntimeError(f"check_ranks() needs {self._instead}")
+        settings, arrays = self._state()
+        _compare(self._workers, [*settings, *arrays])
 
     def _part(self, arrays: Sequence[Named]) -> List[Named]:
         """Returns the arrays after those of the last comparison, and the first ones at the end."""
@@ -136,7 +147,7 @@ def agree_on_scale(workers: Workers, loss_scale: Any) -> Any:
     return loss_scale.load_state_dict(dict(zip(state, of_rank_0)))
 
 
-def compare(workers: Workers, held: Sequence[Named]) -> None:
+def _compare(workers: Workers, held: Sequence[Named]) -> None:
     """Raises an error that names the first value that differs between ranks.
 
     Args:
@@ -170,16 +181,6 @@ def check_batch_size(workers: Workers, rescale_grad: float, given: float) -> Non
             "the number of examples of all ranks together, the same on all")
 
 
-def check_can_exchange(workers: Workers, call: str, instead: str) -> None:
-    """Refuses a call that exchanges values if servers update.
-
-    Args:
-        instead: the setting with which ranks update.
-    """
-    if workers.count > 1 and not workers.exchange:
-        raise RuntimeError(f"{call} needs {instead}")
-
-
 def average_statistics(trainer: Trainer) -> None:
     """Averages the moving averages of batch norms over all ranks and devices.
 
@@ -210,8 +211,17 @@ def digest(held: Iterable[Named]) -> bytes:
     return state.digest()
 
 
-def settings_of(optimizer: Optimizer) -> List[Named]:
-    """Returns an optimizer's class and settings as five named values."""
+def state_of(updater: Updater, loss_scale: Any, weights: Iterable[Named], names: Dict[int, str]
+             ) -> Tuple[List[Named], List[Named]]:
+    """Returns the settings and arrays that are the same on all ranks.
+
+    Args:
+        updater: MXNet's updater, with the optimizer and its states: master weights, momenta.
+        loss_scale: the state of the loss scale.
+        weights: names and weights.
+        names: the names of parameters by the numbers of their states.
+    """
+    optimizer = updater.optimizer
     others = {name: float(value) for name, value in vars(optimizer).items()
               if isinstance(value, (int, float)) and name not in _NOT_AMONG_OTHERS}
     return [("the optimizer", type(optimizer).__name__),
@@ -219,13 +229,10 @@ def settings_of(optimizer: Optimizer) -> List[Named]:
             ("the weight decay", float(optimizer.wd)),
             # between steps; `check_batch_size` compares the value of a Trainer's step
             ("the gradients' factor, one over the batch size,", float(optimizer.rescale_grad)),
-            ("one of the optimizer's settings", sorted(others.items()))]
-
-
-def states_of(updater: Updater, names: Dict[int, str]) -> List[Named]:
-    """Returns an optimizer's states of each parameter: master weights, momenta."""
-    return [(f"the optimizer's state of {names.get(i, i)}", updater.states[i])
-            for i in sorted(updater.states)]
+            ("one of the optimizer's settings", sorted(others.items())),
+            ("the loss scale", loss_scale)], \
+        [*weights, *((f"the optimizer's state of {names.get(i, i)}", updater.states[i])
+                     for i in sorted(updater.states))]
 
 
 def _count(value: object) -> int:

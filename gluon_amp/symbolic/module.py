@@ -78,7 +78,8 @@ class _Module(Trained):
         self._workers = Workers(names=True)
         gradients = Gradients(self._read_gradients, marked=False, adding=self._adding)
         self._step = Step(gradients, self._workers, loss_scale, clip_norm)
-        self._comparisons = consistency.Comparisons()
+        self._comparisons = consistency.Comparisons(self._workers, self._compared_state,
+                                                    instead="MXNET_UPDATE_ON_KVSTORE=0")
 
     @property
     def gradient_norm(self) -> Optional[float]:
@@ -262,7 +263,7 @@ class _Module(Trained):
             self._workers.sum(self._step)
         self._step.apply([module._updater])
         if self._workers.exchange:
-            self._comparisons.after_step(self._workers, self._compared_state)
+            self._comparisons.after_step()
         return self._step.updated
 
     def _read_gradients(self) -> Sequence[Gradient]:
@@ -349,37 +350,18 @@ class _Module(Trained):
                            zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 
-    def check_ranks(self) -> None:
-        """Checks that all ranks have the same optimizer, weights, master weights and loss scale.
-
-        The error names the first difference. All ranks must call it; the first update and
-        `average_statistics` do. Every hundredth update compares a part of the weights, and the next
-        ones the others. Moving averages are not compared, because each rank computes them from its
-        own data.
-        """
-        self._check_can_exchange("check_ranks()")
-        settings, arrays = self._compared_state()
-        consistency.compare(self._workers, [*settings, *arrays])
-
     def _compared_state(self) -> Tuple[List[Any], List[Any]]:
-        """Returns the settings and arrays that are the same on all ranks."""
         module = self._module()
         group = module._exec_group
+        weights = [(name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)]
         names = {i: name for i, (name, _) in self._weights().items()}
-        return [*consistency.settings_of(module._optimizer),
-                ("the loss scale", self._step.state())], \
-            [*((name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)),
-             *consistency.states_of(module._updater, names)]
+        return consistency.state_of(module._updater, self._step.state(), weights, names)
 
     def _average_statistics(self) -> None:
-        self._check_can_exchange("average_statistics()")
         _wait_for_averages()
         module = self._module()
         self._workers.average(module._exec_group.aux_arrays)
         self._params_dirty = module._params_dirty = True
-
-    def _check_can_exchange(self, call: str) -> None:
-        consistency.check_can_exchange(self._workers, call, "MXNET_UPDATE_ON_KVSTORE=0")
 
     def get_params(self) -> Tuple[Dict[str, Array], Dict[str, Array]]:
         """The same as MXNet's, after all updates of moving averages.

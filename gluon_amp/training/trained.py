@@ -1,6 +1,7 @@
 """What a Trainer and a Module show of their step."""
 from typing import Optional, Tuple
 
+from ..parallel.consistency import Comparisons
 from .loss_scale import LossScale
 from .step import Stage, Step
 
@@ -9,6 +10,7 @@ class Trained:
     """What a Trainer and a Module show of their step."""
 
     _step: Step
+    _comparisons: Comparisons
 
     @property
     def scaling(self) -> LossScale:
@@ -52,3 +54,16 @@ class Trained:
     def gradient_norm(self) -> Optional[float]:
         """The norm of all gradients of the last step together, as the update sees them."""
         return self._step.gradient_norm
+
+    def check_ranks(self) -> None:
+        """Compares optimizer, weights, master weights and loss scale over all ranks.
+
+        All ranks must call it; the first step and `average_statistics` do. Every hundredth step
+        compares a part of the weights, and the next ones the others. Moving averages are not
+        compared, because each rank computes them from its own data.
+
+        Raises:
+            RuntimeError: servers update the weights.
+            RanksDifferError: names the first difference.
+        """
+        self._comparisons.compare_all()

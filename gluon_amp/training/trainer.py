@@ -109,7 +109,8 @@ class Trainer(Trained, mx.gluon.Trainer):
         # MXNet's lists of arrays, and the moving averages in them
         self._lists_of_averages: List[Any] = []
         self._named_averages: Named = []
-        self._comparisons = consistency.Comparisons()
+        self._comparisons = consistency.Comparisons(self._workers, self._compared_state,
+                                                    instead="update_on_kvstore=False")
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         counts = Counter(one for one in parameters if isinstance(one, Parameter))
@@ -357,7 +358,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     def _end_step(self) -> bool:
         """Compares ranks from time to time. Returns whether the step updated."""
         if self._workers.exchange:
-            self._comparisons.after_step(self._workers, self._compared_state)
+            self._comparisons.after_step()
         if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
@@ -418,35 +419,17 @@ class Trainer(Trained, mx.gluon.Trainer):
         return self._workers.gather(mine)
 
     def check_ranks(self) -> None:
-        """Compares optimizer, weights, master weights and loss scale over all workers.
-
-        All workers must call it; the first step and `average_statistics` do. Every hundredth step
-        compares a part of the weights, and the next ones the others. Moving averages are not
-        compared.
-
-        Raises:
-            RanksDifferError: names the first difference.
-        """
-        self._check_can_exchange("check_ranks()")
-        settings, arrays = self._compared_state()
-        consistency.compare(self._workers, [*settings, *arrays])
+        self._broadcast_parameters()
+        super().check_ranks()
 
     def _compared_state(self) -> Tuple[List[Any], List[Any]]:
-        """Returns the settings and arrays that are the same on all ranks."""
+        weights = [(p.name, p.list_data()[0]) for p in self._params if not _is_average(p)]
         names = {i: p.name for i, p in enumerate(self._params)}
-        return [*consistency.settings_of(self._optimizer),
-                ("the loss scale", self._step.state())], \
-            [*((p.name, p.list_data()[0]) for p in self._params if not _is_average(p)),
-             *consistency.states_of(self._updaters[0], names)]
+        return consistency.state_of(self._updaters[0], self._step.state(), weights, names)
 
     def _average_statistics(self) -> None:
-        self._check_can_exchange("average_statistics()")
         self._workers.average([p.list_data() for p in self._params
                                if _is_average(p) and p._data is not None])
-
-    def _check_can_exchange(self, call: str) -> None:
-        self._broadcast_parameters()
-        consistency.check_can_exchange(self._workers, call, "update_on_kvstore=False")
 
     def _connect(self) -> None:
         """Creates the store, if there is none. The optimizer is sent to servers in the first step,

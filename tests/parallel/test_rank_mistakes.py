@@ -158,9 +158,9 @@ def test_comparisons_of_parts_compare_all_arrays():
             compared[-1].append(self.name)
             return super().__iter__()
 
-    comparisons = consistency.Comparisons()
+    comparisons = consistency.Comparisons(Ranks(), state, "update_on_kvstore=False")
     for _ in range(501):
-        comparisons.after_step(Ranks(), state)
+        comparisons.after_step()
     parts = [set(names) for names in compared]
     assert len(parts) == 6
     assert len(parts[0]) == 5
