@@ -176,6 +176,12 @@ class Counts:
                        squares=squares, error_squares=inside.noise(format_) * squares)
 
 
+def add_counts(total: Dict[Key, Counts], counts: Mapping[Key, Counts]) -> None:
+    """Adds counts to the total of each tensor."""
+    for key, one in counts.items():
+        total[key] = total[key] + one if key in total else one
+
+
 def as_pairs(bins: np.ndarray[Any, Any]) -> List[List[int]]:
     """Returns a histogram as files have it: pairs of an exponent and the number of its values."""
     at = bins.nonzero()[0]

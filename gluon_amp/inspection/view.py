@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 from . import render
 from .judge import Finding, Overflow, Training, Window, window
 from .layout import Flow
-from .tensors import Counts, Key, Tensor, decibels
+from .tensors import Counts, Key, Tensor, add_counts, decibels
 from .updates import Weight
 
 
@@ -77,9 +77,8 @@ class View:
         total: Dict[Key, Counts] = {}
         scaled = {t.key for t in self.tensors if t.key.backward and not t.begins}
         for at, counts in self.advising:
-            for key, held in counts.items():
-                held = held.times(self.scale / at) if key in scaled else held
-                total[key] = total[key] + held if key in total else held
+            add_counts(total, {key: held.times(self.scale / at) if key in scaled else held
+                               for key, held in counts.items()})
         for tensor in self.tensors:
             tensor.counts = total.get(tensor.key)
 

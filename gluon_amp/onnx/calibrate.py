@@ -14,7 +14,7 @@ from ..cpu import library
 from ..formats import Format
 from ..graph.build import build, cached_op
 from ..graph.graph import Entry, Graph
-from ..inspection.tensors import Counts, Key
+from ..inspection.tensors import Counts, Key, add_counts
 from ..inspection.watch import read
 from ..policy import POLICIES
 
@@ -71,10 +71,6 @@ def _counted(graph: Graph, parameters: Mapping[str, Any], data: Sequence[str],
     fed = [name for name in names if name not in parameters]
     run, inputs = cached_op(symbol, fed, parameters)
     total: Dict[Key, Counts] = {}
-
-    def add(key: Key, counts: Counts) -> None:
-        total[key] = total[key] + counts if key in total else counts
-
     read()  # discards earlier counts
     for batch in iterator(
             batches, "calibration is an iterable of arrays, or of sequences of arrays"):
@@ -86,10 +82,8 @@ def _counted(graph: Graph, parameters: Mapping[str, Any], data: Sequence[str],
         given.update((name, mx.nd.zeros(shapes[name])) for name in labels)
         with autograd.pause():
             run(*(given[fed[at]] if is_data else at for is_data, at in inputs))
-        for key, counts in read().items():
-            add(key, counts)
-        for name in data:
-            add(Key(name, False, 0), Counts.of_array(given[name]))
+        add_counts(total, read())
+        add_counts(total, {Key(name, False, 0): Counts.of_array(given[name]) for name in data})
     if not total:
         raise ValueError("calibration holds no batch. Valid: an iterable of arrays, or of "
                          "sequences of arrays")

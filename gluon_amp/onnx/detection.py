@@ -109,9 +109,7 @@ def detection(node: Operator) -> str:
         boxes = node.add("Clip", boxes, node.constant(0), node.constant(1))
     valid = node.add("GreaterOrEqual", best, node.constant(node.number("threshold", 0.01)))
     valid = node.add("And", valid, node.add("Greater", best, node.constant(-1)))
-    one = node.constant([2], "int64")
-    data = node.add("Concat", node.add("Unsqueeze", ids, one), node.add("Unsqueeze", best, one),
-                    boxes, axis=2)
+    data = node.add("Concat", node.unsqueeze(ids, 2), node.unsqueeze(best, 2), boxes, axis=2)
     anchored = _to_front(node, data, valid, count)
     threshold, topk = node.number("nms_threshold", 0.5), node.whole("nms_topk", -1)
     by_class = not node.flag("force_suppress")
@@ -123,29 +121,22 @@ def detection(node: Operator) -> str:
                  _column(node, rows, 0) if by_class else None,
                  np.nextafter(np.float32(threshold), np.float32(0)), False)  # of this overlap, too
     taking_part = node.add("Greater", ranked, node.constant(_LOWEST))
-    left = node.add("Where", node.add("Unsqueeze", taking_part, one), _columns(node, rows, 1, 5),
-                    node.constant(-1))
-    result = node.add("Concat", _with_class(node, rows, kept), left, axis=2)
+    none = node.constant(-1)
+    left = node.add("Where", node.unsqueeze(taking_part, 2), _columns(node, rows, 1, 5), none)
+    classes = node.add("Where", node.unsqueeze(kept, 2), _columns(node, rows, 0, 1), none)
+    result = node.add("Concat", classes, left, axis=2)
     if keep == count:
         return result
-    rest = node.add("Slice", anchored, node.constant([keep], "int64"),
-                    node.constant([count], "int64"), node.constant([1], "int64"))
+    rest = node.slice(anchored, [keep], [count], [1])
     beyond = node.add("Sub", node.add("Mul", _columns(node, rest, 0, 1), node.constant(0)),
                       node.constant(1))
     rest = node.add("Concat", beyond, _columns(node, rest, 1, 5), axis=2)
     return node.add("Concat", result, rest, axis=1)
 
 
-def _with_class(node: Operator, rows: str, kept: str) -> str:
-    """Returns the classes of rows, -1 for those that are not kept."""
-    return node.add("Where", node.add("Unsqueeze", kept, node.constant([2], "int64")),
-                    _columns(node, rows, 0, 1), node.constant(-1))
-
-
 def _of_objects(node: Operator, probabilities: str) -> Tuple[str, str]:
     """Returns each anchor's largest probability of a class but the background, and the class."""
-    objects = node.add("Slice", probabilities, node.constant([1], "int64"),
-                       node.constant([node.shape()[1]], "int64"), node.constant([1], "int64"))
+    objects = node.slice(probabilities, [1], [node.shape()[1]], [1])
     best = node.add("ReduceMax", objects, axes=[1], keepdims=0)
     ids = node.add("ArgMax", objects, axis=1, keepdims=0)
     return best, node.writer.cast(ids, "float32")
@@ -169,8 +160,7 @@ def _best(node: Operator, data: str, scores: str, valid: str, keep: int) -> Tupl
 
 def _picked(node: Operator, data: str, places: str) -> str:
     """Returns the rows at these places of each batch."""
-    return node.add("GatherND", data, node.add("Unsqueeze", places, node.constant([2], "int64")),
-                    batch_dims=1)
+    return node.add("GatherND", data, node.unsqueeze(places, 2), batch_dims=1)
 
 
 def _kept(node: Operator, ranked: str, boxes: str, ids: Any, overlap: float, centers: bool) -> str:
@@ -181,21 +171,20 @@ def _kept(node: Operator, ranked: str, boxes: str, ids: Any, overlap: float, cen
         overlap: a larger overlap suppresses.
         centers: whether boxes have centers and sizes instead of corners.
     """
-    one = node.constant([1], "int64")
     if not centers:  # ONNX sorts the corners of a box; MXNet's area of it is 0
         low, high = _halves(node, boxes)
         boxes = node.add("Concat", low, node.add("Max", low, high), axis=2)
-    of_classes = node.add("Unsqueeze", ranked, one)
+    of_classes = node.unsqueeze(ranked, 1)
     if ids is not None:
         classes = node.add("Reshape", node.add("Unique", ids), node.constant([1, -1, 1], "int64"))
-        of_classes = node.add("Where", node.add("Equal", node.add("Unsqueeze", ids, one), classes),
+        of_classes = node.add("Where", node.add("Equal", node.unsqueeze(ids, 1), classes),
                               of_classes, node.constant(_LOWEST))
     chosen = node.add("NonMaxSuppression", boxes, of_classes,
                      node.constant([np.iinfo(np.int32).max], "int64"),
                      node.constant([overlap], "float32"), node.constant([_LOWEST / 2], "float32"),
                      center_point_box=int(centers))
     at = node.add("Gather", chosen, node.constant([0, 2], "int64"), axis=1)
-    number = node.add("Slice", node.add("Shape", chosen), node.constant([0], "int64"), one)
+    number = node.slice(node.add("Shape", chosen), [0], [1])
     ones = node.add("Expand", node.constant(1.0), number)
     zeros = node.writer.cast(node.add("Less", ranked, ranked), "float32")
     return node.writer.cast(node.add("ScatterND", zeros, at, ones), "bool")
@@ -206,8 +195,7 @@ def _to_front(node: Operator, rows: str, kept: str, count: int) -> str:
     order = node.add("Mul", node.writer.cast(kept, "float32"),
                      node.constant(np.arange(count, 0, -1), "float32"))
     ranks, places = node.outputs("TopK", 2, order, node.constant([count], "int64"), axis=1)
-    first = node.add("Unsqueeze", node.add("Greater", ranks, node.constant(0)),
-                     node.constant([2], "int64"))
+    first = node.unsqueeze(node.add("Greater", ranks, node.constant(0)), 2)
     return node.add("Where", first, _picked(node, rows, places), node.constant(-1))
 
 
@@ -243,8 +231,7 @@ def roi_pooling(node: Operator) -> str:
 
 def roi_align(node: Operator) -> str:
     """Regions of five numbers begin with the index of their image."""
-    for name in ("position_sensitive", "aligned"):
-        node.only(name, "False", "0")
+    node.unset("position_sensitive", "aligned")
     data, regions = node.x
     height, width = node.several("pooled_size")
     count, numbers = node.shape(1)

@@ -13,19 +13,7 @@ import numbers
 import re
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -147,8 +135,8 @@ def _block(net: Network, count: int, dtype: str,
                            f"{net.name} on data once first")
     numpy_mode = mx.util.is_np_array()
     data = [mx.sym.var(name) for name in names]
-    recorded: Set[str] = set()
-    with autograd.pause(), recording_names(blocks_kept(net), recorded.add):
+    recorded: List[str] = []
+    with autograd.pause(), recording_names(blocks_kept(net), recorded.append):
         results = _flat(net(*(x.as_np_ndarray() if numpy_mode else x for x in data)))
     clean = Graph.read(mx.sym.Group([x.as_nd_ndarray() if numpy_mode else x for x in results]))
     outputs = _unique_outputs(clean.symbol())
@@ -162,7 +150,7 @@ def _block(net: Network, count: int, dtype: str,
         graph = clean
     elif isinstance(net, ConvertedHybridBlock):
         _check_policy(policy_in_use(net), dtype)
-        graph = net.with_casts(clean, types, recorded.union(kept))
+        graph = net.with_casts(clean, types, [*recorded, *kept])
     else:
         policy = get_policy(dtype)
         wide = float32_variables(clean, policy, kept)
@@ -174,11 +162,9 @@ def _block(net: Network, count: int, dtype: str,
 
 
 def _check_policy(policy: Policy, dtype: str) -> None:
-    def makes(policy: Policy, dtype: str) -> bool:
-        return dtype == policy.compute.name
-    if not makes(policy, dtype):
-        names = [name for name, each in POLICIES.items() if makes(each, dtype)]
-        types = [repr(each) for each in TYPES_16BIT if makes(policy, each)] + ["'float32'"]
+    if policy.compute.name != dtype:
+        names = [name for name, each in POLICIES.items() if each.compute.name == dtype]
+        types = [repr(name) for name in dict.fromkeys([policy.compute.name, "float32"])]
         raise ValueError(f"a network under policy {policy.name} has no equivalent in ONNX with "
                          f"{dtype}. Valid: dtype={' or '.join(types)}, or a network that is "
                          f"converted to {' or '.join(names)}")
@@ -301,16 +287,10 @@ def _model(onnx: ModuleType, network: _Network, shapes: Shapes) -> object:
 
 def _inputs(graph: Graph, arrays: Mapping[str, Any]) -> List[str]:
     """Returns the names of a symbol's data variables."""
-    data: Dict[str, None] = {}
-    for node in graph.nodes():
-        if node.is_variable:
-            continue
-        read = node.inputs[:1] if node.op in LOSSES else node.inputs  # no labels
-        data.update((e.node.name, None) for e in read
-                    if e.node.is_variable and e.node.name not in arrays)
-    data.update((e.node.name, None) for e in graph.outputs
-                if e.node.is_variable and e.node.name not in arrays)
-    return [name for name in graph.variables() if name in data]
+    read = [entry for node in graph.nodes()
+            for entry in (node.inputs[:1] if node.op in LOSSES else node.inputs)]  # no labels
+    data = {entry.node.name for entry in [*read, *graph.outputs] if entry.node.is_variable}
+    return [name for name in graph.variables() if name in data and name not in arrays]
 
 
 def _are_several(shapes: Any) -> bool:

@@ -3,7 +3,7 @@
 Other operators are refused. `tests/onnx/test_onnx.py` runs every row in onnxruntime.
 """
 import ast
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 import numpy as np
 
@@ -181,7 +181,7 @@ def _hard_sigmoid(node: Operator) -> str:
 
 @row("softmax", "log_softmax", wide=True)
 def _softmax(node: Operator) -> str:
-    node.only("use_length", "False", "0")
+    node.unset("use_length")
     node.only("temperature", "None", "1", "1.0")
     node.ignore("dtype")
     if len(node) > 1:
@@ -218,23 +218,21 @@ def _window(node: Operator) -> Dict[str, Any]:
     return {"kernel_shape": kernel, "strides": node.several("stride", ones), "pads": pad + pad}
 
 
-@row("Convolution", "Convolution_v1")
-def _convolution(node: Operator) -> str:
+def _filtered(node: Operator, op: str, **attributes: Any) -> str:
     window = _window(node)
     node.ignore("no_bias")
-    return node.add("Conv", *node.x, **window, group=node.whole("num_group", 1),
+    return node.add(op, *node.x, **window, group=node.whole("num_group", 1), **attributes,
                     dilations=node.several("dilate", (1,) * len(window["strides"])))
+
+
+row("Convolution", "Convolution_v1")(lambda node: _filtered(node, "Conv"))
 
 
 @row("Deconvolution")
 def _deconvolution(node: Operator) -> str:
-    window = _window(node)
-    ones = (1,) * len(window["strides"])
-    node.ignore("no_bias")
     node.only("target_shape", "None", "()", "[]")
-    return node.add("ConvTranspose", *node.x, **window, group=node.whole("num_group", 1),
-                    dilations=node.several("dilate", ones),
-                    output_padding=node.several("adj", tuple(0 for _ in ones)))
+    zeros = (0,) * len(node.several("kernel"))
+    return _filtered(node, "ConvTranspose", output_padding=node.several("adj", zeros))
 
 
 @row("FullyConnected")
@@ -295,7 +293,7 @@ def _embedding(node: Operator) -> str:
 @row("BatchNorm", "BatchNorm_v1", wide=True)
 def _batch_norm(node: Operator) -> str:
     node.ignore("momentum", "use_global_stats", "min_calib_range", "max_calib_range")
-    node.only("output_mean_var", "False", "0")
+    node.unset("output_mean_var")
     if node.axis(default=1) != 1:
         node.refuse(f"axis must be 1. Received: {node.text('axis')}")
     x, gamma, beta, mean, variance = node.x
@@ -305,14 +303,19 @@ def _batch_norm(node: Operator) -> str:
                     epsilon=node.number("eps", 1e-3))
 
 
+def _centered(node: Operator, x: str, axes: List[int], keepdims: bool = True) -> Tuple[str, str]:
+    """Returns the differences from the mean over axes, and their variance."""
+    off = node.add("Sub", x, node.add("ReduceMean", x, axes=axes))
+    return off, node.add("ReduceMean", node.add("Mul", off, off), axes=axes, keepdims=int(keepdims))
+
+
 @row("LayerNorm", wide=True)
 def _layer_norm(node: Operator) -> str:
-    node.only("output_mean_var", "False", "0")
+    node.unset("output_mean_var")
     if node.axis() != len(node.shape()) - 1:
         node.refuse("axis must be the last one")
     x, gamma, beta = node.x
-    off = node.add("Sub", x, node.add("ReduceMean", x, axes=[-1]))
-    variance = node.add("ReduceMean", node.add("Mul", off, off), axes=[-1])
+    off, variance = _centered(node, x, [-1])
     deviation = node.add("Sqrt", node.add("Add", variance, node.constant(node.number("eps", 1e-5))))
     return node.add("Add", node.add("Mul", node.add("Div", off, deviation), gamma), beta)
 
@@ -377,16 +380,13 @@ def _reduced_axes(node: Operator) -> List[int]:
 def _spread(node: Operator) -> str:
     node.only("dtype", "None")
     node.only("ddof", "0")
-    axes, x = _reduced_axes(node), node.input(0)
-    off = node.add("Sub", x, node.add("ReduceMean", x, axes=axes))
-    name = node.add("ReduceMean", node.add("Mul", off, off), axes=axes,
-                    keepdims=int(node.flag("keepdims")))
+    _, name = _centered(node, node.input(0), _reduced_axes(node), node.flag("keepdims"))
     return node.add("Sqrt", name) if node.node.op == "_npi_std" else name
 
 
 @row("mean", "sum", "max", "min", "_npi_mean", "_np_sum", "_np_max", "_np_min", wide=True)
 def _reduce(node: Operator) -> str:
-    node.only("exclude", "False", "0")
+    node.unset("exclude")
     node.only("initial", "None")
     node.only("dtype", "None")
     axes, x, keep = _reduced_axes(node), node.input(0), int(node.flag("keepdims"))
@@ -472,11 +472,9 @@ def _stack(node: Operator) -> str:
 
 @row("slice_axis")
 def _slice_axis(node: Operator) -> str:
-    axis = node.axis()
-    end = node.text("end")
-    size = node.shape()[axis]
-    return node.add("Slice", node.input(0), *(node.constant([n], "int64") for n in (
-        node.whole("begin"), size if end == "None" else int(end), axis)))
+    axis, end = node.axis(), node.text("end")
+    last = node.shape()[axis] if end == "None" else int(end)
+    return node.slice(node.input(0), [node.whole("begin")], [last], [axis])
 
 
 @row("slice_like")
@@ -486,9 +484,7 @@ def _slice_like(node: Operator) -> str:
             if node.shape()[axis] != node.shape(1)[axis]]
     if not axes:
         return node.input(0)
-    return node.add("Slice", node.input(0), node.constant([0] * len(axes), "int64"),
-                    node.constant([node.shape(1)[axis] for axis in axes], "int64"),
-                    node.constant(axes, "int64"))
+    return node.slice(node.input(0), [0] * len(axes), [node.shape(1)[axis] for axis in axes], axes)
 
 
 @row("tile")
@@ -505,7 +501,7 @@ def _repeat(node: Operator) -> str:
     if node.text("axis") == "None":
         node.refuse("ONNX has no equivalent of axis=None")
     axis, shape = node.axis(), node.shape()
-    apart = node.add("Unsqueeze", node.input(0), node.constant([axis + 1], "int64"))
+    apart = node.unsqueeze(node.input(0), axis + 1)
     reps = [1] * (len(shape) + 1)
     reps[axis + 1] = node.whole("repeats")
     return node.reshape(node.add("Tile", apart, node.constant(reps, "int64")), node.made_shape)
@@ -524,8 +520,7 @@ def _slice(node: Operator) -> str:
             slices.append((begin, end, axis, step))
     if not slices:
         return node.input(0)
-    return node.add("Slice", node.input(0), *(node.constant(column, "int64")
-                                              for column in zip(*slices)))
+    return node.slice(node.input(0), *zip(*slices))
 
 
 @row("_split_v2")
@@ -535,20 +530,21 @@ def _split_v2(node: Operator) -> Any:
     count = node.whole("sections") or len(begins)
     size = node.shape()[axis]
     sizes = np.diff([*begins, size]) if begins else [size // count] * count
-    names = node.outputs("Split", count, node.input(0), node.constant(sizes, "int64"), axis=axis)
-    if node.flag("squeeze_axis"):
-        return [node.add("Squeeze", name, node.constant([axis], "int64")) for name in names]
-    return names
+    return _squeezed(node, axis, node.outputs("Split", count, node.input(0),
+                                             node.constant(sizes, "int64"), axis=axis))
 
 
 @row("SliceChannel")
 def _split(node: Operator) -> Any:
     count, axis = node.whole("num_outputs"), node.axis(default=1)
-    names = node.outputs("Split", count, node.input(0), axis=axis)
-    if node.flag("squeeze_axis"):
-        axes = node.constant([axis], "int64")
-        return [node.add("Squeeze", name, axes) for name in names]
-    return names
+    return _squeezed(node, axis, node.outputs("Split", count, node.input(0), axis=axis))
+
+
+def _squeezed(node: Operator, axis: int, parts: List[str]) -> List[str]:
+    """Returns the parts of a split without its axis, if `squeeze_axis` is set."""
+    if not node.flag("squeeze_axis"):
+        return parts
+    return [node.add("Squeeze", part, node.constant([axis], "int64")) for part in parts]
 
 
 @row("Pad")
@@ -595,5 +591,4 @@ def _crop(node: Operator) -> str:
         if node.flag("center_crop") else node.several("offset", (0, 0))
     node.ignore("offset")
     ends = [begin + part for begin, part in zip(begins, after)]
-    return node.add("Slice", node.input(0), *(node.constant(numbers, "int64")
-                                              for numbers in (begins, ends, (2, 3))))
+    return node.slice(node.input(0), begins, ends, (2, 3))

@@ -10,30 +10,29 @@ import numpy as np
 
 from .writer import Operator
 
-# MXNet's mode: ONNX's operator, and the index in MXNet of each of ONNX's gates
-_KINDS = {"lstm": ("LSTM", (0, 3, 1, 2)), "gru": ("GRU", (1, 0, 2)),
-          "rnn_tanh": ("RNN", (0,)), "rnn_relu": ("RNN", (0,))}
-_ACTIVATIONS = {"rnn_tanh": "Tanh", "rnn_relu": "Relu"}
+# MXNet's mode: ONNX's operator and activation, and the index in MXNet of each of ONNX's gates
+_KINDS = {"lstm": ("LSTM", "", (0, 3, 1, 2)), "gru": ("GRU", "", (1, 0, 2)),
+          "rnn_tanh": ("RNN", "Tanh", (0,)), "rnn_relu": ("RNN", "Relu", (0,))}
 
 
 def recurrent(node: Operator) -> List[str]:
-    for name in ("use_sequence_length", "lstm_state_clip_nan"):
-        node.only(name, "False", "0")
+    node.unset("use_sequence_length", "lstm_state_clip_nan")
     for name in ("projection_size", "lstm_state_clip_min", "lstm_state_clip_max"):
         node.only(name, "None")
     node.ignore("p", "state_outputs")
     mode = node.text("mode")
-    op, order = _KINDS[mode]
+    op, activation, order = _KINDS[mode]
     directions = 2 if node.flag("bidirectional") else 1
     layers, hidden = node.whole("num_layers"), node.whole("state_size")
     steps, batch, _ = node.shape()
     more: Dict[str, Any] = {"direction": "bidirectional" if directions == 2 else "forward"}
-    if mode in _ACTIVATIONS:
-        more["activations"] = [_ACTIVATIONS[mode]] * directions
+    if activation:
+        more["activations"] = [activation] * directions
     if mode == "gru":
         more["linear_before_reset"] = 1
 
-    states = [_layers_of(node, i, layers) for i in range(2, len(node))]
+    states = [[x] if layers == 1 else node.outputs("Split", layers, x, axis=0)
+              for x in node.x[2:]]
     weights = _weights(node, layers, directions, len(order), hidden, order)
     x, last = node.input(0), []
     for layer in range(layers):
@@ -46,13 +45,6 @@ def recurrent(node: Operator) -> List[str]:
         last.append(outputs[1:])
     return [x, *(node.add("Concat", *(outputs[i] for outputs in last), axis=0)
                  for i in range(len(states)))]
-
-
-def _layers_of(node: Operator, i: int, layers: int) -> List[str]:
-    """Splits the state of all layers."""
-    if layers == 1:
-        return [node.input(i)]
-    return node.outputs("Split", layers, node.input(i), axis=0)
 
 
 def _weights(node: Operator, layers: int, directions: int, gates: int, hidden: int,

@@ -231,6 +231,11 @@ class Operator:
             return default
         return (tuple(numbers) if isinstance(numbers, (tuple, list)) else (numbers,)) or default
 
+    def unset(self, *names: str) -> None:
+        """Refuses these attributes if they are set."""
+        for name in names:
+            self.only(name, "False", "0")
+
     def only(self, name: str, *valid: str) -> None:
         """Refuses other values of this attribute; the first one is the default."""
         text = self.text(name, valid[0])
@@ -263,3 +268,10 @@ class Operator:
 
     def reshape(self, name: str, shape: Tuple[int, ...]) -> str:
         return self.add("Reshape", name, self.constant(shape, "int64"))
+
+    def slice(self, name: str, *columns: Any) -> str:
+        """Adds a Slice, of begins, ends, axes, and steps other than 1."""
+        return self.add("Slice", name, *(self.constant(column, "int64") for column in columns))
+
+    def unsqueeze(self, name: str, axis: int) -> str:
+        return self.add("Unsqueeze", name, self.constant([axis], "int64"))
