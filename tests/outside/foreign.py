@@ -1,9 +1,14 @@
 """`make -C tests foreign SOURCES=FOLDER`: unmodified third-party scripts in 16 bits on a CPU.
 
 SOURCES has the checkouts that SCRIPTS name (mxnet: tag 1.9.1; mxnet-pull-14367: the head of that
-pull request). Each script runs for a dozen steps on random data in float32, float16 and bfloat16.
-A script's own flag selects float16 if there is one. Otherwise this file replaces MXNet's Trainer
-and Module with gluon_amp's, and applies `gluon_amp.convert`.
+pull request; gluon-cv and gluon-nlp: v0.10.0; gluonts: v0.14.4; HKO-7: sxjscience's; mtcnn:
+Seanlinx's; mtcnn-exp: yangfly's). Each script runs for a dozen steps on random data in float32,
+float16 and bfloat16. A script's own flag selects float16 if there is one. Otherwise this file
+replaces MXNet's Trainer and Module with gluon_amp's, and applies `gluon_amp.convert`.
+
+Among the networks are: outputs with `__layout__` in a chain of Modules (HKO-7), `group2ctxs`
+(matrix_factorization), hard examples that a CustomOp selects (retinaface; mtcnn, whose only output
+it is) or the loss (mtcnn-exp), csr inputs and row_sparse gradients (SkipGram), GPVAR.
 
 A script passes if the losses in 16 bits differ from float32's by at most SHARE of the range of
 float32's (root mean square over all steps), or by at most twice the largest difference of DRAWS
@@ -48,11 +53,11 @@ WORKERS = 2
 # loss: the outputs of a Module with the loss; "Loss": the results of Gluon losses, if the script
 # scales its loss. here: runs in this environment, not in that of foreign.txt.
 # keep: the argument of `convert`. scale: the Trainer's loss scale in float16. onednn: 0 if oneDNN
-# fails in float32.
+# fails in float32. root: a folder to import from.
 Script = namedtuple(
     "Script", "path arguments own missing given substituted start loss here keep scale "
-    "onednn",
-    defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic", 1))
+    "onednn root",
+    defaults=("", None, (), (), (), None, "softmax", False, "", "dynamic", 1, ""))
 
 ARCFACE = "insightface/recognition/arcface_mxnet/"
 FACES = "--network {} --loss arcface --per-batch-size 4 --lr 0.0001 --verbose 6"
@@ -67,12 +72,14 @@ SCRIPTS = [
     Script(ARCFACE + "train_parall.py", FACES.format("r50"), own="--fp16-scale 128",
            given=("faces",), substituted=("gpus_are_cpus",), loss="mulscalar"),
     Script("insightface/detection/retinaface/train.py", "--network mnet --lr 0.001",
-           given=("boxes",), start="retinaface", loss="cls_prob|bbox_loss|landmark_loss"),
+           given=("boxes",), start="retinaface", loss="cls_prob|bbox_loss|landmark_loss",
+           root="insightface/detection/retinaface", scale="none"),
     Script("CrazyAra/DeepCrazyhouse/src/training/trainer_agent_gluon.py",
-           missing=("mxboard", "rtpt", "zarr"), start="crazyara"),
+           missing=("mxboard", "rtpt", "zarr"), start="crazyara", root="CrazyAra"),
     Script("handwritten-text-recognition/ocr/handwriting_line_recognition.py",
            "-g -1 -e 3 -s 4 -a 32", missing=("mxboard",),
-           substituted=("no_workers", "no_weights"), start="handwriting"),
+           substituted=("no_workers", "no_weights"), start="handwriting",
+           root="handwritten-text-recognition"),
     Script("gluon-nlp/scripts/bert/run_pretraining.py",
            "--data masked.npz --data_eval masked.npz --optimizer lamb --num_dataset_workers 1 "
            "--num_batch_workers 1 --total_batch_size 16 --accumulate 2 --num_steps 20 "
@@ -105,9 +112,25 @@ SCRIPTS = [
            keep=".*distanceweightedsampling0"),
     Script("mxnet-pull-14367/example/gluon/snail/main.py",
            "--GPU_COUNT 0 --batch_size 2 --N 5 --K 2",
-           missing=("mxboard",), given=("characters",), start="snail"),
+           missing=("mxboard",), given=("characters",), start="snail",
+           root="mxnet-pull-14367/example/gluon/snail"),
     Script("gluon-face/examples/mnist/train_mnist_arcloss.py", missing=("seaborn",),
-           substituted=("gpus_are_cpus", "drawn_sets", "no_workers"), start="gluonface"),
+           substituted=("gpus_are_cpus", "drawn_sets", "no_workers"), root="gluon-face"),
+    Script("HKO-7/experiments/movingmnist/mnist_rnn_main.py",
+           "--ctx cpu --batch_size 4 --save_dir . --lr 0.001",
+           given=("moving_digits",), missing=("numba", "moviepy", "moviepy.editor"),
+           start="hko", loss="reshape"),
+    Script("mxnet/example/model-parallel/matrix_factorization/train.py",
+           "--batch-size 64 --factor-size 8", given=("ratings",),
+           substituted=("gpus_are_cpus",), loss="linearregression"),
+    Script("mtcnn/example/train_P_net.py", "--frequent 1 --lr 0.0001", given=("crops",),
+           substituted=("gpus_are_cpus",), start="mtcnn", loss="cls_out", scale="none"),
+    Script("mtcnn-exp/tools/mtcnn/train.py", "--gpus= --batch-size 16 -j 1",
+           given=("crops",), missing=("nn.mtcnnv2",), root="mtcnn-exp"),
+    Script("gluonts/src/gluonts/mx/model/gpvar/_estimator.py", start="gpvar", root="gluonts/src"),
+    Script("gluon-nlp/scripts/word_embeddings/train_sg_cbow.py",
+           "--data toy --batch-size 64 --emsize 16 --ngram-buckets 100 --no-prefetch-batch",
+           substituted=("words",)),
     Script("horovod/examples/mxnet/mxnet_mnist.py", "--no-cuda --batch-size 16",
            own="--dtype float16", given=("mnist",), here=True),
     *(Script("DeepLearningExamples/MxNet/Classification/RN50v1.5/train.py", RN50 + more, own=own,
@@ -165,6 +188,7 @@ def begin():
     from gluon_amp._mxnet import mx
     published.seed(mx)
     run = os.environ["GLUON_AMP_RUN"]
+    sys.path[:0] = filter(None, [os.environ["GLUON_AMP_ROOT"]])
     for name in os.environ["GLUON_AMP_MISSING"].split():
         sys.modules[name] = MagicMock()
     for name in os.environ["GLUON_AMP_SUBSTITUTED"].split():
@@ -229,7 +253,7 @@ class Recorder:
         return sum(float(head.asnumpy().astype("float64").mean()) for head in heads)
 
     def outputs(self, module):
-        """The mean loss of a Module, from probabilities, logits, or other outputs."""
+        """The mean loss of a Module, from predictions, probabilities, logits, or other outputs."""
         losses = [self.output(output, module._exec_group.label_arrays)
                   for name, output in zip(module.output_names, module.get_outputs())
                   if re.search(self._loss, name)]
@@ -238,13 +262,16 @@ class Recorder:
     def output(self, output, labels):
         import numpy as np
         numbers = output.asnumpy().astype("float64")
-        if numbers.ndim == 2 and labels:
-            if abs(numbers.sum(axis=1) - 1).max() > 0.01:  # logits
-                numbers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
-                numbers /= numbers.sum(axis=1, keepdims=True)
-            label = labels[0][0][1].asnumpy().astype(int)
-            return -np.log(numbers[np.arange(len(label)), label] + 1e-30).mean()
-        return (numbers**2).mean()
+        label = np.concatenate([part.asnumpy().ravel() for _, part in labels[0]]) if labels else []
+        if len(label) != len(numbers):
+            return (numbers**2).mean()
+        numbers = numbers.reshape(len(label), -1)
+        if numbers.shape[1] == 1:  # of a regression
+            return ((numbers[:, 0] - label)**2).mean()
+        if abs(numbers.sum(axis=1) - 1).max() > 0.01:  # logits
+            numbers = np.exp(numbers - numbers.max(axis=1, keepdims=True))
+            numbers /= numbers.sum(axis=1, keepdims=True)
+        return -np.log(numbers[np.arange(len(label)), label.astype(int)] + 1e-30).mean()
 
 
 def add_noise(mx, dtype, draw, record):
@@ -272,7 +299,9 @@ def convert(mx, policy, record):
     record.traces = at_most_traces(MOST_TRACES)
     record.traces.__enter__()
     trainers, converted, settings = [], [], {}
-    if policy == "float16" and os.environ["GLUON_AMP_SCALE"] == "dynamic":
+    if os.environ["GLUON_AMP_SCALE"] == "none":
+        settings["loss_scale"] = None
+    elif policy == "float16":
         settings["loss_scale"] = "dynamic"
 
     class Trainer(amp.Trainer):
@@ -395,7 +424,6 @@ def no_constraint(mx):
 def crazyara(sources):
     """its network for chess with 2 blocks, its classes called with drawn boards"""
     import numpy as np
-    sys.path.insert(0, f"{sources}/CrazyAra")
     from DeepCrazyhouse.configs.train_config import TrainConfig, TrainObjects
     from DeepCrazyhouse.src.domain.neural_net.architectures.a0_resnet import AlphaZeroResnet
     from DeepCrazyhouse.src.domain.variants.constants import NB_CHANNELS_TOTAL, NB_LABELS
@@ -436,7 +464,6 @@ def retinaface(sources, *arguments):
     """its configuration for images of 96 pixels, boxes in numpy for Cython's, random weights"""
     import numpy as np
     from gluon_amp._mxnet import mx
-    sys.path.insert(0, f"{sources}/insightface/detection/retinaface")
 
     def overlaps(boxes, others):
         low = np.maximum(boxes[:, None, :2], others[None, :, :2])
@@ -463,14 +490,12 @@ def retinaface(sources, *arguments):
     backbone.hybridize()
     backbone(mx.nd.zeros((1, 3, 96, 96)))
     backbone.export(sample.network.mnet.pretrained)
-    sys.argv = ["train.py", *arguments]
-    runpy.run_path(f"{sources}/insightface/detection/retinaface/train.py", run_name="__main__")
+    run_script(f"{sources}/insightface/detection/retinaface/train.py", arguments)
 
 
 def imgclsmob(sources, *families):
     """hybridized, unless keep=; a drawn batch of 2"""
     from gluon_amp._mxnet import mx
-    sys.path.insert(0, f"{sources}/imgclsmob/gluon")
     errors = {}
     for i, family in enumerate(families, 1):
         for call in (lambda family=family: two_steps(mx, family)), mx.nd.waitall:
@@ -514,20 +539,76 @@ def two_steps(mx, family):
 
 
 def snail(sources, *arguments):
-    """its folder on the path, its data one folder up"""
-    folder = f"{sources}/mxnet-pull-14367/example/gluon/snail"
-    sys.path.insert(0, folder)
+    """its data one folder up"""
     Path("run").mkdir()
     os.chdir("run")
-    sys.argv = ["main.py", *arguments]
-    runpy.run_path(f"{folder}/main.py", run_name="__main__")
+    run_script(f"{sources}/mxnet-pull-14367/example/gluon/snail/main.py", arguments)
 
 
-def gluonface(sources, *_):
-    """its folders on the path"""
-    sys.path.insert(0, f"{sources}/gluon-face")
-    runpy.run_path(f"{sources}/gluon-face/examples/mnist/train_mnist_arcloss.py",
-                   run_name="__main__")
+def run_script(path, arguments):
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
+def mtcnn(sources, *arguments):
+    """translated to Python 3, its missing module tools, no out_grad= of a patched MXNet"""
+    import shutil
+    from lib2to3.main import main as translate
+
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    shutil.copytree(f"{sources}/mtcnn", "mtcnn")
+    translate("lib2to3.fixes", "--write --nobackups --no-diffs --nofix=import mtcnn".split())
+    sys.modules["tools"] = sys.modules["tools.load_model"] = MagicMock()
+    sys.modules["tools"].image_processing.transform = lambda image: (
+        image.transpose(2, 0, 1)[np.newaxis] / 128 - 1)
+    regression = mx.symbol.LinearRegressionOutput
+    mx.symbol.LinearRegressionOutput = lambda out_grad, **kwargs: regression(**kwargs)
+    sys.path[:0] = ["mtcnn", "mtcnn/core", "mtcnn/example"]
+    run_script("mtcnn/example/train_P_net.py", arguments)
+
+
+def hko(sources, *arguments):
+    """one small recurrent layer; no clipping, as its norm adds up gradients of several types"""
+    import shutil
+    for name in ("nowcasting", "experiments"):
+        shutil.copytree(f"{sources}/HKO-7/{name}", name)
+    sys.path[:0] = [".", "experiments/movingmnist"]
+    from nowcasting.config import cfg
+    from nowcasting.my_module import MyModule
+    MyModule.clip_by_global_norm = lambda *_, **__: 0.0
+    cfg.MOVINGMNIST.update(IN_LEN=3, OUT_LEN=2)
+    cfg.MODEL.update(IN_LEN=3, OUT_LEN=2)
+    model = cfg.MODEL.ENCODER_FORECASTER
+    model.update(HAS_MASK=False, FEATMAP_SIZE=[16], FIRST_CONV=[8, 4, 4, 0],
+                 LAST_DECONV=[8, 4, 4, 0], DOWNSAMPLE=[], UPSAMPLE=[])
+    model.RNN_BLOCKS.update(LAYER_TYPE=["ConvGRU"], STACK_NUM=[1], NUM_FILTER=[8],
+                            H2H_KERNEL=[(3, 3)], H2H_DILATE=[(1, 1)], I2H_KERNEL=[(3, 3)],
+                            I2H_PAD=[(1, 1)], L=[5])
+    run_script("experiments/movingmnist/mnist_rnn_main.py", arguments)
+
+
+def gpvar(sources):
+    """its estimator, as in its test"""
+    from gluonts.dataset.artificial import constant_dataset
+    from gluonts.dataset.multivariate_grouper import MultivariateGrouper
+    from gluonts.mx.distribution.lowrank_gp import LowrankGPOutput
+    from gluonts.mx.model.gpvar import GPVAREstimator
+    from gluonts.mx.trainer import Trainer
+    about, series, _ = constant_dataset()
+    GPVAREstimator(
+        distr_output=LowrankGPOutput(rank=2), num_cells=8, num_layers=1, target_dim=10,
+        freq=about.metadata.freq, prediction_length=about.prediction_length, pick_incomplete=True,
+        trainer=Trainer(epochs=1, num_batches_per_epoch=2 * STEPS, learning_rate=0.01),
+    ).train(MultivariateGrouper(max_target_dim=10)(series))
+
+
+def words(mx):
+    """drawn words for text8"""
+    import gluonnlp
+    import numpy as np
+    rng = np.random.RandomState(0)
+    gluonnlp.data.Text8 = lambda **_: rng.choice(published.WORDS, (2, 800)).tolist()
 
 
 def small_bert(mx):
@@ -634,7 +715,6 @@ def handwriting(sources, *arguments):
         return mx.gluon.data.SimpleDataset(
             [(rng.randint(0, 256, (30, 400)).astype("uint8"), text) for text in texts])
 
-    sys.path.insert(0, f"{sources}/handwritten-text-recognition")
     import ocr.utils.iam_dataset as iam
     iam.IAMDataset = lines
     Path("model_checkpoint").mkdir()
@@ -831,6 +911,58 @@ def folders(folder, sources):
             path.write_bytes(published.png(picture.astype("uint8")))
 
 
+def moving_digits(folder, sources):
+    """drawn digits for MNIST, folders for radar images"""
+    import numpy as np
+    for name in ("hko_data/radarPNG", "hko_data/radarPNG_mask", "mnist_data"):
+        (folder / name).mkdir(parents=True)
+    digits = np.kron(np.random.RandomState(0).randint(0, 256, (10, 7, 7)), np.ones((4, 4)))
+    images = np.tile(digits.reshape(10, 784).astype("uint8"), (5000, 1))
+    labels = np.arange(50000) % 10
+    np.savez(folder / "mnist_data" / "mnist.npz", X=images, Y=labels, X_test=images[:10],
+             Y_test=labels[:10])
+
+
+def ratings(folder, sources):
+    """drawn ratings for MovieLens"""
+    import numpy as np
+    rng = np.random.RandomState(0)
+    (folder / "ml-10m.zip").touch()
+    (folder / "ml-10M100K").mkdir()
+    for part in ("train", "test"):
+        rows = rng.randint(0, 40, (1024, 2))
+        (folder / "ml-10M100K" / f"r1.{part}").write_text("".join(
+            f"{user}::{film}::{1 + (user + film) % 5}::0\n" for user, film in rows))
+
+
+def crops(folder, sources):
+    """drawn faces of 12 pixels with offsets of their boxes, as files and as records"""
+    import numpy as np
+    from gluon_amp._mxnet import mx
+    rng = np.random.RandomState(0)
+    files, records = folder / "data" / "mtcnn", folder / "data" / "widerface" / "mtcnn"
+    for path in (files / "images", files / "imglists", records, folder / "model"):
+        path.mkdir(parents=True)
+    record = mx.recordio.MXIndexedRecordIO(
+        str(records / "pnet_train.idx"), str(records / "pnet_train.rec"), "w")
+    lines = []
+    for i in range(512):
+        kind = rng.choice([1, 0, -1])  # a face, background, part of a face
+        box = rng.uniform(-0.3, 0.3, 4) * abs(kind)
+        image = rng.randint(0, 60, (12, 12, 3))
+        image[:, 6 - 6 * abs(kind):] += 80 + 60 * kind
+        picture = published.png(image.astype("uint8"))
+        (files / "images" / f"{i}.png").write_bytes(picture)
+        lines.append(f"{i}.png {kind} {' '.join(map(str, box))}\n")
+        overlap = {1: 0.9, 0: 0.1, -1: 0.5}[kind]
+        record.write_idx(i, mx.recordio.pack(
+            mx.recordio.IRHeader(0, [overlap, *box], i, 0), picture))
+    record.close()
+    (files / "imglists" / "train_12.txt").write_text("".join(lines))
+    for end in ("idx", "rec"):
+        (records / f"pnet_val.{end}").symlink_to(records / f"pnet_train.{end}")
+
+
 # ---- the command
 
 
@@ -840,8 +972,9 @@ def train(script, run, sources):
     environment = {
         "CUDA_VISIBLE_DEVICES": "", "GLUON_AMP_RUN": run, "GLUON_AMP_LOSS": script.loss,
         "GLUON_AMP_KEEP": script.keep, "GLUON_AMP_PATH": script.path,
-        "GLUON_AMP_SCALE": script.scale,
-        "GLUON_AMP_STEPS": str(STEPS), "GLUON_AMP_MISSING": " ".join(script.missing)}
+        "GLUON_AMP_SCALE": script.scale, "GLUON_AMP_STEPS": str(STEPS),
+        "GLUON_AMP_ROOT": str(sources / script.root) if script.root else "",
+        "GLUON_AMP_MISSING": " ".join(script.missing)}
     if script.own is None:
         environment["GLUON_AMP_CONVERTED"] = "1"
     if not script.onednn:
@@ -946,7 +1079,7 @@ def files_of(folder, chosen):
         own = [name for name in names if (name not in NO_ONEDNN) == onednn]
         for i in range(0, len(own), STEPS // 2):
             yield Script(f"{FAMILIES}/__init__.py", " ".join(own[i:i + STEPS // 2]),
-                         start="imgclsmob", here=True, onednn=onednn)
+                         start="imgclsmob", here=True, onednn=onednn, root="imgclsmob/gluon")
 
 
 def main(folder):

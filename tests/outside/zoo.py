@@ -24,7 +24,8 @@ def venv(package, file="zoo.txt"):
     """Creates the package's venv and returns its Python; exits if no such Python is installed."""
     version, requirements = packages(file)[package]
     python = FOLDER / package / "bin" / "python"
-    if not (FOLDER / package / "installed").exists():
+    installed, all_requirements = FOLDER / package / "installed", " ".join([version, *requirements])
+    if not installed.exists() or installed.read_text() != all_requirements:
         found = find_python(int(version.split(".")[1]))
         if found is None:
             sys.exit(f"{package} needs python{version} on PATH or in pyenv")
@@ -35,7 +36,7 @@ def venv(package, file="zoo.txt"):
         # the package last: some are built with packages installed before
         options = ["--no-build-isolation", *(r for r in before if r == "--no-deps")]
         subprocess.run([*install, *options, last], check=True)
-        (FOLDER / package / "installed").touch()
+        installed.write_text(all_requirements)
     return python
 
 
