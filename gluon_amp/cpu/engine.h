@@ -112,6 +112,11 @@ inline int64_t bytes_of(int type) { return static_cast<int64_t>(mshadow::mshadow
 inline void* at(const TBlob& array, int64_t element) {
   return static_cast<char*>(array.dptr_) + element * bytes_of(array.type_flag_);
 }
+inline std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
+  std::vector<TBlob> blobs_of_arrays;
+  for (const NDArray& array : arrays) blobs_of_arrays.push_back(array.data());
+  return blobs_of_arrays;
+}
 // Whether two arrays share memory.
 inline bool overlap(const TBlob& a, const TBlob& b) {
   const auto* const from = static_cast<const char*>(a.dptr_);

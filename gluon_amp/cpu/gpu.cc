@@ -61,14 +61,13 @@ void batch_dot(const NodeAttrs& attrs, const OpContext& context, const TBlob& a,
 }
 
 void add_in_float32(nnvm::Op& op) {
-  const auto* compute = get<mxnet::FCompute>(&op, "FCompute<gpu>");
-  if (!compute) return;
+  if (!get<mxnet::FCompute>(&op, "FCompute<gpu>")) return;
   if (!cublasGemmStridedBatchedEx) throw dmlc::Error("cuBLAS lacks cublasGemmStridedBatchedEx");
   if (!cublasGetStream_v2) throw dmlc::Error("cuBLAS lacks cublasGetStream_v2");
-  set<mxnet::FCompute>(
+  replace<mxnet::FCompute>(
       op, "FCompute<gpu>",
-      [original = mxnet::FCompute(*compute)](const NodeAttrs& attrs, const OpContext& context, const auto& in,
-                                         const auto& req, const auto& out) {
+      [](const auto& original, const auto& attrs, const auto& context, const auto& in, const auto& req,
+         const auto& out) {
         if (!is_16bit(out[0]) || !settings_of(attrs).float32_sums || !size(in[0]) || !size(in[1]))
           return original(attrs, context, in, req, out);
         if (req[0] != mxnet::kNullOp) batch_dot(attrs, context, in[0], in[1], req[0], out[0]);
@@ -105,18 +104,16 @@ bool shapes_in_mxnets_order(const NodeAttrs& attrs, mxnet::ShapeVector* in, mxne
 
 // The weight is among the inputs; `gradient`: its gradient among the outputs, or -1.
 void read_mxnets_order(nnvm::Op& op, size_t weight, int gradient) {
-  const auto* compute = get<mxnet::FCompute>(&op, "FCompute<gpu>");
-  if (!compute) return;
-  set<mxnet::FCompute>(op, "FCompute<gpu>",
-                       [original = mxnet::FCompute(*compute), weight, gradient](
-                           const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-                           const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
-                         if (!settings_of(attrs).plain_weight) return original(attrs, context, in, req, out);
-                         std::vector<TBlob> inputs = in, outputs = out;
-                         inputs[weight] = channels_last(in[weight]);
-                         if (gradient >= 0) outputs[gradient] = channels_last(out[gradient]);
-                         original(attrs, context, inputs, req, outputs);
-                       });
+  replace<mxnet::FCompute>(
+      op, "FCompute<gpu>",
+      [=](const auto& original, const NodeAttrs& attrs, const auto& context, const std::vector<TBlob>& in,
+          const auto& req, const std::vector<TBlob>& out) {
+        if (!settings_of(attrs).plain_weight) return original(attrs, context, in, req, out);
+        std::vector<TBlob> inputs = in, outputs = out;
+        inputs[weight] = channels_last(in[weight]);
+        if (gradient >= 0) outputs[gradient] = channels_last(out[gradient]);
+        original(attrs, context, inputs, req, outputs);
+      });
 }
 
 }  // namespace
@@ -135,12 +132,9 @@ int dropout_fits(const unsigned char* state) {
 }
 
 void keep_masks() {
-  auto& backward = const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Dropout"));
-  const auto* compute = get<mxnet::FStatefulCompute>(&backward, "FStatefulCompute<gpu>");
-  if (!compute) return;
-  set<mxnet::FStatefulCompute>(
-      backward, "FStatefulCompute<gpu>",
-      [original = mxnet::FStatefulCompute(*compute)](const OpStatePtr& state, const auto&... call) {
+  replace<mxnet::FStatefulCompute>(
+      op_named("_backward_Dropout"), "FStatefulCompute<gpu>",
+      [](const auto& original, const OpStatePtr& state, const auto&... call) {
         bool& passes = static_cast<DropoutState*>(pointer_in(state)->state)->passes;
         const bool passed = passes;
         original(state, call...);
@@ -149,12 +143,12 @@ void keep_masks() {
 }
 
 void replace_gpu_functions() {
-  add_in_float32(const_cast<nnvm::Op&>(*nnvm::Op::Get("batch_dot")));
-  nnvm::Op& convolution = const_cast<nnvm::Op&>(*nnvm::Op::Get("Convolution"));
+  add_in_float32(op_named("batch_dot"));
+  nnvm::Op& convolution = op_named("Convolution");
   mxnets_shapes() = *get<mxnet::FInferShape>(&convolution, "FInferShape");
   set<mxnet::FInferShape>(convolution, "FInferShape", by_value(&shapes_in_mxnets_order));
   read_mxnets_order(convolution, 1, -1);
-  read_mxnets_order(const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Convolution")), 2, 1);
+  read_mxnets_order(op_named("_backward_Convolution"), 2, 1);
 }
 
 }  // namespace gluon_amp

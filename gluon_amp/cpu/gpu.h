@@ -6,8 +6,7 @@ namespace gluon_amp {
 
 // The first members of mshadow::Stream<gpu>.
 struct GpuStream {
-  void* stream;
-  void* cublas;
+  void *stream, *cublas, *cusolver, *cudnn;
 };
 
 void replace_gpu_functions();

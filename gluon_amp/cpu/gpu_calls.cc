@@ -42,12 +42,6 @@ std::vector<NDArray> arrays(void** handles, int64_t count) {
   return detached;
 }
 
-std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
-  std::vector<TBlob> blobs;
-  for (const NDArray& array : arrays) blobs.push_back(array.data());
-  return blobs;
-}
-
 // Throws, as MXNet's imperative call, if the arrays do not fit the operator.
 void check(const GpuCall& call, const NodeAttrs& attrs, const mxnet::Context& device) {
   mxnet::ShapeVector in, out;

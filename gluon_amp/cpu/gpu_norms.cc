@@ -89,12 +89,6 @@ void check(int status, const char* function) {
 }
 #define CALL(name, ...) check(cudnn##name(__VA_ARGS__), #name)
 
-// The first members of mshadow::Stream<gpu>.
-struct GpuStream {
-  void *stream, *cublas, *cusolver;
-  CudnnHandle cudnn;
-};
-
 // Where z is among the inputs, and the first of the others.
 struct Places {
   bool added;

@@ -112,6 +112,15 @@ const T* get(const nnvm::Op* op, const char* key) {
                                                                  : nullptr;
 }
 
+inline nnvm::Op& op_named(const char* name) { return const_cast<nnvm::Op&>(*nnvm::Op::Get(name)); }
+
+// Replaces an operator's function, if it has one, by f(original, arguments...). All arguments are references.
+template <class T, class F>
+void replace(nnvm::Op& op, const char* key, F f) {
+  if (const T* original = get<T>(&op, key))
+    set<T>(op, key, [original = T(*original), f](const auto&... arguments) { return f(original, arguments...); });
+}
+
 template <class T>
 void copy(const nnvm::Op* from, nnvm::Op& to, const char* key) {
   const T* value = get<T>(from, key);

@@ -282,9 +282,8 @@ std::vector<std::pair<int, int>> in_place_options(const Operator& op, const Node
 
 // MXNet skips operators whose output is their input, in place.
 void wrap_identities(nnvm::Op& target) {
-  set<nnvm::FInplaceIdentity>(
-      target, "FInplaceIdentity",
-      [original = *get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")](const NodeAttrs& attrs) {
+  replace<nnvm::FInplaceIdentity>(
+      target, "FInplaceIdentity", [](const auto& original, const NodeAttrs& attrs) {
         return is_planned(attrs) ? std::vector<bool>(original(attrs).size(), false) : original(attrs);
       });
 }
@@ -360,10 +359,7 @@ void dispatch(nnvm::Op& target) {
     set<mxnet::FInferShape>(target, "FInferShape", by_value(&infer_identity));
   if (target.name == "_backward_hard_sigmoid") wrap_identities(target);
   else if (!get<nnvm::FInplaceIdentity>(&target, "FInplaceIdentity")) wrap_in_place_options(*op, target);
-  if (const auto* g = get<nnvm::FGradient>(&target, "FGradient"))
-    set<nnvm::FGradient>(target, "FGradient", [original = nnvm::FGradient(*g)](const auto&... node) {
-      return gradient(original, node...);
-    });
+  replace<nnvm::FGradient>(target, "FGradient", gradient);
 }
 
 // ---- which operators -----------------------------------------------------------------------
@@ -413,7 +409,7 @@ std::string operator_rows() {
 void dispatch_operators(int count, const char** names) {
   for (int i = 0; i < count; ++i) {
     const nnvm::Op* x = nnvm::Op::Get(names[i]);
-    if (should_dispatch(x)) dispatch(const_cast<nnvm::Op&>(*x));
+    if (should_dispatch(x)) dispatch(op_named(names[i]));
   }
 }
 

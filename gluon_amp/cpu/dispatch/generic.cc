@@ -51,12 +51,6 @@ TBlob copy_of(const TBlob& from, Scratch* scratch) {
   return copy;
 }
 
-std::vector<TBlob> blobs(const std::vector<NDArray>& arrays) {
-  std::vector<TBlob> blobs_of_arrays;
-  for (auto& array : arrays) blobs_of_arrays.push_back(array.data());
-  return blobs_of_arrays;
-}
-
 // One run of MXNet's operator, in float32.
 struct Float32Run {
   const Call& call;

@@ -72,33 +72,27 @@ void run_condition_backward(const Run& original, const OpStatePtr& state, const 
 
 // The first output of Embedding's backward pass is the gradient of the indices.
 void add_gradients_of_indices(const char* compute) {
-  auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get("_backward_Embedding"));
-  const auto *gradient = get<mxnet::FCompute>(&op, compute),
-             *zeros = get<mxnet::FCompute>(nnvm::Op::Get("_zeros"), compute);
-  if (!gradient || !zeros) return;
-  set<mxnet::FCompute>(op, compute, [original = mxnet::FCompute(*gradient), zeros = mxnet::FCompute(*zeros)](
-                           const NodeAttrs& attrs, const OpContext& context, const std::vector<TBlob>& in,
-                           const Requests& req, const std::vector<TBlob>& out) {
-    if (req[0] == mxnet::kWriteTo) zeros(attrs, context, {}, {req[0]}, {out[0]});
-    Requests others = req;
-    others[0] = mxnet::kNullOp;
-    original(attrs, context, in, others, out);
-  });
-}
-
-template <class F>
-void replace(const char* name, F run) {
-  auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get(name));
-  for (const char* key : {"FStatefulComputeEx<cpu>", "FStatefulComputeEx<gpu>"})
-    set<Run>(op, key, [original = Run(*get<Run>(&op, key)), run](const auto&... call) { run(original, call...); });
+  const auto* zeros = get<mxnet::FCompute>(nnvm::Op::Get("_zeros"), compute);
+  if (!zeros) return;
+  replace<mxnet::FCompute>(
+      op_named("_backward_Embedding"), compute,
+      [zeros = mxnet::FCompute(*zeros)](const auto& original, const auto& attrs, const auto& context, const auto& in,
+                                        const Requests& req, const std::vector<TBlob>& out) {
+        if (req[0] == mxnet::kWriteTo) zeros(attrs, context, {}, {req[0]}, {out[0]});
+        Requests others = req;
+        others[0] = mxnet::kNullOp;
+        original(attrs, context, in, others, out);
+      });
 }
 
 }  // namespace
 
 void initialize_loops() {
-  replace("_while_loop", run_loop);
-  replace("_backward_while_loop", run_loop_backward);
-  replace("_backward_cond", run_condition_backward);
+  for (const char* key : {"FStatefulComputeEx<cpu>", "FStatefulComputeEx<gpu>"}) {
+    replace<Run>(op_named("_while_loop"), key, run_loop);
+    replace<Run>(op_named("_backward_while_loop"), key, run_loop_backward);
+    replace<Run>(op_named("_backward_cond"), key, run_condition_backward);
+  }
   for (const char* compute : {"FCompute<cpu>", "FCompute<gpu>"}) add_gradients_of_indices(compute);
 }
 

@@ -17,8 +17,6 @@ bool repairs_empty_calls = false;
 
 namespace {
 
-nnvm::Op& op_named(const char* name) { return const_cast<nnvm::Op&>(*nnvm::Op::Get(name)); }
-
 void repair_weight_gradients() {
   for (const char* name : {"_backward_Convolution", "_backward_Deconvolution"}) {
     nnvm::Op& op = op_named(name);
@@ -38,12 +36,10 @@ void repair_hard_sigmoid() {
 }
 
 void repair_pooling() {
-  nnvm::Op& op = op_named("Pooling");
-  set<mxnet::FComputeEx>(
-      op, "FComputeEx<cpu>",
-      [original = mxnet::FComputeEx(*get<mxnet::FComputeEx>(&op, "FComputeEx<cpu>"))](
-          const NodeAttrs& attrs, const OpContext& context, const std::vector<NDArray>& in,
-          const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
+  replace<mxnet::FComputeEx>(
+      op_named("Pooling"), "FComputeEx<cpu>",
+      [](const auto& original, const auto& attrs, const auto& context, const auto& in, const auto& req,
+         const auto& out) {
         OpContext recorded = context;
         recorded.is_train |= req.size() > 1 && req[1] != mxnet::kNullOp;
         original(attrs, recorded, in, req, out);

@@ -43,12 +43,6 @@ OpStatePtr create(const NodeAttrs& attrs, mxnet::Context context, const mxnet::S
   return state;
 }
 
-// MXNet's CPU function of an operator.
-struct Original {
-  mxnet::FStatefulComputeEx run;
-  bool autograd;  // of an autograd.Function
-};
-
 struct Kept {
   mxnet::Engine::CallbackOnComplete complete;
   std::vector<NDArray> inputs;
@@ -62,17 +56,15 @@ void complete(mxnet::Engine*, void* address, const dmlc::Error* error) {
   --under_way;
 }
 
-void run(const Original& original, const OpStatePtr& state, const OpContext& context,
-         const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
-         const std::vector<NDArray>& out) {
-  if (original.autograd) hold(state.get_state<CustomFunctionParameters>().python);
+void run_python(const mxnet::FStatefulComputeEx& original, const OpStatePtr& state, const OpContext& context,
+                const std::vector<NDArray>& in, const std::vector<OpReqType>& req, const std::vector<NDArray>& out) {
   auto* kept = new Kept{context.async_on_complete, in};
   OpContext ours = context;
   ours.async_on_complete.callback_ = &complete;
   ours.async_on_complete.param_ = kept;
   ++under_way;
   try {
-    original.run(state, ours, in, req, out);
+    original(state, ours, in, req, out);
   } catch (...) {  // it has not started
     delete kept;
     --under_way;
@@ -80,23 +72,25 @@ void run(const Original& original, const OpStatePtr& state, const OpContext& con
   }
 }
 
-void guard(const char* name, bool autograd) {
-  auto& op = const_cast<nnvm::Op&>(*nnvm::Op::Get(name));
-  const auto* original = new Original{*get<mxnet::FStatefulComputeEx>(&op, "FStatefulComputeEx<cpu>"),
-                                  autograd};
-  set<mxnet::FStatefulComputeEx>(op, "FStatefulComputeEx<cpu>",
-                                 [original](const auto&... call) { run(*original, call...); });
+void run_function(const mxnet::FStatefulComputeEx& original, const OpStatePtr& state, const OpContext& context,
+                  const std::vector<NDArray>& in, const std::vector<OpReqType>& req,
+                  const std::vector<NDArray>& out) {
+  hold(state.get_state<CustomFunctionParameters>().python);
+  run_python(original, state, context, in, req, out);
 }
 
 }  // namespace
 
 void guard_user_code() {
-  auto& custom = const_cast<nnvm::Op&>(*nnvm::Op::Get("Custom"));
+  nnvm::Op& custom = op_named("Custom");
   create_original = *get<mxnet::FCreateOpState>(&custom, "FCreateOpState");
   set<mxnet::FCreateOpState>(custom, "FCreateOpState", by_value(&create));
-  guard("Custom", false);
-  guard("_backward_Custom", false);
-  guard("_backward_CustomFunction", true);
+  const auto guard = [](const char* name, auto function) {
+    replace<mxnet::FStatefulComputeEx>(op_named(name), "FStatefulComputeEx<cpu>", function);
+  };
+  guard("Custom", run_python);
+  guard("_backward_Custom", run_python);
+  guard("_backward_CustomFunction", run_function);
 }
 
 void end_user_code() {
