@@ -63,40 +63,43 @@ struct Clip {
   V operator()(V v) const { return on ? smaller(most, larger(least, v)) : v; }
 };
 
-template <int momenta> struct Sgd {
-  static constexpr int states = momenta;
-  V rate, decay, scaled_rate, scale, momentum;
+// The settings of a weight that rules read.
+struct Factors {
+  V rate, decay, scale, momentum, keep1, take1, keep2, take2, epsilon;
   Clip clip;
+  Factors(const Update& u, const UpdateSettings& all)
+      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), momentum(splat(all.momentum)),
+        keep1(splat(all.beta1)), take1(splat(1 - all.beta1)), keep2(splat(all.beta2)), take2(splat(1 - all.beta2)),
+        epsilon(splat(all.epsilon)), clip(all.clip) {}
+};
+
+template <int momenta> struct Sgd : Factors {
+  static constexpr int states = momenta;
+  V rate_of_decay, scaled_rate;
   Sgd(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), decay(splat(u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)),
-        scale(splat(all.rescale)), momentum(splat(all.momentum)), clip(all.clip) {}
+      : Factors(u, all), rate_of_decay(splat(u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)) {}
   V operator()(V w, V g, V* s) const {
     const V push = clip.on ? rate * clip(scale * g) : scaled_rate * g;
-    s[0] = momentum * (momenta ? s[0] : splat(0)) - decay * w - push;
+    s[0] = momentum * (momenta ? s[0] : splat(0)) - rate_of_decay * w - push;
     return w + s[0];
   }
 };
 
 // NAG without momentum: MXNet's sgd_update, with a separate factor for weight decay.
-struct Descent {
+struct Descent : Factors {
   static constexpr int states = 0;
-  V rate, keep, scaled_rate, scale;
-  Clip clip;
+  V keep, scaled_rate;
   Descent(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), keep(splat(1 - u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)),
-        scale(splat(all.rescale)), clip(all.clip) {}
+      : Factors(u, all), keep(splat(1 - u.lr * u.wd)), scaled_rate(splat(u.lr * all.rescale)) {}
   V operator()(V w, V g, V*) const {
     return keep * w - (clip.on ? rate * clip(scale * g) : scaled_rate * g);
   }
 };
 
-struct Nag {
+struct Nag : Factors {
   static constexpr int states = 1;
-  V rate, decay, scale, momentum, ahead;
-  Clip clip;
-  Nag(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)),
-        momentum(splat(all.momentum)), ahead(splat(all.momentum + 1)), clip(all.clip) {}
+  V ahead;
+  Nag(const Update& u, const UpdateSettings& all) : Factors(u, all), ahead(splat(all.momentum + 1)) {}
   V operator()(V w, V g, V* s) const {
     const V kept = momentum * s[0], push = clip(scale * g);
     const V updated = w - kept + ahead * (kept - rate * (push + decay * w));
@@ -105,14 +108,9 @@ struct Nag {
   }
 };
 
-struct Adam {
+struct Adam : Factors {
   static constexpr int states = 2;
-  V rate, decay, scale, keep1, take1, keep2, take2, epsilon;
-  Clip clip;
-  Adam(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
-        take1(splat(1 - all.beta1)), keep2(splat(all.beta2)), take2(splat(1 - all.beta2)),
-        epsilon(splat(all.epsilon)), clip(all.clip) {}
+  using Factors::Factors;
   V operator()(V w, V g, V* s) const {
     g = clip(g * scale + w * decay);
     s[0] = keep1 * s[0] + take1 * g;
@@ -121,13 +119,9 @@ struct Adam {
   }
 };
 
-struct AdamW {
+struct AdamW : Factors {
   static constexpr int states = 2;
-  V rate, decay, scale, keep1, keep2, epsilon;
-  Clip clip;
-  AdamW(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
-        keep2(splat(all.beta2)), epsilon(splat(all.epsilon)), clip(all.clip) {}
+  using Factors::Factors;
   V operator()(V w, V g, V* s) const {
     g = clip(scale * g);
     const V square = g * g;
@@ -137,30 +131,24 @@ struct AdamW {
   }
 };
 
-struct RmsProp {
+struct RmsProp : Factors {
   static constexpr int states = 1;
-  V rate, decay, scale, keep, take, epsilon;
-  Clip clip, clip_weights;
-  RmsProp(const Update& u, const UpdateSettings& all)
-      : rate(splat(u.lr)), decay(splat(u.wd)), scale(splat(all.rescale)), keep(splat(all.beta1)),
-        take(splat(1 - all.beta1)), epsilon(splat(all.epsilon)), clip(all.clip),
-        clip_weights(all.clip_weights) {}
+  Clip clip_weights;
+  RmsProp(const Update& u, const UpdateSettings& all) : Factors(u, all), clip_weights(all.clip_weights) {}
   V operator()(V w, V g, V* s) const {
     g = clip(scale * g + decay * w);
-    s[0] = take * (g * g) + keep * s[0];
+    s[0] = take1 * (g * g) + keep1 * s[0];
     return clip_weights(w - rate * (g / root(s[0] + epsilon)));
   }
 };
 
 struct CenteredRmsProp : RmsProp {
   static constexpr int states = 3;
-  V momentum;
-  CenteredRmsProp(const Update& u, const UpdateSettings& all)
-      : RmsProp(u, all), momentum(splat(all.momentum)) {}
+  using RmsProp::RmsProp;
   V operator()(V w, V g, V* s) const {
     g = clip(scale * g + decay * w);
-    s[0] = take * g * g + keep * s[0];
-    s[1] = take * g + keep * s[1];
+    s[0] = take1 * g * g + keep1 * s[0];
+    s[1] = take1 * g + keep1 * s[1];
     s[2] = momentum * s[2] - rate * g / root(s[0] - s[1] * s[1] + epsilon);
     return clip_weights(w + s[2]);
   }
@@ -195,17 +183,14 @@ template <typename Made> void update_one(const Update& u, const UpdateSettings& 
 // updates the weight, with a rate in proportion to the norms. It recomputes the direction from the states, which
 // saves memory.
 
-struct Lamb {
-  V decay, scale, keep1, take1, keep2, take2, mean_part, var_part;
-  double epsilon;
+struct Lamb : Factors {
+  V mean_part, var_part;
+  double wide_epsilon;
   bool corrects;
-  Clip clip;
   Lamb(const Update& u, const UpdateSettings& all)
-      : decay(splat(u.wd)), scale(splat(all.rescale)), keep1(splat(all.beta1)),
-        take1(splat(1 - all.beta1)), keep2(splat(all.beta2)), take2(splat(1 - all.beta2)),
-        mean_part(splat(1 - powf(all.beta1, static_cast<float>(u.step)))),
-        var_part(splat(1 - powf(all.beta2, static_cast<float>(u.step)))), epsilon(all.epsilon),
-        corrects(all.bias_correction), clip(all.clip) {}
+      : Factors(u, all), mean_part(splat(1 - powf(all.beta1, static_cast<float>(u.step)))),
+        var_part(splat(1 - powf(all.beta2, static_cast<float>(u.step)))), wide_epsilon(all.epsilon),
+        corrects(all.bias_correction) {}
   void move(V g, V* mean, V* var) const {
     g = clip(g * scale);
     *mean = keep1 * *mean + take1 * g;
@@ -213,7 +198,7 @@ struct Lamb {
   }
   V where(V w, V mean, V var) const {
     if (corrects) mean = mean / mean_part, var = var / var_part;
-    return direction(mean, var, epsilon, decay * w);
+    return direction(mean, var, wide_epsilon, decay * w);
   }
 };
 
