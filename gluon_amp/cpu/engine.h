@@ -56,12 +56,12 @@ struct Operator {
 
 // ---- one call ----------------------------------------------------------------------
 
-// Which arrays of a call have their channels in blocks.
-struct Blocked {
+// Which arrays of a call are in oneDNN's layout (layout.h).
+struct InLayout {
   std::vector<bool> in, out;  // empty where the node has no such setting
 
-  Blocked() = default;
-  Blocked(const Settings& settings, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs);
+  InLayout() = default;
+  InLayout(const Settings& settings, const std::vector<TBlob>& ins, const std::vector<TBlob>& outs);
   bool input(size_t i) const { return i < in.size() && in[i]; }
   bool output(size_t i) const { return i < out.size() && out[i]; }
   bool any() const;
@@ -77,7 +77,7 @@ struct Call {
   const std::vector<OpReqType>& req;
   const std::vector<TBlob>& out;
   const OpStatePtr* state = nullptr;  // MXNet's state of a stateful operator
-  Blocked blocked = {};
+  InLayout in_layout = {};
 
   Write write(size_t i) const {
     return req[i] == mxnet::kNullOp ? kNothing : req[i] == mxnet::kAddTo ? kAdd : kStore;
@@ -177,12 +177,12 @@ std::mutex& scratch_lock();
 
 // ---- widening and narrowing ----------------------------------------------------------
 
-// Writes an operator's float32 result, plain or in oneDNN's blocked layout, to an array of 16-bit numbers or floats.
+// Writes an operator's float32 result, plain or in oneDNN's layout, to an array of 16-bit numbers or floats.
 void narrow(const NDArray& from, const TBlob& to, Write write);
-mkldnn::memory::desc in_blocks(const mxnet::TShape& shape, int block);
-// The block of channels of an array of this shape in oneDNN's blocked layout, else 0.
-int block_of(const NDArray& array, const mxnet::TShape& shape);
-int block_size();  // the block of channels of oneDNN's convolutions on this processor
+mkldnn::memory::desc onednn_layout(const mxnet::TShape& shape, int together);
+// The number of adjacent channels of an array of this shape in oneDNN's layout, else 0.
+int channels_together(const NDArray& array, const mxnet::TShape& shape);
+int channels_together();  // of oneDNN's convolutions on this processor
 
 // ---- what runs -----------------------------------------------------------------------
 
@@ -200,11 +200,11 @@ constexpr uint32_t kAnyInput = ~0u;  // any output may share memory with any inp
 struct OwnKernel {
   bool (*run)(const Call& call);
   uint32_t in_place;  // output 0 may share memory with this many of the first inputs, or kAnyInput
-  // kBlocks: blocked images, input 0 and output 0, with kAlike either both or none, else
-  // `run` returns false; kAnyOrder: calls with blocked arrays only. Others: see count_own_kernel in watch.h
+  // kLayout: images in oneDNN's layout, input 0 and output 0, with kAlike either both or none, else
+  // `run` returns false; kAnyOrder: calls with such arrays only. Others: see count_own_kernel in watch.h
   int supports = 0;
 };
-constexpr int kFloats = 1, kNumbers = 2 | kFloats, kBlocks = 4, kAlike = 8 | kBlocks, kAnyOrder = 16;
+constexpr int kFloats = 1, kNumbers = 2 | kFloats, kLayout = 4, kAlike = 8 | kLayout, kAnyOrder = 16;
 const OwnKernel* own_kernel(const std::string& name);
 
 // A matrix of floats, row-major or, transposed, column-major.

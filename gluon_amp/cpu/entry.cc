@@ -386,8 +386,6 @@ int64_t random_state(unsigned char* bytes, int back) {
   return at;
 }
 
-int blocks() { return keeps_blocks(); }
-
 // A function for Python: its name, letters for the types of its result and of its arguments, and its address.
 struct Function {
   const char *name, *types;
@@ -449,7 +447,8 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
       FUNCTION(graph_operators), FUNCTION(cached_op_number), FUNCTION(facts_on_gradients), FUNCTION(copy_all),
       FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
-      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code), function("keeps_blocks", blocks),
+      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code),
+      function("keeps_layout", +[]() -> int { return keeps_layout(); }),
       FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
       FUNCTION(free_attributes), {}};
   return functions;

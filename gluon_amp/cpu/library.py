@@ -434,9 +434,9 @@ def settings_attribute(settings: Mapping[str, str]) -> str:
     return f"{number}\n{watched}" if watched else str(number)
 
 
-def keeps_blocks() -> bool:
-    """Whether bfloat16 convolutions read and write blocks of 16 channels on this processor."""
-    return _table is not None and bool(_table.keeps_blocks())
+def keeps_layout() -> bool:
+    """Whether bfloat16 convolutions read and write the layout of layout.h on this processor."""
+    return _table is not None and bool(_table.keeps_layout())
 
 
 def _free_with(owner: object, free: Callable[[int], None], address: int) -> None:

@@ -23,7 +23,7 @@ from ..cpu.arrays import TYPES_16BIT
 from ..formats import BFLOAT16
 from ..policy import POLICIES, Policy
 from .graph import Entry, Graph, Node
-from .onednn_layouts import blocked_entries, setting
+from .onednn_layouts import entries_in_layout, setting
 from .operators import AVERAGING, CASTS, COLUMNS, RUN_ONCE
 
 FINITE_AVERAGES = {"finite_averages": "1"}  # the setting of operators with moving averages
@@ -48,7 +48,7 @@ def build(graph: Graph, types: Mapping[str, str], policy: Policy = POLICIES["flo
     counts = ("samples" if samples else "all") if watch else ""
     builder = _GraphBuilder(graph, types, counts, chosen)
     if layouts and not watch and policy.compute == BFLOAT16:
-        builder.blocked = blocked_entries(graph, builder.types)
+        builder.in_layout = entries_in_layout(graph, builder.types)
     return builder.run()
 
 
@@ -92,7 +92,7 @@ class _GraphBuilder:
         users = graph.consumers()
         self.without_casts = {node for node in graph.nodes()
                               if self._adds_in_float32(node, users.get(Entry(node), []))}
-        self.blocked: Set[Entry] = set()
+        self.in_layout: Set[Entry] = set()
 
     def run(self) -> Graph:
         def make(node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:
@@ -149,8 +149,8 @@ class _GraphBuilder:
             new.settings["float32_sums"] = "1"
         if node.op in AVERAGING:
             new.settings.update(FINITE_AVERAGES)
-        if self.blocked:
-            new.settings.update(setting(node, self.count[node], self.blocked))
+        if self.in_layout:
+            new.settings.update(setting(node, self.count[node], self.in_layout))
         if self.counts and _runs_engine(node) and (not self.chosen or self.chosen(node.name)) \
                 and not node.is_set("sparse_grad"):
             new.settings.update(counts=self.counts, watch=node.name)

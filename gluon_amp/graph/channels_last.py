@@ -28,7 +28,7 @@ def channels_last(graph: Graph, types: Mapping[str, str],
         types: the dtype of each variable.
         shapes: shapes of variables, as far as they are known.
     """
-    if not has_cudnn_9() or os.environ.get("GLUON_AMP_BLOCKS") == "off":
+    if not has_cudnn_9() or os.environ.get("GLUON_AMP_LAYOUT") == "off":
         return graph
     return graph.rewrite(_ChannelsLast(graph, types, shapes or {}).make)
 

@@ -21,7 +21,7 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
     Args:
         types: the dtype of each variable.
     """
-    if not (library.started() and has_cudnn_9()) or os.environ.get("GLUON_AMP_BLOCKS") == "off" \
+    if not (library.started() and has_cudnn_9()) or os.environ.get("GLUON_AMP_LAYOUT") == "off" \
             or os.environ.get("MXNET_BACKWARD_DO_MIRROR", "0") != "0":
         return graph
     fused = _norms_before_relus(graph, graph.types(types))

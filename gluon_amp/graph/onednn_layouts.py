@@ -1,6 +1,6 @@
-"""Which tensors have their channels in blocks of 16 in memory, the layout of oneDNN's convolutions.
+"""Which tensors have the layout of oneDNN's convolutions in memory: 16 channels are adjacent.
 
-A tensor's shape and size do not change. Layers that share a blocked tensor need no reorder between
+A tensor's shape and size do not change. Layers that share such a tensor need no reorder between
 them. Variables, outputs of the graph, and all tensors of other operators are plain. A gradient has
 the layout of its tensor (cpu/dispatch/gradients.cc).
 """
@@ -15,48 +15,48 @@ _CHANNELS = 16
 _ACTIVATIONS = ("relu", "sigmoid", "tanh", "leaky", "gelu")
 
 
-def blocked_entries(graph: Graph, types: Mapping[Entry, Optional[str]]) -> Set[Entry]:
-    """The entries of a graph that are blocked; none where this processor's convolutions have
-    another layout."""
-    if os.environ.get("GLUON_AMP_BLOCKS") == "off" or not library.keeps_blocks():
+def entries_in_layout(graph: Graph, types: Mapping[Entry, Optional[str]]) -> Set[Entry]:
+    """The entries of a graph that have the layout; none where this processor's convolutions have
+    another."""
+    if os.environ.get("GLUON_AMP_LAYOUT") == "off" or not library.keeps_layout():
         return set()
     nodes = [node for node in graph.nodes() if _is_supported(node)]
     channels: Dict[Entry, Optional[int]] = {}
     for node in nodes:
         channels[Entry(node)] = _channels(node, channels)
     users = graph.consumers()
-    blocked = {entry for entry, count in channels.items()
-               if count and count % _CHANNELS == 0 and types.get(entry) == "bfloat16"
-               and all(_reads_images(user, entry) for user in users.get(entry, []))}
-    return _with_one_layout(blocked, [node for node in nodes if _has_one_layout(node)])
+    in_layout = {entry for entry, count in channels.items()
+                 if count and count % _CHANNELS == 0 and types.get(entry) == "bfloat16"
+                 and all(_reads_images(user, entry) for user in users.get(entry, []))}
+    return _with_one_layout(in_layout, [node for node in nodes if _has_one_layout(node)])
 
 
-def setting(node: Node, outputs: int, blocked: Set[Entry]) -> Dict[str, str]:
-    """Returns the setting of a node, 1 for each blocked input and output; none where nothing is."""
-    letters = ["".join(str(int(e in blocked)) for e in entries)
+def setting(node: Node, outputs: int, in_layout: Set[Entry]) -> Dict[str, str]:
+    """Returns a node's setting, 1 for each input and output in the layout; none if all are 0."""
+    letters = ["".join(str(int(e in in_layout)) for e in entries)
                for entries in (node.inputs, [Entry(node, i) for i in range(outputs)])]
     return {"layouts": " ".join(letters)} if "1" in "".join(letters) else {}
 
 
-def _with_one_layout(blocked: Set[Entry], nodes: List[Node]) -> Set[Entry]:
+def _with_one_layout(in_layout: Set[Entry], nodes: List[Node]) -> Set[Entry]:
     """Without the images of nodes that have a plain one."""
     count = -1
-    while count != len(blocked):
-        count = len(blocked)
+    while count != len(in_layout):
+        count = len(in_layout)
         for node in reversed(nodes):
             images = {Entry(node), *node.inputs[:_images(node)]}
-            if not images <= blocked:
-                blocked = blocked - images
-    return blocked
+            if not images <= in_layout:
+                in_layout = in_layout - images
+    return in_layout
 
 
 def _is_supported(node: Node) -> bool:
-    """Whether a node's images may be blocked."""
+    """Whether a node's images may have the layout."""
     if node.op in ("BatchNorm", "Concat"):
         return axis_of(node) == 1
     if node.op in ("Activation", "LeakyReLU"):
         return node.attrs.get("act_type", "leaky") in _ACTIVATIONS
-    if node.op in library.operators("blocks"):
+    if node.op in library.operators("layout"):
         return node.attrs.get("layout", "None")[:2] in ("No", "NC")
     return _has_one_layout(node)
 
@@ -72,7 +72,7 @@ def _images(node: Node) -> int:
 
 
 def _reads_images(node: Optional[Node], entry: Entry) -> bool:
-    """Whether a node reads an entry as images that may be blocked."""
+    """Whether a node reads an entry as images that may have the layout."""
     return node is not None and _is_supported(node) and entry not in node.inputs[_images(node):]
 
 

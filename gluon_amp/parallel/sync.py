@@ -177,7 +177,7 @@ class Workers:
         mx.nd.waitall()
 
     def lay_out(self, arrays: Iterable[Any], predicted: bool = False) -> None:
-        """Reorders float32 arrays from oneDNN's blocked layouts to the plain layout.
+        """Reorders float32 arrays from oneDNN's layouts to the plain layout.
 
         MXNet's servers and Horovod require it. Weights after a prediction and gradients may be
         blocked. Errors of the operators that compute the arrays are raised here.

@@ -43,14 +43,14 @@ def seen(policy, training, all_arrays, first):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("all_arrays", [False, True])
 @pytest.mark.parametrize("first", [False, True])
-def test_hook_on_network_with_blocked_layouts_reads_plain_arrays(policy, training, all_arrays,
+def test_hook_on_network_with_onednns_layout_reads_plain_arrays(policy, training, all_arrays,
                                                                  first, monkeypatch):
-    """Without AVX512_BF16, convolutions have no blocks, but all other code copies to and from
-    them as on a processor that has it."""
-    monkeypatch.setenv("GLUON_AMP_BLOCKS", "off")
+    """Without AVX512_BF16, convolutions lack the layout, but all other code copies to and from it
+    as on a processor that has it."""
+    monkeypatch.setenv("GLUON_AMP_LAYOUT", "off")
     plain = seen(policy, training, all_arrays, first)
-    monkeypatch.delenv("GLUON_AMP_BLOCKS")
-    monkeypatch.setattr(library, "keeps_blocks", lambda: True)
+    monkeypatch.delenv("GLUON_AMP_LAYOUT")
+    monkeypatch.setattr(library, "keeps_layout", lambda: True)
     found = seen(policy, training, all_arrays, first)
     assert len(found) > 10
     for (name, array), (other, expected) in zip(found, plain):

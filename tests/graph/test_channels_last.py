@@ -179,5 +179,5 @@ def test_older_cudnn_gets_the_plain_graph(libraries_of, monkeypatch):
 
 
 def test_layout_can_be_switched_off(monkeypatch):
-    monkeypatch.setenv("GLUON_AMP_BLOCKS", "off")
+    monkeypatch.setenv("GLUON_AMP_LAYOUT", "off")
     assert set(layouts(rewritten(block(sym.var("x")), NORMS)).values()) == {"NCHW"}

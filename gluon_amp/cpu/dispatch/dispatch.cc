@@ -9,7 +9,7 @@
 
 #include "dispatch/arrays.h"
 #include "dispatch/attributes.h"
-#include "dispatch/blocks.h"
+#include "dispatch/layout.h"
 #include "dispatch/gradients.h"
 #include "dispatch/moving_averages.h"
 #include "dispatch/plan.h"
@@ -68,11 +68,11 @@ void run_plain(const Call& call) {
   run_engine(call, watch, [&] { run(call); });
 }
 
-// Runs an operator's hand-written kernel on blocked arrays. False if there is none for this case.
-bool run_in_blocks(const Call& call) {
+// Runs an operator's hand-written kernel on arrays in oneDNN's layout. False if there is none for this case.
+bool run_in_layout(const Call& call) {
   const OwnKernel* const own = call.op.own;
   return may_run_own(call) && !watching() &&
-         (own->supports & kBlocks || (own->supports & kAnyOrder && call.blocked.all())) && own->run(call);
+         (own->supports & kLayout || (own->supports & kAnyOrder && call.in_layout.all())) && own->run(call);
 }
 
 void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& settings, int type16,
@@ -80,9 +80,9 @@ void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& s
                    const std::vector<TBlob>& out) {
   const auto substitute = type16 != kNoType16 ? node_for_type16(op, attrs, type16) : nullptr;
   Call call{op, substitute ? substitute->attrs : attrs, settings, context, in, req, out, nullptr,
-            Blocked(settings, in, out)};
-  if (call.blocked.any()) {
-    if (!run_in_blocks(call)) in_plain(call, [](const Call& plain) { run_plain(plain); });
+            InLayout(settings, in, out)};
+  if (call.in_layout.any()) {
+    if (!run_in_layout(call)) in_plain(call, [](const Call& plain) { run_plain(plain); });
     return;
   }
   run_plain(call);
@@ -400,7 +400,7 @@ std::string operator_rows() {
     rows << name;
     if (op.own) rows << " own_code";
     if (supports & kAnyOrder) rows << " any_order";
-    if (supports & kBlocks) rows << ((supports & kAlike) == kAlike ? " alike" : " blocks");
+    if (supports & kLayout) rows << ((supports & kAlike) == kAlike ? " alike" : " layout");
     rows << "\n";
   }
   return rows.str();

@@ -16,7 +16,7 @@ using nnvm::NodeAttrs;
 // name under which watch.cc counts the node's values, if it does.
 constexpr char kSettings[] = "__gluon_amp__";
 
-// Which arrays have their channels in blocks (blocks.h): for each 1, else 0. Missing ones have not.
+// Which arrays are in oneDNN's layout (layout.h): for each 1, else 0. Missing ones are not.
 struct Layouts {
   std::string inputs, outputs;
 

@@ -83,9 +83,9 @@ template <int most> struct PlaneWalk {
 };
 
 #if defined(__AVX512F__)
-// A piece of W channels in a block: a vector has a place of each. There is a turn for each lane of a PlaneWalk's
-// two turns, so that the sums have the same bits.
-struct BlockWalk {
+// A piece of W adjacent channels in oneDNN's layout: a vector has a place of each. There is a turn for each lane of
+// a PlaneWalk's two turns, so that the sums have the same bits.
+struct LayoutWalk {
   static constexpr int kMost = W, kTurns = 2 * W;
   int64_t first, images, distance, length, channels, plane;  // `first`, `distance`: in memory
   const Wide* of;
@@ -101,7 +101,7 @@ struct BlockWalk {
       for (int turn = W; s < length; ++s, ++turn) f(at + s * W, Whole(), turn);
     }
   }
-  BlockWalk some() const { return first_part(*this); }
+  LayoutWalk some() const { return first_part(*this); }
   const Wide& wide(int) const { return *of; }
 
   // The totals of each channel.
@@ -161,7 +161,7 @@ struct Planes {
     across = parts_of(p.plane, places);
     images = sums ? most(1, kPiece / p.plane) : 1;
     pieces = parts_of(p.batch, images) * across;
-    if (p.blocked) group = 16;
+    if (p.in_layout) group = 16;
     else if (2 * p.plane <= kRun)
       group = most(1, least(least(kMost, kRun / p.plane), p.channels / (4 * threads)));
     groups = parts_of(p.channels, group);
@@ -169,7 +169,7 @@ struct Planes {
   int64_t channels_of(int64_t k) const { return least(group, p.channels - k * group); }
   template <typename Walk> Walk piece(int64_t k, int64_t i, const Wide* of) const {
     const int64_t n = i / across * images, s = i % across * places;
-    return {(n * p.channels + k * group) * p.plane + s * (p.blocked ? group : 1),
+    return {(n * p.channels + k * group) * p.plane + s * (p.in_layout ? group : 1),
             least(images, p.batch - n), p.channels * p.plane, least(places, p.plane - s),
             channels_of(k), p.plane, of};
   }
@@ -449,7 +449,7 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
   };
 #if defined(__AVX512F__)
   if constexpr (std::is_same<typename J::Shows, NotShown>::value)
-    if (p.blocked) return run_with(BlockWalk());
+    if (p.in_layout) return run_with(LayoutWalk());
 #endif
   if (planes.group == 1) run_with(PlaneWalk<1>());
   else run_with(PlaneWalk<Planes::kMost>());

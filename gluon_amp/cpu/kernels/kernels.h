@@ -52,7 +52,7 @@ struct BatchNorm {
   float eps, momentum;
   bool batch_statistics, fix_gamma;  // fix_gamma: gamma is 1, and its gradient is 0
   bool relu;
-  bool blocked;                      // 16-bit numbers in blocks of 16 channels: with AVX-512, from 16 places on
+  bool in_layout;                    // oneDNN's, of 16-bit numbers: with AVX-512, from 16 places on
 };
 
 struct BatchNormForward {
@@ -158,12 +158,12 @@ struct Kernels {
   void (*copy)(const void* from, void* to, int64_t bytes);
   // `count` matrices of 16-bit numbers, one after the other, each transposed
   void (*transpose)(const Number16* from, Number16* to, int64_t count, int64_t rows, int64_t columns);
-  // converts plain numbers (batch, channels, plane) to and from oneDNN's blocked floats with `block` (8 or 16)
-  // channels: (batch, ceil(channels / block), plane, block), padded with 0
-  void (*widen_blocked)(const void* from, float* to, int64_t batch, int64_t channels,
-                        int64_t plane, int block);
-  void (*narrow_blocked)(const float* from, void* to, int64_t batch, int64_t channels,
-                         int64_t plane, int block, Write write);
+  // converts plain numbers (batch, channels, plane) to and from oneDNN's layout of floats with `together` (8 or 16)
+  // channels: (batch, ceil(channels / together), plane, together), padded with 0
+  void (*widen_to_layout)(const void* from, float* to, int64_t batch, int64_t channels,
+                        int64_t plane, int together);
+  void (*narrow_from_layout)(const float* from, void* to, int64_t batch, int64_t channels,
+                         int64_t plane, int together, Write write);
 
   // ---- elementwise (elementwise.cc); y may be x
   void (*unary)(Unary f, const void* x, void* y, int64_t n, float a, float b, Write write);

@@ -78,55 +78,55 @@ void transpose_all(const Number16* from, Number16* to, int64_t count, int64_t ro
   }
 }
 
-// ---- oneDNN's blocks -----------------------------------------------------------
+// ---- oneDNN's layout -----------------------------------------------------------
 //
 // In both directions by tiles: reads W positions of W channels, transposes them in registers, and writes them.
 // The last tile may be partial.
 
-struct Blocks {
-  int64_t batch, channels, plane, block;
-  int64_t tile() const { return least(W, block); }  // channels of a tile
+struct Layout {
+  int64_t batch, channels, plane, together;
+  int64_t tile() const { return least(W, together); }  // channels of a tile
 };
 
-// `count` channels of x with a stride of `plane` to `places` rows of y with a stride of `block`
+// `count` channels of x with a stride of `plane` to `places` rows of y with a stride of `together`
 template <typename L, typename K>
-inline void widen_tile(const Number* x, float* y, const Blocks& b, int64_t count, L lanes,
+inline void widen_tile(const Number* x, float* y, const Layout& b, int64_t count, L lanes,
                        int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t c = 0; c < W; ++c) rows[c] = c < count ? load(x + c * b.plane, lanes) : splat(0);
   transpose(rows);
   for (int64_t s = 0; s < W; ++s)
-    if (s < places) store(y + s * b.block, rows[s], channel_lanes);
+    if (s < places) store(y + s * b.together, rows[s], channel_lanes);
 }
 
 template <typename L, typename K>
-inline void narrow_tile(const float* y, Number* x, bool add, const Blocks& b, int64_t count,
+inline void narrow_tile(const float* y, Number* x, bool add, const Layout& b, int64_t count,
                         L lanes, int64_t places, K channel_lanes) {
   V rows[W];
   for (int64_t s = 0; s < W; ++s)
-    rows[s] = s < places ? load(y + s * b.block, channel_lanes) : splat(0);
+    rows[s] = s < places ? load(y + s * b.together, channel_lanes) : splat(0);
   transpose(rows);
   for (int64_t c = 0; c < W; ++c)
     if (c < count) put(x, c * b.plane, rows[c], add, lanes);
 }
 
-// Calls tile(offset in the plain array, offset in the blocked array, channels, lanes of positions, positions,
+// Calls tile(offset in the plain array, offset in oneDNN's, channels, lanes of positions, positions,
 // lanes of channels) for every tile, over all threads. With `overlap`, the last tile of a plane is a whole one
 // that repeats some positions.
-template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
+template <typename F> void tiles(const Layout& b, bool overlap, F tile) {
   constexpr int64_t kPlaces = 512;  // positions per task
-  const int64_t blocks = parts_of(b.channels, b.block), parts = parts_of(b.plane, kPlaces);
-  const int64_t tasks = b.batch * blocks * parts;
+  const int64_t groups = parts_of(b.channels, b.together), parts = parts_of(b.plane, kPlaces);
+  const int64_t tasks = b.batch * groups * parts;
   auto work = [=](int64_t task) {
-    const int64_t part = task % parts, k = task / parts % blocks, n = task / parts / blocks;
+    const int64_t part = task % parts, k = task / parts % groups, n = task / parts / groups;
     const int64_t begin = part * kPlaces, end = least(begin + kPlaces, b.plane);
-    for (int64_t first = 0; first < b.block; first += b.tile()) {
-      const int64_t channel = k * b.block + first;
+    for (int64_t first = 0; first < b.together; first += b.tile()) {
+      const int64_t channel = k * b.together + first;
       const int64_t count = most(0, least(b.tile(), b.channels - channel));
       const int64_t plain = (n * b.channels + channel) * b.plane;
-      const int64_t blocked = (n * blocks + k) * b.plane * b.block + first;
+      const int64_t inside = (n * groups + k) * b.plane * b.together + first;
       auto at = [=](int64_t s, int64_t channels, auto lanes, int64_t places, auto channel_lanes) {
-        tile(plain + s, blocked + s * b.block, channels, lanes, places, channel_lanes);
+        tile(plain + s, inside + s * b.together, channels, lanes, places, channel_lanes);
       };
       for (int64_t s = begin; s < end; s += W) {
         if (overlap && end - s < W && end - begin >= W) s = end - W;
@@ -143,21 +143,21 @@ template <typename F> void tiles(const Blocks& b, bool overlap, F tile) {
   for (int64_t task = 0; task < tasks; ++task) run(work, task);
 }
 
-void widen_blocked(const void* from, float* to, int64_t batch, int64_t channels, int64_t plane,
-                   int block) {
-  if (plane == 1 && channels % block == 0) return widen(from, to, batch * channels);
-  const Blocks b{batch, channels, plane, block};
+void widen_to_layout(const void* from, float* to, int64_t batch, int64_t channels, int64_t plane,
+                   int together) {
+  if (plane == 1 && channels % together == 0) return widen(from, to, batch * channels);
+  const Layout b{batch, channels, plane, together};
   tiles(b, true, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
                      auto channel_lanes) {
     widen_tile(numbers(from) + x, to + y, b, count, lanes, places, channel_lanes);
   });
 }
 
-void narrow_blocked(const float* from, void* to, int64_t batch, int64_t channels, int64_t plane,
-                    int block, Write write) {
+void narrow_from_layout(const float* from, void* to, int64_t batch, int64_t channels, int64_t plane,
+                    int together, Write write) {
   if (write == kNothing) return;
-  if (plane == 1 && channels % block == 0) return narrow(from, to, batch * channels, write);
-  const Blocks b{batch, channels, plane, block};
+  if (plane == 1 && channels % together == 0) return narrow(from, to, batch * channels, write);
+  const Layout b{batch, channels, plane, together};
   const bool add = write == kAdd;
   tiles(b, !add, [=](int64_t x, int64_t y, int64_t count, auto lanes, int64_t places,
                      auto channel_lanes) {
@@ -172,8 +172,8 @@ void add_passes(Kernels* table) noexcept {
   table->narrow = narrow;
   table->copy = copy;
   table->transpose = transpose_all;
-  table->widen_blocked = widen_blocked;
-  table->narrow_blocked = narrow_blocked;
+  table->widen_to_layout = widen_to_layout;
+  table->narrow_from_layout = narrow_from_layout;
 }
 
 }  // namespace ISA

@@ -62,7 +62,7 @@ bool onednn_convolution(const Call& call, bool backward) {
   const std::lock_guard<std::mutex> mine(scratch_lock());
   if (!pays_by_rows(layer, backward ? kBackwardWeights : kForward))
     return run_layer(call, backward, layer);
-  if (call.blocked.any()) return false;
+  if (call.in_layout.any()) return false;
   Scratch scratch;
   ByRows rows{rows_of(layer), x};
   if (!is_pointwise(layer)) {

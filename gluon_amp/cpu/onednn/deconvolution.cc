@@ -1,7 +1,7 @@
 // Deconvolutions by oneDNN.
 #include <numeric>
 
-#include "dispatch/blocks.h"
+#include "dispatch/layout.h"
 #include "dispatch/watch.h"
 #include "onednn/layers.h"
 #include "onednn/onednn.h"
@@ -26,13 +26,13 @@ bool onednn_deconvolution(const Call& call, bool backward) {
     if (!product) return false;
     const NDArray sums = has_bias ? scratch.array(y.shape_) : NDArray();
     const TBlob& to = has_bias ? sums.data() : y;
-    const bool blocked = call.blocked.output(0);
-    product->run({layer.operand(DNNL_ARG_DIFF_DST, x, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
-                  layer.operand(DNNL_ARG_DIFF_SRC, to, blocked, has_bias ? kStore : call.write(0))});
+    const bool in_layout = call.in_layout.output(0);
+    product->run({layer.operand(DNNL_ARG_DIFF_DST, x, call.in_layout.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
+                  layer.operand(DNNL_ARG_DIFF_SRC, to, in_layout, has_bias ? kStore : call.write(0))});
     if (!has_bias) return true;
     std::vector<float> bias(channels);
     widen(call.in[2], bias.data());
-    const int64_t together = blocked ? kBlock : 1;  // adjacent channels
+    const int64_t together = in_layout ? kTogether : 1;  // adjacent channels
     for_all(images * channels / together, size(y), [&](int64_t i) {
       float* const row = floats(to) + i * places * together;
       const float* const added = &bias[i * together % channels];
@@ -47,9 +47,9 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   if (has_bias && call.write(2) != kNothing) {
     const NDArray sums = scratch.array(call.out[2].shape_);
     const Number16* gradients = numbers16(y);
-    if (call.blocked.input(0)) {
+    if (call.in_layout.input(0)) {
       Number16* const plain = scratch.numbers16(size(y));
-      unblock(y, plain);
+      to_plain(y, plain);
       gradients = plain;
     }
     for_all(channels, size(y), [&](int64_t channel) {
@@ -66,12 +66,12 @@ bool onednn_deconvolution(const Call& call, bool backward) {
   Product::Inside read;
   // first the weight: the gradient of x may lie on that of y
   if (weight)
-    weight->run({layer.operand(DNNL_ARG_SRC, y, call.blocked.input(0)),
-                 layer.operand(DNNL_ARG_DIFF_DST, x, call.blocked.input(1)),
+    weight->run({layer.operand(DNNL_ARG_SRC, y, call.in_layout.input(0)),
+                 layer.operand(DNNL_ARG_DIFF_DST, x, call.in_layout.input(1)),
                  layer.operand(DNNL_ARG_DIFF_WEIGHTS, call.out[1], false, call.write(1))}, &read);
   if (data)
-    data->run({layer.operand(DNNL_ARG_SRC, y, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
-               layer.operand(DNNL_ARG_DST, call.out[0], call.blocked.output(0), call.write(0))}, &read);
+    data->run({layer.operand(DNNL_ARG_SRC, y, call.in_layout.input(0)), layer.operand(DNNL_ARG_WEIGHTS, w),
+               layer.operand(DNNL_ARG_DST, call.out[0], call.in_layout.output(0), call.write(0))}, &read);
   return true;
 }
 

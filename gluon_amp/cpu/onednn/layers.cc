@@ -120,12 +120,12 @@ const Sizes& Layer::sizes(int argument) const {
   }
 }
 
-Operand Layer::operand(int argument, const TBlob& array, bool blocked, Write write) const {
-  constexpr dnnl_format_tag_t kInBlocks[] = {dnnl_format_tag_undef, dnnl_format_tag_undef, dnnl_format_tag_undef,
+Operand Layer::operand(int argument, const TBlob& array, bool in_layout, Write write) const {
+  constexpr dnnl_format_tag_t kOneDnnTags[] = {dnnl_format_tag_undef, dnnl_format_tag_undef, dnnl_format_tag_undef,
                                              dnnl_aBc16b, dnnl_aBcd16b, dnnl_aBcde16b};
   const Sizes& dims = sizes(argument);
   const int type = type_in_memory(array);
-  return {argument, array, blocked ? layout(dims, kInBlocks[dims.size()], type) : plain_layout(dims, type), write,
+  return {argument, array, in_layout ? layout(dims, kOneDnnTags[dims.size()], type) : plain_layout(dims, type), write,
           &dims == &x || &dims == &y ? images : 0};
 }
 
@@ -135,8 +135,8 @@ bool run_forward(const Call& call, const Layer& layer, const TBlob& x) {
   const auto product = layer.product(kForward);
   if (!product) return false;
   std::vector<Operand> all{
-      layer.operand(DNNL_ARG_SRC, x, call.blocked.input(0)), layer.operand(DNNL_ARG_WEIGHTS, call.in[1]),
-      layer.operand(DNNL_ARG_DST, call.out[0], call.blocked.output(0), call.write(0))};
+      layer.operand(DNNL_ARG_SRC, x, call.in_layout.input(0)), layer.operand(DNNL_ARG_WEIGHTS, call.in[1]),
+      layer.operand(DNNL_ARG_DST, call.out[0], call.in_layout.output(0), call.write(0))};
   if (layer.bias) all.push_back(layer.operand(DNNL_ARG_BIAS, call.in[2]));
   product->run(all);
   return true;
@@ -150,8 +150,8 @@ bool run_weight(const Call& call, const Layer& layer, const TBlob& x, bool wants
   const bool unread = call.write(1) == kNothing;
   if (unread) dw.dptr_ = scratch.memory(size(dw));
   std::vector<Operand> all{
-      layer.operand(DNNL_ARG_SRC, x, call.blocked.input(1)),
-      layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.blocked.input(0)),
+      layer.operand(DNNL_ARG_SRC, x, call.in_layout.input(1)),
+      layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.in_layout.input(0)),
       layer.operand(DNNL_ARG_DIFF_WEIGHTS, dw, false, unread ? kStore : call.write(1))};
   if (wants_bias) all.push_back(layer.operand(DNNL_ARG_DIFF_BIAS, call.out[2], false, call.write(2)));
   product->run(all, read);
@@ -175,8 +175,8 @@ bool run_layer(const Call& call, bool backward, const Layer& layer, const ByRows
     return false;
   if (data)
     data->run({layer.operand(DNNL_ARG_WEIGHTS, call.in[2]),
-               layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.blocked.input(0)),
-               layer.operand(DNNL_ARG_DIFF_SRC, call.out[0], call.blocked.output(0), call.write(0))}, &read);
+               layer.operand(DNNL_ARG_DIFF_DST, call.in[0], call.in_layout.input(0)),
+               layer.operand(DNNL_ARG_DIFF_SRC, call.out[0], call.in_layout.output(0), call.write(0))}, &read);
   return true;
 }
 

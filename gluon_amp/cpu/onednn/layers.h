@@ -19,8 +19,8 @@ struct Layer {
   virtual bool supports(int) const { return true; }  // of a pass
 
   const Sizes& sizes(int argument) const;  // of an argument of its primitives, DNNL_ARG_*
-  // `blocked`: whether the array's channels are in blocks.
-  Operand operand(int argument, const TBlob& array, bool blocked = false, Write write = kNothing) const;
+  // `in_layout`: whether the array is in oneDNN's layout.
+  Operand operand(int argument, const TBlob& array, bool in_layout = false, Write write = kNothing) const;
 
   // The primitive of a pass; null where there is none.
   std::shared_ptr<Product> product(int pass, bool with_bias = true) const;

@@ -95,9 +95,7 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 
 }  // namespace
 
-bool keeps_blocks() { return instructions() == Instructions::kBfloat16; }
-
-bool onednn_batch_dot(const Call& call) { return product_of(call, 3); }
+bool keeps_layout() { return instructions() == Instructions::kBfloat16; }
 
 bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
                     float* y) {

@@ -4,8 +4,8 @@
 
 namespace gluon_amp {
 
-// Whether arrays between convolutions are to lie in the blocks that those read and write.
-bool keeps_blocks();
+// Whether arrays between convolutions are to have the layout that those read and write.
+bool keeps_layout();
 
 // By oneDNN; false where it has no primitive, or the processor no instructions.
 bool onednn_convolution(const Call& call, bool backward);

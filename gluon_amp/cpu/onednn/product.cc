@@ -1,4 +1,4 @@
-// Primitives choose their layouts. Arrays are plain, or in blocks of channels (blocks.h), and are reordered where a
+// Primitives choose their layouts. Arrays are plain, or in oneDNN's own (layout.h), and are reordered where a
 // primitive has another layout.
 #include "onednn/product.h"
 
@@ -153,23 +153,23 @@ void* Product::Inside::enter(const Operand& operand, const Way& way) {
 
 namespace {
 
-// The channels of a block if `inside` is channels-last images or has whole blocks of channels; else 0.
-int64_t channels_of_block(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
+// The number of adjacent channels if `inside` is channels-last images or oneDNN's layout without padding; else 0.
+int64_t channels_together(const dnnl_memory_desc_t& inside, const dnnl_memory_desc_t& plain) {
   const int axes = inside.ndims;
   const auto &in = inside.format_desc.blocking, &out = plain.format_desc.blocking;
   if (inside.data_type != dnnl_bf16 || plain.data_type != dnnl_bf16 || axes < 3 ||
       inside.format_kind != dnnl_blocked || inside.offset0 || in.inner_nblks > 1 || out.inner_nblks)
     return 0;
   const int64_t channels = inside.dims[1];
-  const int64_t block = in.inner_nblks ? in.inner_blks[0] : channels;
-  if ((in.inner_nblks && in.inner_idxs[0] != 1) || channels % block) return 0;
-  int64_t step = block;  // the stride of positions
+  const int64_t together = in.inner_nblks ? in.inner_blks[0] : channels;
+  if ((in.inner_nblks && in.inner_idxs[0] != 1) || channels % together) return 0;
+  int64_t step = together;  // the stride of positions
   for (int k = axes; k-- > 2; step *= inside.dims[k])
-    if (in.strides[k] != step || out.strides[k] * block != step) return 0;
+    if (in.strides[k] != step || out.strides[k] * together != step) return 0;
   if (in.inner_nblks ? in.strides[1] != step : in.strides[1] != 1) return 0;
-  return in.strides[0] == step * (channels / block) && out.strides[1] * block == step &&
+  return in.strides[0] == step * (channels / together) && out.strides[1] * together == step &&
                  out.strides[0] == in.strides[0]
-             ? block : 0;
+             ? together : 0;
 }
 
 }  // namespace
@@ -197,15 +197,15 @@ Product::Way& Product::way(const Operand& operand) {
   Way way;
   way.inside = onednn::query_layout(&description_, dnnl_query_exec_arg_md, operand.argument);
   way.same = !operand.images && !std::memcmp(&operand.plain, &way.inside, sizeof way.inside);
-  const int64_t block = way.same || operand.images ? 0 : channels_of_block(way.inside, operand.plain);
+  const int64_t together = way.same || operand.images ? 0 : channels_together(way.inside, operand.plain);
   if (operand.images) {
     way.matrices = operand.images;
     way.channels = operand.plain.dims[1];
     way.places = operand.plain.dims[0] / operand.images;
-  } else if (block) {
-    way.channels = block;
+  } else if (together) {
+    way.channels = together;
     way.places = operand.plain.format_desc.blocking.strides[1];
-    way.matrices = size(operand.array) / (block * way.places);
+    way.matrices = size(operand.array) / (together * way.places);
   } else if (!way.same) {
     way.reorder = operand.write == kNothing ? reorder(operand.plain, way.inside)
                                             : reorder(way.inside, operand.plain);

@@ -30,7 +30,7 @@ class Product {
   struct Way {  // of one argument
     dnnl_memory_desc_t inside;
     bool same = false;  // as in memory
-    // Channels last, or in blocks, is a transpose of so many matrices of channels and places.
+    // Channels-last or oneDNN's layout is a transpose of so many matrices of channels and places.
     int64_t matrices = 0, channels = 0, places = 0;
     onednn::Primitive reorder;  // where it is no transpose
 
@@ -72,7 +72,7 @@ class Product {
 
   onednn::Description description_;
   onednn::Primitive primitive_;
-  std::map<std::pair<int, bool>, Way> ways_;  // of each argument: from plain memory, and from blocks
+  std::map<std::pair<int, bool>, Way> ways_;  // of each argument: from plain memory, and from oneDNN's layout
 };
 
 dnnl_memory_desc_t layout(const Sizes& dims, int tag, int type = dnnl_bf16);

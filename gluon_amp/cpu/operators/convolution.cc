@@ -1,7 +1,7 @@
-// Convolutions and deconvolutions, blocked by images; deconvolutions with more weight than data, blocked by
+// Convolutions and deconvolutions, by images; deconvolutions with more weight than data, by
 // channels. So float32 scratch stays in the cache.
 //
-// Plain 16-bit numbers are converted to oneDNN's blocked layout and back in one pass.
+// Plain 16-bit numbers are converted to oneDNN's layout and back in one pass.
 #include <algorithm>
 
 #include "dispatch/watch.h"
@@ -93,9 +93,9 @@ bool run_by_channels(const Call& call, bool backward) {
   if (!fits(call, x, backward) || !all_16bit(call) || y.Size() == 0 || !call.op.compute_ex ||
       groups_of(call) != 1 || x.ndim() != 4)
     return false;
-  const int64_t pieces = size(weight) / kWeights, channels = some_of.shape_[1], block = block_size();
+  const int64_t pieces = size(weight) / kWeights, channels = some_of.shape_[1], together = channels_together();
   if (pieces < 2 || room(whole.shape_) > kWhole) return false;
-  const int64_t most = (channels + pieces * block - 1) / (pieces * block) * block;
+  const int64_t most = (channels + pieces * together - 1) / (pieces * together) * together;
   if (most >= channels) return false;
 
   const std::lock_guard<std::mutex> mine(scratch_lock());
@@ -136,7 +136,7 @@ bool by_onednn(const Call& call, bool backward) {
 }
 
 bool run_any(const Call& call, bool backward) {
-  if (call.blocked.any()) return by_onednn(call, backward);
+  if (call.in_layout.any()) return by_onednn(call, backward);
   return by_onednn(call, backward) ||
          with_rounded_weight(call, backward ? 2 : 1,
                              [=](const Call& rounded) { return run_by_images(rounded, backward); });
@@ -146,17 +146,17 @@ bool backward(const Call& call) { return run_any(call, true); }
 
 bool deconvolution(const Call& call) {
   if (has_channels_first(call) && onednn_deconvolution(call, false)) return true;
-  if (call.blocked.any()) return false;
+  if (call.in_layout.any()) return false;
   return run_by_channels(call, false) || run_by_images(call, false);
 }
 
-// oneDNN has no primitive for the data gradient of a deconvolution from a blocked layout to one channel; MXNet
+// oneDNN has no primitive for the data gradient of a deconvolution from its layout to one channel; MXNet
 // fails in float32 ("could not create a primitive descriptor"). MXNet's other code supports it.
 bool deconvolution_backward(const Call& call) {
   if (has_channels_first(call) && onednn_deconvolution(call, true)) return true;
-  if (call.blocked.any()) return false;
+  if (call.in_layout.any()) return false;
   const TBlob &x = call.in[1], &y = call.in[0];
-  const bool to_one = fits(call, x, true) && y.shape_[1] == 1 && in_blocks_of(x.shape_[1], 1);
+  const bool to_one = fits(call, x, true) && y.shape_[1] == 1 && uses_layout(x.shape_[1], 1);
   if (!to_one) return run_by_channels(call, true) || run_by_images(call, true);
   run(call, false, {}, nullptr, nullptr);
   return true;
@@ -165,9 +165,9 @@ bool deconvolution_backward(const Call& call) {
 }  // namespace
 
 void add_convolution(Rows& rows) {
-  rows.insert({{"Convolution", {forward, 1, kBlocks}}, {"_backward_Convolution", {backward, 2, kBlocks}},
-               {"Deconvolution", {deconvolution, 1, kBlocks}},
-               {"_backward_Deconvolution", {deconvolution_backward, 2, kBlocks}}});
+  rows.insert({{"Convolution", {forward, 1, kLayout}}, {"_backward_Convolution", {backward, 2, kLayout}},
+               {"Deconvolution", {deconvolution, 1, kLayout}},
+               {"_backward_Deconvolution", {deconvolution_backward, 2, kLayout}}});
 }
 
 }  // namespace gluon_amp

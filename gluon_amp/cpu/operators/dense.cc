@@ -1,5 +1,5 @@
-// Dense layers, blocked by rows; with few rows and large weights, or with many more outputs than inputs,
-// blocked by outputs. So float32 scratch stays small and in the cache.
+// Dense layers, by rows; with few rows and large weights, or with many more outputs than inputs,
+// by outputs. So float32 scratch stays small and in the cache.
 #include "dispatch/watch.h"
 #include "onednn/onednn.h"
 #include "operators/pieces.h"

@@ -14,8 +14,8 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* norm)
   *norm = {outer, x.shape_[axis], inner, number(call.attrs, "eps", 1e-3f),
            number(call.attrs, "momentum", 0.9f),
            call.context.is_train && !flag(call.attrs, "use_global_stats", false),
-           flag(call.attrs, "fix_gamma", true), relu, call.blocked.any()};
-  return !norm->blocked || (keeps_blocks() && axis == 1 && inner >= 16);
+           flag(call.attrs, "fix_gamma", true), relu, call.in_layout.any()};
+  return !norm->in_layout || (keeps_layout() && axis == 1 && inner >= 16);
 }
 
 // The counts for a watched output 0 of 16-bit numbers, counted by the kernel; null otherwise, and with a relu, which
@@ -29,7 +29,7 @@ template <bool relu>
 bool batch_norm(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[0], relu, &norm) || !is_float(call.in[1])) return false;
-  if (norm.blocked && !(call.blocked.input(0) && call.blocked.output(0))) return false;
+  if (norm.in_layout && !(call.in_layout.input(0) && call.in_layout.output(0))) return false;
   auto kept = [&](size_t i) {
     return i < call.out.size() && call.write(i) != kNothing ? floats(call.out[i]) : nullptr;
   };
@@ -44,7 +44,7 @@ template <bool relu>
 bool batch_norm_gradient(const Call& call) {
   BatchNorm norm;
   if (!batch_norm_of(call, call.in[3], relu, &norm) || !is_float(call.in[4])) return false;
-  if (norm.blocked && !(call.blocked.input(0) && call.blocked.input(3) && call.blocked.output(0))) return false;
+  if (norm.in_layout && !(call.in_layout.input(0) && call.in_layout.input(3) && call.in_layout.output(0))) return false;
   kernels_of(call.in[3])->batch_norm_gradient(norm, {
       call.in[0].dptr_, call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),

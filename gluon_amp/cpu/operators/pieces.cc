@@ -36,30 +36,30 @@ bool has_channels_first(const Call& call) {
   return layout == "None" || layout.compare(0, 2, "NC") == 0;
 }
 
-bool in_blocks_of(int64_t channels, int64_t groups) {
-  const int block = block_size();
-  if (groups > 1 && groups != channels) return channels / groups % block == 0;
-  return channels % block == 0;
+bool uses_layout(int64_t channels, int64_t groups) {
+  const int together = channels_together();
+  if (groups > 1 && groups != channels) return channels / groups % together == 0;
+  return channels % together == 0;
 }
 
 int64_t room(const mxnet::TShape& shape) {
-  const int64_t block = block_size();
-  return shape.Size() / shape[1] * ((shape[1] + block - 1) / block * block);
+  const int64_t together = channels_together();
+  return shape.Size() / shape[1] * ((shape[1] + together - 1) / together * together);
 }
 
 NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece) {
   const mxnet::TShape& shape = piece.shape_;
-  const bool blocks = in_blocks_of(shape[1], groups);
-  if (!blocks && is_float(piece)) return NDArray(piece, 0);
+  const bool in_layout = uses_layout(shape[1], groups);
+  if (!in_layout && is_float(piece)) return NDArray(piece, 0);
   NDArray array = holder.AsArray(shape, mshadow::kFloat32);
   float* to = floats(array.data());
-  if (!blocks) {
+  if (!in_layout) {
     widen(piece, to);
     return array;
   }
   const int64_t plane = size(piece) / (shape[0] * shape[1]);
-  kernels_of(piece)->widen_blocked(piece.dptr_, to, shape[0], shape[1], plane, block_size());
-  array.CreateMKLDNNData(in_blocks(shape, block_size()));
+  kernels_of(piece)->widen_to_layout(piece.dptr_, to, shape[0], shape[1], plane, channels_together());
+  array.CreateMKLDNNData(onednn_layout(shape, channels_together()));
   return array;
 }
 

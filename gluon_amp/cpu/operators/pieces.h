@@ -1,4 +1,4 @@
-// Blocking: runs operators on pieces of arrays, and layers on pieces of the batch.
+// Runs operators on pieces of arrays, and layers on pieces of the batch.
 #pragma once
 #include <functional>
 
@@ -39,13 +39,13 @@ bool run_some_images(const Call& call, int64_t some);
 
 bool has_channels_first(const Call& call);
 
-// Whether oneDNN uses its blocked layout for this number of channels.
-bool in_blocks_of(int64_t channels, int64_t groups);
+// Whether oneDNN uses its layout for this number of channels.
+bool uses_layout(int64_t channels, int64_t groups);
 
-// The number of floats of a piece, in oneDNN's blocked layout too.
+// The number of floats of a piece, in oneDNN's layout too.
 int64_t room(const mxnet::TShape& shape);
 
-// Widens a piece into the memory of `holder`, in the blocked layout if oneDNN uses it.
+// Widens a piece into the memory of `holder`, in oneDNN's layout if it uses that.
 NDArray widened_images(int64_t groups, const NDArray& holder, const TBlob& piece);
 
 // ---- a piece at a time

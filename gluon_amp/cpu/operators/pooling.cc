@@ -1,8 +1,8 @@
 // Pooling on pieces of the batch, so that float32 scratch stays in the cache. Both passes have the same pieces,
 // because the backward pass reads the indices of maxima piece by piece.
 //
-// If oneDNN uses its blocked layout, plain 16-bit numbers are converted to it and back in one pass.
-#include "dispatch/blocks.h"
+// If oneDNN uses its layout, plain 16-bit numbers are converted to it and back in one pass.
+#include "dispatch/layout.h"
 #include "operators/pieces.h"
 
 namespace gluon_amp {
@@ -20,20 +20,20 @@ int64_t images_in_a_piece(const TBlob& x, const TBlob& y) {
   return std::max<int64_t>(1, std::min(batch, kPiece / (2 * (size(x) + size(y)) / batch)));
 }
 
-// Widens a piece to floats in blocks. `blocked`: the layout of the piece.
-NDArray widened(const NDArray& holder, const TBlob& piece, bool blocked) {
-  if (!blocked) return widened_images(1, holder, piece);
+// Widens a piece to floats in oneDNN's layout. `in_layout`: whether the piece is in it.
+NDArray widened(const NDArray& holder, const TBlob& piece, bool in_layout) {
+  if (!in_layout) return widened_images(1, holder, piece);
   NDArray wide = holder;
   widen(piece, floats(wide.data()));
-  wide.CreateMKLDNNData(in_blocks(piece.shape_, kBlock));
+  wide.CreateMKLDNNData(onednn_layout(piece.shape_, kTogether));
   return wide;
 }
 
 // oneDNN is ten times slower on plain arrays. Backward, the arguments are the gradients of the outputs, x, and
-// the outputs. The last two are not read: x gives oneDNN the blocked layout, and MXNet's own code ("full"
+// the outputs. The last two are not read: x gives oneDNN its layout, and MXNet's own code ("full"
 // averages with unequal padding) checks the type of the outputs.
-bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
-  if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !in_blocks_of(x.shape_[1], 1) ||
+bool run_in_layout(const Call& call, const TBlob& x, const TBlob& y) {
+  if (!fits(x, y) || x.ndim() > 5 || !has_channels_first(call) || !uses_layout(x.shape_[1], 1) ||
       !prefers_onednn(call.op, call.attrs, call.in.size(), call.out.size()))
     return false;
   if (call.write(0) == kNothing) return true;
@@ -44,19 +44,19 @@ bool run_in_blocks(const Call& call, const TBlob& x, const TBlob& y) {
     const auto piece = [&](const TBlob& all) { return images(all, first, some); };
     Scratch scratch;
     const TBlob result = piece(call.out[0]), read = piece(call.in[0]);
-    std::vector<NDArray> in{widened(scratch.array(read.shape_), read, call.blocked.input(0))};
+    std::vector<NDArray> in{widened(scratch.array(read.shape_), read, call.in_layout.input(0))};
     for (size_t i = 1; i < call.in.size(); ++i) {
       TBlob other = piece(call.in[i]);
       if (is_16bit(other)) other = {other.dptr_, other.shape_, mshadow::cpu::kDevMask, mshadow::kFloat32, 0};
       in.push_back(i == place_of_x ? scratch.array(other.shape_) : NDArray(other, 0));
-      if (i == place_of_x) in[i].CreateMKLDNNData(in_blocks(other.shape_, block_size()));
+      if (i == place_of_x) in[i].CreateMKLDNNData(onednn_layout(other.shape_, channels_together()));
     }
     std::vector<NDArray> out{scratch.array(result.shape_)};
     for (size_t i = 1; i < call.out.size(); ++i) out.emplace_back(piece(call.out[i]), 0);
     std::vector<OpReqType> req = call.req;
     req[0] = mxnet::kWriteTo;
     call.op.compute_ex(call.attrs, call.context, in, req, out);
-    if (call.blocked.output(0)) narrow_to_blocks(out[0], result, call.write(0));
+    if (call.in_layout.output(0)) narrow_to_layout(out[0], result, call.write(0));
     else narrow(out[0], result, call.write(0));
   }
   return true;
@@ -93,19 +93,19 @@ bool run_maximum(const Call& call) {
 
 bool forward(const Call& call) {
   const TBlob &x = call.in[0], &y = call.out[0];
-  if (call.blocked.any()) return !predicts_maximum(call) && run_in_blocks(call, x, y);
-  return run_maximum(call) || run_in_blocks(call, x, y) || run_pooling(call, x, y);
+  if (call.in_layout.any()) return !predicts_maximum(call) && run_in_layout(call, x, y);
+  return run_maximum(call) || run_in_layout(call, x, y) || run_pooling(call, x, y);
 }
 
 bool backward(const Call& call) {
   const TBlob &x = call.out[0], &y = call.in[0];
-  return run_in_blocks(call, x, y) || (!call.blocked.any() && run_pooling(call, x, y));
+  return run_in_layout(call, x, y) || (!call.in_layout.any() && run_pooling(call, x, y));
 }
 
 }  // namespace
 
 void add_pooling(Rows& rows) {
-  rows.insert({{"Pooling", {forward, 0, kBlocks}}, {"_backward_Pooling", {backward, 0, kBlocks}}});
+  rows.insert({{"Pooling", {forward, 0, kLayout}}, {"_backward_Pooling", {backward, 0, kLayout}}});
 }
 
 }  // namespace gluon_amp

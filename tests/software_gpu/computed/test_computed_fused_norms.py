@@ -140,8 +140,8 @@ class Residual(mx.gluon.HybridBlock):
 def test_converted_network_trains_and_predicts_with_fused_norms(monkeypatch):
     data = np.random.RandomState(0).randn(2, 3, 4, 4)
     results = []
-    for blocks in ("on", "off"):  # off: channels-first, without fused norms
-        monkeypatch.setenv("GLUON_AMP_BLOCKS", blocks)
+    for layout in ("on", "off"):  # off: channels-first, without fused norms
+        monkeypatch.setenv("GLUON_AMP_LAYOUT", layout)
         mx.random.seed(0)
         net, begin = Residual(), recording.position()
         net.initialize(mx.init.Xavier(), ctx=mx.gpu(0))
@@ -157,5 +157,5 @@ def test_converted_network_trains_and_predicts_with_fused_norms(monkeypatch):
             trainer.step(1)
             losses.append(loss.asscalar())
         results.append([*losses, net(x).astype("float32").mean().asscalar()])
-        assert any("Ex" in name for name in called(begin)) == (blocks == "on")
+        assert any("Ex" in name for name in called(begin)) == (layout == "on")
     np.testing.assert_allclose(*results, rtol=2e-3)

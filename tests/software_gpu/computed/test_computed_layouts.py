@@ -102,7 +102,7 @@ NETWORKS = {
 
 def results(name, layout, monkeypatch, policy="float16", request="write"):
     """Arrays of a training step and of a prediction."""
-    monkeypatch.setenv("GLUON_AMP_BLOCKS", "on" if layout == "NHWC" else "off")
+    monkeypatch.setenv("GLUON_AMP_LAYOUT", "on" if layout == "NHWC" else "off")
     mx.random.seed(0)
     np.random.seed(0)
     random = np.random.RandomState(0)
@@ -165,8 +165,8 @@ def test_gradients_are_added_in_either_layout(monkeypatch):
 
 
 def test_symbolic_module_is_trained_in_either_layout(monkeypatch):
-    def trained(blocks):
-        monkeypatch.setenv("GLUON_AMP_BLOCKS", blocks)
+    def trained(layout):
+        monkeypatch.setenv("GLUON_AMP_LAYOUT", layout)
         x = mx.sym.Cast(mx.sym.var("data"), dtype="float16")
         x = mx.sym.Convolution(x, kernel=(3, 3), pad=(1, 1), num_filter=8, name="c")
         x = mx.sym.Activation(mx.sym.BatchNorm(x, fix_gamma=False, name="n"), act_type="relu")
@@ -181,7 +181,7 @@ def test_symbolic_module_is_trained_in_either_layout(monkeypatch):
         module.init_params(mx.init.Xavier())
         executor = module._exec_group.execs[0]
         operators = executor.get_optimized_symbol().get_internals().list_outputs()
-        assert ("n_output" not in operators) == (blocks == "on")  # its ReLU includes it
+        assert ("n_output" not in operators) == (layout == "on")  # its ReLU includes it
         module.init_optimizer(optimizer_params={"learning_rate": 0.1})
         for batch in data:
             module.forward_backward(batch)

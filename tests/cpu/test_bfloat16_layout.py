@@ -1,5 +1,5 @@
-"""Tensors between layers have a blocked layout if this processor's bfloat16 convolutions read and
-write blocks. Results are bitwise identical to those with the plain layout."""
+"""Tensors between layers have oneDNN's layout if this processor's bfloat16 convolutions read and
+write it. Results are bitwise identical to those with the plain layout."""
 import os
 
 import gluon_amp as amp
@@ -15,7 +15,7 @@ from mxnet.gluon import nn
 from processes import run
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa,
-              pytest.mark.skipif(not library.keeps_blocks(),
+              pytest.mark.skipif(not library.keeps_layout(),
                                  reason="needs AVX512_BF16 without AMX")]
 
 
@@ -93,7 +93,7 @@ def norms():
 
 
 NETWORKS = {f.__name__: f for f in (residual, depthwise, dense, levels, heads, norms)}
-LAYOUT = "GLUON_AMP_BLOCKS"
+LAYOUT = "GLUON_AMP_LAYOUT"
 
 
 def initialized(make, policy="mixed_bfloat16"):
@@ -135,12 +135,12 @@ def assert_same(monkeypatch, *args, **kwargs):
     for value in ("off", "on"):
         monkeypatch.setenv(LAYOUT, value)
         made.append(numbers(*args, **kwargs))
-    for plain, blocks in zip(*made):
-        np.testing.assert_array_equal(plain.view(np.uint32), blocks.view(np.uint32))
+    for plain, converted in zip(*made):
+        np.testing.assert_array_equal(plain.view(np.uint32), converted.view(np.uint32))
 
 
-def blocked(net, *shape):
-    """Operators with blocked tensors in the graph of a network."""
+def in_layout(net, *shape):
+    """Operators with tensors in oneDNN's layout in the graph of a network."""
     net.hybridize()
     net(nd.zeros(shape))
     graph, types = net.mixed_graph(["float32"])
@@ -203,22 +203,22 @@ def test_hook_receives_plain_arrays(rng, monkeypatch):
         net.register_op_hook(hook)
         net(data)
     assert len(seen["on"]) > 10
-    for plain, blocks in zip(seen["off"], seen["on"]):
-        np.testing.assert_array_equal(plain, blocks)
+    for plain, converted in zip(seen["off"], seen["on"]):
+        np.testing.assert_array_equal(plain, converted)
 
 
-def test_layers_between_convolutions_are_blocked():
-    made = blocked(initialized(residual), 2, 3, 24, 20)
+def test_layers_between_convolutions_have_the_layout():
+    made = in_layout(initialized(residual), 2, 3, 24, 20)
     counts = {op: made.count(op) for op in ("Convolution", "BatchNorm", "elemwise_add")}
     assert counts == {"Convolution": 5, "BatchNorm": 5, "elemwise_add": 2}
     assert {"Pooling", "Activation", "relu"} <= set(made)
-    assert "Deconvolution" in blocked(initialized(levels), 2, 3, 24, 20)
-    assert "Concat" in blocked(initialized(dense), 2, 3, 24, 20)
+    assert "Deconvolution" in in_layout(initialized(levels), 2, 3, 24, 20)
+    assert "Concat" in in_layout(initialized(dense), 2, 3, 24, 20)
 
 
 def test_outputs_have_plain_layout():
     net = initialized(heads)
-    blocked(net, 2, 3, 24, 20)
+    in_layout(net, 2, 3, 24, 20)
     graph, types = net.mixed_graph(["float32"])
     built: Graph = build(graph, types, POLICIES["mixed_bfloat16"], layouts=True)
     for output in built.outputs:
