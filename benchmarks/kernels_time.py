@@ -16,7 +16,6 @@ from compare import interval
 from gluon_amp.cpu import library
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Encoder
 
 
 class Excitation(gluon.HybridBlock):
@@ -64,15 +63,6 @@ ROWS = {
     "UpSampling _backward_UpSampling": lambda: (
         sequential(nn.Conv2D(32, 3, padding=1), function(
             "UpSampling", scale=2, sample_type="nearest"), nn.Conv2D(16, 3)), images(8, 16, 32)),
-    "LRN _backward_LRN": lambda: (
-        sequential(nn.Conv2D(64, 3), function("LRN", nsize=5), nn.MaxPool2D(), nn.Conv2D(32, 3)),
-        images(16, 16, 28)),
-    "_contrib_BilinearResize2D _backward_contrib_BilinearResize2D": lambda: (
-        sequential(nn.Conv2D(32, 3), nn.HybridLambda(
-            lambda F, x: F.contrib.BilinearResize2D(x, height=64, width=64)), nn.Conv2D(8, 1)),
-        images(8, 16, 32)),
-    "batch_dot": lambda: (
-        sequential(Encoder(256, 8)), nd.array(np.random.standard_normal((16, 128, 256)))),
 }
 
 

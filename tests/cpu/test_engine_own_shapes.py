@@ -136,32 +136,7 @@ def test_take_gradient_matches_generic_operator(settings, request_, rng):
         compare(own, outcome(symbol, arrays, heads, request_), 0, 0)
 
 
-IMAGES, MATRICES = (3, 40, 40, 41), (20, 70, 64)
 # more values than one block has
-SOME_AT_A_TIME = {
-    "LRN": (sym.LRN(X, nsize=5), [IMAGES]),
-    "batch_dot": (sym.batch_dot(X, Y), [MATRICES, (20, 64, 90)]),
-    "batch_dot transposed": (sym.batch_dot(X, Y, transpose_a=True, transpose_b=True),
-                             [MATRICES, (20, 90, 70)]),
-    "_contrib_BilinearResize2D": (sym.contrib.BilinearResize2D(X, height=57, width=30), [IMAGES]),
-    "_contrib_BilinearResize2D like": (sym.contrib.BilinearResize2D(X, Y, mode="like"),
-                                       [IMAGES, (3, 2, 30, 57)]),
-    "_contrib_AdaptiveAvgPooling2D": (sym.contrib.AdaptiveAvgPooling2D(X, output_size=4), [IMAGES]),
-}
-
-
-@pytest.mark.parametrize("name", SOME_AT_A_TIME)
-def test_processing_part_of_batch_matches_whole_batch(name, rng):
-    """MXNet's threads add the gradients of a resized image in arbitrary order."""
-    symbol, shapes = SOME_AT_A_TIME[name]
-    arrays = {n: halves(rng, *shape, scale=0.5) for n, shape in zip("xy", shapes)}
-    heads = heads_for(symbol, arrays, rng)
-    for request in ("write", "add"):
-        own = outcome(symbol, arrays, heads, request)
-        with generic_code():
-            compare(own, outcome(symbol, arrays, heads, request), 0, 1)
-
-
 MAXIMA = [{"kernel": (3, 3), "stride": (2, 2), "pad": (1, 1)}, {"kernel": (2, 2), "stride": (2, 2)},
           {"kernel": (3, 3), "pad": (1, 1)}, {"kernel": (5, 4), "stride": (2, 2), "pad": (2, 3)},
           {"kernel": (2, 3), "stride": (3, 1), "pad": (0, 1)}, {"kernel": (3, 1), "stride": (1, 2)},
@@ -186,14 +161,14 @@ def test_every_dedicated_kernel_is_tested():
     rows = library.operators("own_code")
     assert len(rows) > 50
     here = {name.split()[0] for name in (*ANY_SHAPE, *MOVES, *GATHERS, *ARITHMETIC, *MORE_MOVES,
-                                         *ONE_AT_A_TIME, *SOME_AT_A_TIME)}
+                                         *ONE_AT_A_TIME)}
     elsewhere = {"Convolution", "Deconvolution", "FullyConnected", "BatchNorm",
                  "_contrib_BatchNormWithReLU", "LayerNorm", "Dropout", "Pooling"}
     elsewhere |= {"add_n", "mp_nag_mom_update", "mp_sgd_mom_update", "mp_sgd_update",
                   "multi_mp_sgd_mom_update", "multi_mp_sgd_update"}  # test_dispatch*.py
     elsewhere |= {"Reshape", "Flatten", "expand_dims", "squeeze", "BlockGrad", "_npx_reshape",
                   "_np_reshape", "_np_squeeze"}  # test_engine_operators.py
-    elsewhere |= {"dot"}  # test_bfloat16_products.py
+    elsewhere |= {"batch_dot", "dot"}  # test_bfloat16_products.py
     elsewhere |= {"reset_arrays"}  # test_bfloat16.py
     forward = {row for row in rows if not row.startswith("_backward")}
     assert forward <= here | elsewhere

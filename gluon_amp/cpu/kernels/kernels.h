@@ -79,12 +79,6 @@ struct LayerNorm {
   float eps;
 };
 
-// Windows over images of one channel. The stride between columns is 1 or 2.
-struct MaxPool {
-  int64_t images, height, width, out_height, out_width;
-  int64_t kernel_height, kernel_width, stride_height, stride_width, pad_height, pad_width;
-};
-
 // One step of a layer over the rows of a batch, between its products.
 struct RnnStep {
   int64_t rows, units;
@@ -195,9 +189,6 @@ struct Kernels {
   // dx = (g - sum(g * y)) * y / temperature
   void (*softmax_gradient)(const void* g, const void* y, void* dx, int64_t rows, int64_t width,
                            float temperature, Write write);
-
-  // ---- windows (pooling.cc)
-  void (*max_pool)(const MaxPool&, const void* x, void* y, Write write);
 
   // ---- sums of products g * x, or of g where x is null (rows.cc)
   double (*dot)(const void* g, const void* x, int64_t n);

@@ -17,7 +17,6 @@ Kernels filled() {
   add_elementwise(&table);
   add_batch_norm(&table);
   add_rows(&table);
-  add_pooling(&table);
   add_training(&table);
 #ifdef BFLOAT16
   add_rnn(&table);

@@ -35,7 +35,6 @@ void add_elementwise(Kernels* table) noexcept;
 void add_batch_norm(Kernels* table) noexcept;
 void add_rows(Kernels* table) noexcept;
 void add_rnn(Kernels* table) noexcept;
-void add_pooling(Kernels* table) noexcept;
 void add_training(Kernels* table) noexcept;
 void add_updates(Kernels* table) noexcept;
 void add_counts(Kernels* table) noexcept;

@@ -67,7 +67,8 @@ bool are_matrices(const Call& call, int axes) {
          std::all_of(call.out.begin(), call.out.end(), is_one);
 }
 
-bool product_of(const Call& call, int axes) {
+template <int axes>
+bool product(const Call& call) {
   if (!are_matrices(call, axes)) return false;
   const Multiplication multiplication{{call.in[0], flag(call.attrs, "transpose_a", false)},
                             {call.in[1], flag(call.attrs, "transpose_b", false)}, call.out[0],
@@ -76,8 +77,6 @@ bool product_of(const Call& call, int axes) {
   if (product) multiplication.run_alone(*product);
   return product != nullptr;
 }
-
-bool dot(const Call& call) { return product_of(call, 2); }
 
 bool dot_gradient(const Call& call) {  // gradient, a, b
   if (!are_matrices(call, 2)) return false;
@@ -113,7 +112,8 @@ bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
 
 void add_products(Rows& rows) {
   instructions();  // requests AMX before any operator of MXNet runs
-  rows.insert({{"dot", {dot, kAnyInput}}, {"_backward_dot", {dot_gradient, kAnyInput}}});
+  rows.insert({{"dot", {product<2>, kAnyInput}}, {"batch_dot", {product<3>, kAnyInput}},
+               {"_backward_dot", {dot_gradient, kAnyInput}}});
 }
 
 }  // namespace gluon_amp

@@ -11,7 +11,6 @@ bool keeps_layout();
 bool onednn_convolution(const Call& call, bool backward);
 bool onednn_deconvolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
-bool onednn_batch_dot(const Call& call);
 
 // y = a * b, all float32: on any processor. False without oneDNN. Under the lock `scratch_lock()`.
 bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,

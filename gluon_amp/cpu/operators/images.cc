@@ -1,21 +1,8 @@
-// Operators on each image or matrix of a batch. Upsampling has a kernel for 16-bit numbers; others run the generic
-// operator on pieces of the batch, so that its float32 scratch stays in the cache.
-#include "onednn/onednn.h"
-#include "operators/pieces.h"
+// Upsampling of 16-bit numbers.
+#include "operators/own.h"
 
 namespace gluon_amp {
 namespace {
-
-constexpr int64_t kPiece = int64_t(1) << 17;  // the most floats of scratch of a piece: 512 KB
-
-bool some_at_a_time(const Call& call) {
-  int64_t all = 0;
-  for (auto& array : call.in) all += size(array);
-  for (auto& array : call.out) all += size(array);
-  return all > 0 && run_some_images(call, std::max<int64_t>(1, kPiece * call.in[0].shape_[0] / all));
-}
-
-bool batch_dot(const Call& call) { return onednn_batch_dot(call) || some_at_a_time(call); }
 
 // Each number fills a square of `scale` x `scale` numbers in the last two axes.
 struct Squares {
@@ -77,11 +64,6 @@ bool upsample_gradient(const Call& call) {
 }  // namespace
 
 void add_images(Rows& rows) {
-  rows.insert({"batch_dot", {batch_dot, kAnyInput}});
-  for (const char* name : {"LRN", "_backward_LRN", "_contrib_BilinearResize2D",
-                           "_backward_contrib_BilinearResize2D",
-                           "_contrib_AdaptiveAvgPooling2D", "_backward_contrib_AdaptiveAvgPooling2D"})
-    rows.insert({name, {some_at_a_time, kAnyInput}});
   rows.insert({{"UpSampling", {upsample, 0}}, {"_backward_UpSampling", {upsample_gradient, 0}}});
 }
 

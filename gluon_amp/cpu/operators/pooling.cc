@@ -62,45 +62,12 @@ bool run_in_layout(const Call& call, const TBlob& x, const TBlob& y) {
   return true;
 }
 
-// Pooling in the plain layout.
-bool run_pooling(const Call& call, const TBlob& x, const TBlob& y) {
-  return fits(x, y) && run_some_images(call, images_in_a_piece(x, y));
+bool run_any(const Call& call, const TBlob& x, const TBlob& y) {
+  return run_in_layout(call, x, y) ||
+         (!call.in_layout.any() && fits(x, y) && run_some_images(call, images_in_a_piece(x, y)));
 }
-
-// Max pooling of 16-bit numbers in predictions; gradients also need the indices of maxima.
-bool predicts_maximum(const Call& call) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  const bool is_recorded = call.context.is_train || (call.req.size() > 1 && call.write(1) != kNothing);
-  return fits(x, y) && is_16bit(y) && x.ndim() == 4 && !is_recorded && has_channels_first(call) &&
-         word(call.attrs, "pool_type", "max") == "max" && !flag(call.attrs, "global_pool", false) &&
-         x.shape_[3] >= 8;  // vectors would be half empty
-}
-
-bool run_maximum(const Call& call) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  if (!predicts_maximum(call)) return false;
-  auto two = [&](const char* key, int64_t otherwise) {
-    const std::vector<int64_t> values = numbers(call.attrs, key);
-    return values.size() == 2 ? values : std::vector<int64_t>(2, otherwise);
-  };
-  const auto kernel = two("kernel", 0), stride = two("stride", 1), pad = two("pad", 0);
-  if (kernel[0] < 1 || kernel[1] < 1 || stride[0] < 1 || stride[1] < 1 || stride[1] > 2) return false;
-  kernels_of(x)->max_pool({x.shape_[0] * x.shape_[1], x.shape_[2], x.shape_[3], y.shape_[2], y.shape_[3],
-                     kernel[0], kernel[1], stride[0], stride[1], pad[0], pad[1]},
-                    numbers16(x), numbers16(y), call.write(0));
-  return true;
-}
-
-bool forward(const Call& call) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  if (call.in_layout.any()) return !predicts_maximum(call) && run_in_layout(call, x, y);
-  return run_maximum(call) || run_in_layout(call, x, y) || run_pooling(call, x, y);
-}
-
-bool backward(const Call& call) {
-  const TBlob &x = call.out[0], &y = call.in[0];
-  return run_in_layout(call, x, y) || (!call.in_layout.any() && run_pooling(call, x, y));
-}
+bool forward(const Call& call) { return run_any(call, call.in[0], call.out[0]); }
+bool backward(const Call& call) { return run_any(call, call.out[0], call.in[0]); }
 
 }  // namespace
 
