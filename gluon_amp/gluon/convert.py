@@ -6,31 +6,14 @@ import inspect
 import re
 from collections import OrderedDict
 from functools import partial
-from typing import (
-    Any,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.gluon.block import _flatten
 
 from .._mxnet import mx
 from ..checks import listed
-from ..cpu.arrays import (
-    TYPES_16BIT,
-    beyond_float16,
-    dtype_name,
-    is_16bit,
-    small_in_float16,
-)
+from ..cpu.arrays import TYPES_16BIT, beyond_float16, dtype_name, is_16bit, small_in_float16
 from ..formats import FLOAT32
 from ..graph.casts import float32_variables
 from ..graph.graph import Graph
@@ -54,14 +37,7 @@ from .converted import (
     restore_blocks,
 )
 from .parameter import ConvertedParameter, cast, make_repeatable
-from .records import (
-    Computes,
-    check_blocks,
-    kept_in_blocks,
-    kept_in_record,
-    paths_in,
-    policy_of,
-)
+from .records import Computes, check_blocks, kept_in_blocks, kept_in_record, paths_in, policy_of
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22

@@ -64,13 +64,7 @@ from ..policy import Policy
 from ..record import Record, put_record, save_arrays
 from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import (
-    check_file,
-    float32_numbers,
-    record_of,
-    save_float32,
-    write_masters,
-)
+from .records import check_file, float32_numbers, record_of, save_float32, write_masters
 
 log = logging.getLogger("gluon_amp")
 
@@ -299,11 +293,8 @@ class Float32HybridBlock(PolicyHybridBlock):
         """Returns MXNet's graph, for its CachedOp with settings; `export` writes it without."""
         data, symbol = super()._get_graph(*args)
         graph = Graph.read(symbol)
-        if self._backend or not keep_averages_finite(graph):
-            return data, symbol
-        with_settings = graph.symbol()
-        is_numpy = isinstance(symbol, mx.sym.numpy._Symbol)
-        return data, with_settings.as_np_ndarray() if is_numpy else with_settings
+        with_settings = not self._backend and keep_averages_finite(graph)
+        return data, graph.symbol(like=symbol) if with_settings else symbol
 
 
 class Float32Norm(Float32HybridBlock):
@@ -640,9 +631,7 @@ def make_op(block: Block, graph: Graph, types: Mapping[str, str], policy: Policy
     built = build(graph, types, policy, layouts=layouts, **settings)
     if on_gpu and layouts:
         built = fuse_norms(built, types)
-    symbol = built.symbol()
-    if isinstance(block._cached_graph[1], mx.sym.numpy._Symbol):
-        symbol = symbol.as_np_ndarray()
+    symbol = built.symbol(like=block._cached_graph[1])
     flags = dict(flags)
     if on_gpu and flags.get("static_shape") and not any(_BULK in name for name in os.environ):
         flags = {"forward_bulk_size": _IN_BULK, "backward_bulk_size": _IN_BULK, **flags}

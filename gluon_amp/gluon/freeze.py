@@ -5,7 +5,6 @@ from typing import Any, List
 
 from mxnet.gluon import Block, Constant, HybridBlock, SymbolBlock, nn
 
-from .._mxnet import mx
 from ..graph.graph import Graph
 from ..graph.operators import BATCH_NORMS, set_frozen
 from .convert import blocks_around
@@ -50,9 +49,7 @@ def freeze(block: Block, frozen: bool = True) -> Block:
             for node in graph.nodes_within():
                 if node.op in BATCH_NORMS:
                     set_frozen(node, frozen)
-            changed = graph.symbol()
-            is_np = isinstance(symbol, mx.sym.numpy._Symbol)
-            one._cached_graph = inputs, changed.as_np_ndarray() if is_np else changed
+            one._cached_graph = inputs, graph.symbol(like=symbol)
     for parameter in block.collect_params().values():
         if not isinstance(parameter, Constant) and parameter.name not in averages:
             parameter.grad_req = grad_req

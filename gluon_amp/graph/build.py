@@ -3,19 +3,8 @@
 A CPU and a GPU run the same graph. On a CPU the engine runs all 16-bit nodes, and nodes of any type
 that have a setting (`Node.settings`). cpu/dispatch/settings.h describes the settings.
 """
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Union,
-)
+from collections import Counter
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from .._mxnet import mx
 from ..cpu import library
@@ -73,10 +62,11 @@ def cached_op(symbol: "mx.sym.Symbol", data: Sequence[str], parameters: Mapping[
 def keep_averages_finite(graph: Graph) -> bool:
     """Gives the operators with moving averages their setting, in place; returns whether there are
     any. Without the engine, does nothing."""
-    averaging = [node for node in graph.nodes_within() if node.op in AVERAGING]
-    for node in averaging if library.started() else ():
+    nodes = graph.nodes_within() if library.started() else ()
+    averaging = [node for node in nodes if node.op in AVERAGING]
+    for node in averaging:
         node.settings.update(FINITE_AVERAGES)
-    return library.started() and bool(averaging)
+    return bool(averaging)
 
 
 class _GraphBuilder:
@@ -86,9 +76,7 @@ class _GraphBuilder:
                  chosen: Optional[Callable[[str], bool]]):
         self.graph, self.counts, self.chosen = graph, counts, chosen
         self.types = graph.types(types)
-        self.count: Dict[Node, int] = {}  # outputs of each node
-        for entry in self.types:
-            self.count[entry.node] = self.count.get(entry.node, 0) + 1
+        self.count = Counter(entry.node for entry in self.types)  # outputs of each node
         users = graph.consumers()
         self.without_casts = {node for node in graph.nodes()
                               if self._adds_in_float32(node, users.get(Entry(node), []))}

@@ -6,6 +6,7 @@ restores MXNet's order. Parameters keep theirs: a transpose of the weight preced
 unless both orders are the same memory (cpu/gpu.cc).
 """
 import os
+from collections import Counter
 from typing import Dict, List, Mapping, Optional, Sequence, Union
 
 from .._mxnet import has_cudnn_9
@@ -15,6 +16,11 @@ from .graph import Entry, Graph, Node, integers
 from .operators import AXES, CASTS, COLUMNS, axis_of
 
 _LAST, _FIRST = [0, 2, 3, 1], [0, 3, 1, 2]  # the axes of transposes to channels-last, and back
+
+
+def keeps_mxnets_layout() -> bool:
+    """Whether the user has switched off other layouts within graphs, on any device."""
+    return os.environ.get("GLUON_AMP_LAYOUT") == "off"
 
 
 def channels_last(graph: Graph, types: Mapping[str, str],
@@ -28,7 +34,7 @@ def channels_last(graph: Graph, types: Mapping[str, str],
         types: the dtype of each variable.
         shapes: shapes of variables, as far as they are known.
     """
-    if not has_cudnn_9() or os.environ.get("GLUON_AMP_LAYOUT") == "off":
+    if not has_cudnn_9() or keeps_mxnets_layout():
         return graph
     return graph.rewrite(_ChannelsLast(graph, types, shapes or {}).make)
 
@@ -38,9 +44,7 @@ class _ChannelsLast:
                  shapes: Mapping[str, Optional[Shape]]):
         self.types, self.shapes = graph.types(types), shapes
         self.inputs = {node: node.inputs for node in graph.nodes()}
-        self.count: Dict[Node, int] = {}  # outputs of each node
-        for entry in self.types:
-            self.count[entry.node] = self.count.get(entry.node, 0) + 1
+        self.count = Counter(entry.node for entry in self.types)  # outputs of each node
         self.images: Dict[Entry, Entry] = {}  # of an image in MXNet's order, its channels-last copy
 
     def make(self, node: Node, inputs: List[Entry]) -> Union[Node, Sequence[Entry]]:

@@ -141,15 +141,17 @@ class Graph:
                               [cls._from_dict(sub) for sub in item.get("subgraphs", ())]))
         return cls(Entry(nodes[head[0]], head[1]) for head in data["heads"])
 
-    def symbol(self) -> "mx.sym.Symbol":
+    def symbol(self, like: Optional["mx.sym.Symbol"] = None) -> "mx.sym.Symbol":
+        """Returns the graph's symbol, of numpy mode if `like` is."""
         data = {**self._to_dict(), "attrs": {"mxnet_version": ["int", _MXNET_VERSION]}}
         text = json.dumps(data, ensure_ascii=False)
-        return mx.sym.load_json(_ESCAPE.sub(_as_mxnet_reads, text))
+        symbol = mx.sym.load_json(_ESCAPE.sub(_as_mxnet_reads, text))
+        return symbol.as_np_ndarray() if isinstance(like, mx.sym.numpy._Symbol) else symbol
 
     def _to_dict(self) -> Dict[str, Any]:
         nodes = self.nodes()
         number = {node: i for i, node in enumerate(nodes)}
-        items, rows = [], [0]
+        items = []
         for node in nodes:
             item: Dict[str, Any] = {
                 "op": node.op, "name": node.name, "attrs": dict(node.attrs),
@@ -159,9 +161,8 @@ class Graph:
             if node.subgraphs:
                 item["subgraphs"] = [sub._to_dict() for sub in node.subgraphs]
             items.append(item)
-            rows.append(rows[-1] + 1)
         return {"nodes": items, "arg_nodes": [number[n] for n in nodes if n.is_variable],
-                "node_row_ptr": rows,
+                "node_row_ptr": list(range(len(nodes) + 1)),
                 "heads": [[number[e.node], e.output, 0] for e in self.outputs]}
 
     def nodes(self) -> List[Node]:

@@ -8,6 +8,7 @@ from typing import Dict, List, Mapping, Optional, Tuple
 
 from .._mxnet import has_cudnn_9
 from ..cpu import library
+from .channels_last import keeps_mxnets_layout
 from .graph import Entry, Graph, Node
 from .operators import is_relu
 
@@ -21,7 +22,7 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
     Args:
         types: the dtype of each variable.
     """
-    if not (library.started() and has_cudnn_9()) or os.environ.get("GLUON_AMP_LAYOUT") == "off" \
+    if not (library.started() and has_cudnn_9()) or keeps_mxnets_layout() \
             or os.environ.get("MXNET_BACKWARD_DO_MIRROR", "0") != "0":
         return graph
     fused = _norms_before_relus(graph, graph.types(types))
@@ -33,11 +34,11 @@ def fuse_norms(graph: Graph, types: Mapping[str, str]) -> Graph:
         attrs = {key: norm.attrs[key] for key in ("eps", "momentum", "axis") if key in norm.attrs}
         if added is None:
             return Node("_gluon_amp_norm_relu", node.name, attrs, inputs[0].node.inputs)
-        one = inputs[0].node.inputs  # of the addition
-        its_inputs = one[1 - added].node.inputs
+        addition = inputs[0].node
         attrs["added"] = "last" if added else "first"
-        return Node("_gluon_amp_norm_relu", node.name, attrs,
-                    [*its_inputs, one[1]] if added else [one[0], *its_inputs])
+        of_norm = addition.inputs[1 - added].node.inputs
+        entries = [*of_norm, addition.inputs[1]] if added else [addition.inputs[0], *of_norm]
+        return Node("_gluon_amp_norm_relu", node.name, attrs, entries)
     return graph.rewrite(make)
 
 

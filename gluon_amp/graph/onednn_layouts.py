@@ -4,10 +4,10 @@ A tensor's shape and size do not change. Layers that share such a tensor need no
 them. Variables, outputs of the graph, and all tensors of other operators are plain. A gradient has
 the layout of its tensor (cpu/dispatch/gradients.cc).
 """
-import os
 from typing import Dict, List, Mapping, Optional, Set
 
 from ..cpu import library
+from .channels_last import keeps_mxnets_layout
 from .graph import Entry, Graph, Node
 from .operators import COLUMNS, axis_of
 
@@ -18,7 +18,7 @@ _ACTIVATIONS = ("relu", "sigmoid", "tanh", "leaky", "gelu")
 def entries_in_layout(graph: Graph, types: Mapping[Entry, Optional[str]]) -> Set[Entry]:
     """The entries of a graph that have the layout; none where this processor's convolutions have
     another."""
-    if os.environ.get("GLUON_AMP_LAYOUT") == "off" or not library.keeps_layout():
+    if keeps_mxnets_layout() or not library.keeps_layout():
         return set()
     nodes = [node for node in graph.nodes() if _is_supported(node)]
     channels: Dict[Entry, Optional[int]] = {}
