@@ -1,8 +1,8 @@
 """`make -C tests isa`: tests with the marker `isa`, forced down to each smaller instruction set.
 
 The largest one is that of `make test`. It prints which ones this processor lacks, and pytest the
-tests that need one of these: AVX512_BF16 without AMX for bfloat16 convolutions in blocks of
-channels (test_bfloat16_blocks.py), AVX512_BF16 or AMX for the processor's bfloat16 products
+tests that need one of these: AVX512_BF16 without AMX for bfloat16 convolutions in their
+layout (test_bfloat16_layout.py), AVX512_BF16 or AMX for the processor's bfloat16 products
 (test_bfloat16_products.py).
 
 GLUON_AMP_ISA limits the engine's own loops, DNNL_MAX_CPU_ISA those of oneDNN.
