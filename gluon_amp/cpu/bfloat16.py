@@ -179,17 +179,6 @@ def _patch_gluon() -> None:
             if attributes.get(name, {}).get("__dtype__") == str(_NUMBER) and not parameter._data:
                 parameter._dtype = BFLOAT16
 
-    @replace(mx.gluon.SymbolBlock, "cast")
-    def cast_symbol(self: Any, dtype: Any, *, original: Any) -> None:
-        if not is_bfloat16(dtype):
-            return original(self, dtype)
-        self._clear_cached_op()
-        mx.gluon.HybridBlock.cast(self, dtype)
-        from ..graph.graph import Graph  # which imports this module
-        from ..graph.operators import norm_variables
-        for name in norm_variables(Graph.read(self._cached_graph[1])):
-            self.params.get(name).cast("float32")
-
 
 def _patch_files() -> None:
     @replace(mx.nd, "save")

@@ -17,7 +17,10 @@ from ..cpu.arrays import (
     to_16bit,
     to_float32,
 )
+from ..cpu.bfloat16 import is_bfloat16
 from ..formats import FLOAT16, Format
+from ..graph.graph import Graph
+from ..graph.operators import norm_variables
 
 log = logging.getLogger("gluon_amp")
 
@@ -101,6 +104,7 @@ def wrap_mxnet() -> None:
     `Trainer.step` and `update` warn, once, of a converted network without a loss scale or without
     master weights. `clip_global_norm`, which supports float32 only, names what clips 16-bit
     gradients. `ParameterDict.get` shares 16-bit parameters with new blocks, which expect float32.
+    `SymbolBlock.cast` leaves the parameters of norms in float32, as for float16.
     """
     for name in ("step", "update"):
         @replace(mx.gluon.Trainer, name)
@@ -119,6 +123,15 @@ def wrap_mxnet() -> None:
                 "of a gluon_amp.Trainer, or set its clip_norm=, or clip the gradients that "
                 "trainer.unscale() returns")
         return original(arrays, *args, **kwargs)
+
+    @replace(mx.gluon.SymbolBlock, "cast")
+    def cast_symbol(self: Any, dtype: Any, *, original: Any) -> None:
+        if not is_bfloat16(dtype):
+            return original(self, dtype)
+        self._clear_cached_op()
+        mx.gluon.HybridBlock.cast(self, dtype)
+        for name in norm_variables(Graph.read(self._cached_graph[1])):
+            self.params.get(name).cast("float32")
 
     @replace(mx.gluon.ParameterDict, "get")
     def get(self: Any, name: str, *, original: Any, **kwargs: Any) -> Any:
