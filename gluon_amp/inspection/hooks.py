@@ -16,8 +16,8 @@ from mxnet import autograd
 from ..annotations import Array, Block, Context, Network, Trainer
 from ..cpu.arrays import dtype_name, to_float32
 from ..formats import FORMATS
-from ..gluon.converted import ConvertedHybridBlock, Op, make_op, parameters_in
-from ..gluon.observe import observed, policy_in_use, replaced
+from ..gluon.converted import ConvertedHybridBlock, Op, parameters_in
+from ..gluon.observe import observed, replaced
 from ..graph.build import cached_op
 from ..graph.graph import Entry, Graph, Node
 from .tensors import Counts, Key
@@ -148,8 +148,8 @@ class HookObserver(Observer):
         chosen: returns whether to measure the node of this name.
     """
 
-    def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool],
-) -> None:
+    def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool]
+                 ) -> None:
         super().__init__(net, trainer)
         self.plain, self.chosen, self.statistics = plain_graphs(net), chosen, Statistics()
         self.formats: Dict[Key, str] = {}  # of what was measured
@@ -189,10 +189,8 @@ class HookObserver(Observer):
 
     def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
         graph, types = block.mixed_graph(dtypes)
-        op, inputs = make_op(
-            block, self._marked(graph) if trains else graph, types, policy_in_use(block),
-            [d.name for d in block._cached_graph[0]], parameters_in(block), flags_of(block),
-            on_gpu)
+        op, inputs = self.op_of(block, self._marked(graph) if trains else graph, types,
+                                on_gpu=on_gpu)
         hooked: Any = self._hooked(op, graph) if trains else op
         return hooked, inputs
 

@@ -34,7 +34,6 @@ class Layout:
                  parameters: Collection[str], keep: Collection[str] = (),
                  data: Collection[str] = ()) -> None:
         self.keep, self.data = keep, data
-        self.formats = FORMATS
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
         self._types: Dict[Entry, Optional[str]] = {}
@@ -118,8 +117,8 @@ class Layout:
 
     def _tensors_of(self, node: Node, place: int) -> List[Tensor]:
         name = node.name
-        formats = {e: self.formats[self._types[e] or ""] for e in [*self._made[node], *node.inputs]
-                   if self._types[e] in self.formats}
+        formats = {e: FORMATS[self._types[e] or ""] for e in [*self._made[node], *node.inputs]
+                   if self._types[e] in FORMATS}
         outputs = [e for e in self._made[node] if e in self._read]
         reads = [e for one in self._reads[node] for e in one]
         variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
@@ -161,11 +160,6 @@ class Layout:
         while entry.node.op in CASTS:
             entry = self._reads[entry.node][0][0]
         return entry
-
-    def makers(self, name: str) -> List[Entry]:
-        """Returns the same for all inputs of a node."""
-        node = self.nodes[name]
-        return [self.maker(node, i) for i, _ in enumerate(self._reads.get(node, ()))]
 
     def parameter_of(self, key: Key) -> str:
         """Returns the name of the parameter that a tensor casts; else ""."""

@@ -75,17 +75,12 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
 
 def kept_already(net: Network) -> List[Any]:
     """Returns the entries of `keep=` for what the network already keeps in float32."""
-    blocks = blocks_kept(net)
-    nodes = sorted(name for name in kept_in_blocks(blocks_in(net)).nodes
-                   if not any(name.startswith(kept.prefix) for kept in blocks))
+    blocks, kept = blocks_kept(net), kept_in_blocks(blocks_in(net))
+    nodes = sorted(name for name in kept.nodes
+                   if not any(name.startswith(block.prefix) for block in blocks))
     names = dict.fromkeys(re.escape(n) for n in [*(b.name for b in blocks), *nodes])
-    return [*names, *kept_operators(net)]
-
-
-def kept_operators(net: Network) -> List[Operators]:
-    """Returns the entry of `keep=` for operators that the network keeps in float32, if any."""
-    names = kept_in_blocks(blocks_in(net)).operators
-    return [Operators(tuple(sorted(names)), frozenset(names))] if names else []
+    operators = Operators(tuple(sorted(kept.operators)), kept.operators)
+    return [*names, *([operators] if kept.operators else [])]
 
 
 # ---- lines of code -------------------------------------------------------------------------------

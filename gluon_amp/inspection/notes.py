@@ -12,7 +12,7 @@ from ..graph.operators import family
 from .judge import Finding
 from .session import Session
 
-_FAR = 3  # threshold: the exponent of the size of data and labels that are not normalized
+_FAR = 3  # the exponent of the size of data and labels that are not normalized; as in judge.py
 _INDICES = 4096  # labels that are integers below this may be indices of classes
 
 

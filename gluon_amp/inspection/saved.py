@@ -8,7 +8,7 @@ from typing import Any, Dict, List
 from ..checks import counted
 from ..files import errors_of_damage, replace_text
 from ..formats import FLOAT32, Format
-from .judge import Finding, said_below, window
+from .judge import Finding, said_above, said_below, window
 from .render import VERSION, page
 from .tensors import Counts, Key, Tensor, from_pairs
 from .updates import Weight
@@ -98,9 +98,7 @@ def _findings(tensor: Tensor, factor: float) -> List[Finding]:
     if tensor.is_below(counts):
         detail = f"{tensor.name} would be {said_below(counts, tensor)}"
     if not counts.stay_finite:
-        share = counts.shares(tensor.format, own=True)["overflowed"]
-        reason, severity = "range above", "error"
-        detail = f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
+        reason, severity, detail = "range above", "error", said_above(counts, tensor)
     return [Finding(tensor.key.node, tensor.name, reason, detail, [],
                     severity=severity)] if detail else []
 

@@ -1,4 +1,4 @@
-"""Runs a network on batches with a loss, for an X-ray or a search.
+"""Runs a network on batches with a loss, for an X-ray.
 
     Session       calls the network as its user does, with other CachedOps; finds its graphs, once
     NetworkCopy   runs these graphs in any policy, on copies of the parameters
@@ -139,7 +139,6 @@ class Session:
     Attributes:
         batches: the first `most` batches.
         keep: the nodes that the network keeps in float32.
-        values: the values of the parameters; None: the network's current ones.
         graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
             blocks are not unique: all with an empty prefix have one name.
         data: the names of the network's data in these graphs.
@@ -164,7 +163,6 @@ class Session:
         self.blocks = hybrid_blocks(self.net)
         self.policy, self.parameters = policy_in_use(self.net), self.net.collect_params()
         self.keep = kept_in_blocks(blocks_in(self.net)).nodes
-        self.values: Optional[Dict[str, Any]] = None
         self.graphs: Dict[Any, BlockGraph] = {}
         self.data: Set[str] = set()
         self._around = ExitStack()
@@ -246,9 +244,9 @@ class Session:
                              or any(array is one for one in self.batches[0].data))
         return which
 
-    def low(self, keep: Iterable[str] = (), watch: bool = True) -> "NetworkCopy":
+    def low(self, keep: Iterable[str] = ()) -> "NetworkCopy":
         """Returns the network in its policy, with these nodes in float32 too."""
-        return NetworkCopy(self, keep, watch=watch)
+        return NetworkCopy(self, keep)
 
     def inspected(self) -> "NetworkCopy":
         """Returns the network in its policy. Refuses one without tensors in its format."""
@@ -258,9 +256,9 @@ class Session:
                              "only products round their inputs")
         return low
 
-    def float32(self, watch: bool = True) -> "NetworkCopy":
+    def float32(self) -> "NetworkCopy":
         """Returns the network in float32."""
-        return NetworkCopy(self, is_float32=True, watch=watch)
+        return NetworkCopy(self, is_float32=True)
 
     def named_arrays(self, batch: Batch, graphs: "NetworkCopy") -> Dict[str, Any]:
         """Returns the arrays of these graphs and the data of the network's graph, by name."""
@@ -292,6 +290,8 @@ class Session:
 class NetworkCopy:
     """A network's graphs on copies of its parameters, and their CachedOps.
 
+    The engine counts the values of their nodes. Of the reference, it takes samples.
+
     Attributes:
         arrays: the copies of the parameters that have been used.
 
@@ -299,40 +299,37 @@ class NetworkCopy:
         session: the network.
         keep: names of nodes that stay float32, besides those that the network keeps.
         is_float32: whether this is the float32 reference, without casts.
-        watch: whether the engine counts the nodes' values; of the reference, it takes samples.
     """
 
-    def __init__(self, session: Session, keep: Iterable[str] = (), is_float32: bool = False,
-                 watch: bool = True) -> None:
-        self.session, self.watch, self.samples = session, watch, watch and is_float32
+    def __init__(self, session: Session, keep: Iterable[str] = (),
+                 is_float32: bool = False) -> None:
+        self.session = session
         self.policy = POLICIES["float32"] if is_float32 else session.policy
         self.tried = frozenset(keep)
         self.keep = self.tried | session.keep
         self.arrays: Dict[str, Any] = {}
         self.ops: Dict[Any, Op] = {}
         self._types: Dict[Any, Dict[str, str]] = {}
-        self._mixed: Dict[Any, Tuple[Graph, Dict[str, str]]] = {}  # until an operator has it
+        self._mixed: Dict[Any, Tuple[Graph, Dict[str, str]]] = {}
         # scales the gradients that a module's heads start
         self.scale = mx.nd.ones(1) if session.is_module else None
 
     # ---- graphs
 
-    def mixed(self) -> List[Tuple[Graph, Dict[str, str]]]:
-        """Returns the graphs with casts, and the types of their variables."""
-        for which in self.session.graphs:
-            if which not in self._mixed:
-                self._mixed[which] = self._with_casts(which)
-        return [self._mixed[which] for which in self.session.graphs]
-
-    def _with_casts(self, which: Any) -> Tuple[Graph, Dict[str, str]]:
-        of, types = self.session.graphs[which], self._types_in(which)
-        given = {**types, **dict(zip(of.names, of.dtypes))}
-        if self.policy.is_float32:
-            return insert_casts(of.clean, given, self.policy, types), given
-        wide = wide_constants({name: self.session.parameters[name] for name in types},
-                              self.policy)
-        weak = getattr(of.block, "weak", types)
-        return insert_casts(of.clean, given, self.policy, weak, self.keep | of.kept, wide), given
+    def mixed(self, which: Any) -> Tuple[Graph, Dict[str, str]]:
+        """Returns a graph with casts, and the types of its variables."""
+        if which not in self._mixed:
+            of, types = self.session.graphs[which], self._types_in(which)
+            given = {**types, **dict(zip(of.names, of.dtypes))}
+            if self.policy.is_float32:
+                graph = insert_casts(of.clean, given, self.policy, types)
+            else:
+                wide = wide_constants({name: self.session.parameters[name] for name in types},
+                                      self.policy)
+                graph = insert_casts(of.clean, given, self.policy, getattr(of.block, "weak", types),
+                                     self.keep | of.kept, wide)
+            self._mixed[which] = graph, given
+        return self._mixed[which]
 
     def _types_in(self, which: Any) -> Dict[str, str]:
         """Returns the types of a graph's parameters. Those of a kept node are float32 if `keep=`
@@ -363,7 +360,8 @@ class NetworkCopy:
     @cached_property
     def layout(self) -> Layout:
         kept = self.keep.union(*(of.kept for of in self.session.graphs.values()))
-        return Layout(self.mixed(), self.policy, self.session.parameters, kept, self.session.data)
+        return Layout(list(map(self.mixed, self.session.graphs)), self.policy,
+                      self.session.parameters, kept, self.session.data)
 
     def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
         """Returns the CachedOp that replaces a block's."""
@@ -373,9 +371,8 @@ class NetworkCopy:
         return self.ops[which]
 
     def _op(self, which: Any) -> Op:
-        of = self.session.graphs[which]
-        graph, types = self._mixed.pop(which) if which in self._mixed \
-            else self._with_casts(which)
+        block, names = self.session.graphs[which].block, self.session.graphs[which].names
+        graph, types = self.mixed(which)
         for node in graph.nodes_within():
             node.attrs.pop("sparse_grad", None)  # copies have dense gradients
         held = {name: self._copied(name, types[name]) for name in graph.variables()
@@ -385,10 +382,9 @@ class NetworkCopy:
             held[SCALE] = self.scale
         copies = {name: SimpleNamespace(data=lambda held=array: held)
                   for name, array in held.items()}
-        op = make_op(of.block, graph, types, self.policy, of.names, copies,
-                        of.block._flags if self.samples else (),
-                        watch=self.watch, samples=self.samples)
-        return op
+        samples = self.policy.is_float32
+        return make_op(block, graph, types, self.policy, names, copies,
+                       block._flags if samples else (), watch=True, samples=samples)
 
     # ---- parameters
 
@@ -403,14 +399,11 @@ class NetworkCopy:
         return self.arrays[name]
 
     def restore(self) -> None:
-        """Resets the copies to the session's values of the parameters."""
-        values = self.session.values
+        """Resets the copies to the values of the parameters."""
         for name, dtype in self.types().items():
             self._copied(name, dtype)
-        given = [self.session.parameters[name].data() if values is None else values[name]
-                 for name in self.arrays]
         copy_into([array.as_nd_ndarray() for array in self.arrays.values()],
-                  [value.as_nd_ndarray() for value in given])
+                  [self.session.parameters[name].data().as_nd_ndarray() for name in self.arrays])
 
     def gradients(self) -> List[Any]:
         """Returns the parameters' gradients of the last run."""
@@ -454,8 +447,8 @@ class NetworkCopy:
                 draw_again()
                 prepare()
                 ran = self.run(batch, scale)
-                if ran.finite or not (math.isfinite(ran.loss) and (
-                        not self.watch or Flow(self.layout.tensors, ran.counts).goes_forward)):
+                if ran.finite or not math.isfinite(ran.loss) \
+                        or not Flow(self.layout.tensors, ran.counts).goes_forward:
                     break
         return ran
 

@@ -13,7 +13,7 @@ from ..annotations import Block, Network, Trainer
 from ..cpu import library
 from ..gluon.converted import Op, make_op, parameters_in
 from ..gluon.observe import hybrid_blocks, observed, policy_in_use, read_counts
-from ..graph.graph import Node
+from ..graph.graph import Graph, Node
 from .tensors import Counts, Key
 
 _STATIC = ("static_alloc", "static_shape")  # left out: they would hold memory between steps
@@ -99,6 +99,13 @@ class Observer:
     def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
         raise NotImplementedError
 
+    @staticmethod
+    def op_of(block: Block, graph: Graph, types: Mapping[str, str], **settings: Any) -> Op:
+        """Returns the CachedOp of a block's graph with casts."""
+        return make_op(block, graph, types, policy_in_use(block),
+                       [d.name for d in block._cached_graph[0]], parameters_in(block),
+                       flags_of(block), **settings)
+
     def _choose(self, node: Node) -> None:
         """Adds a node whose tensors are measured."""
         self.inputs[node.name] = [e.node.name.split("_amp_cast_")[0] for e in node.inputs]
@@ -157,7 +164,5 @@ class EngineObserver(Observer):
             if chosen and not node.is_variable and chosen(node.name) and dtype is not None:
                 self._choose(node)
                 self._formats[node.name] = dtype
-        return make_op(block, graph, types, policy_in_use(block),
-                       [d.name for d in block._cached_graph[0]], parameters_in(block),
-                       flags_of(block), watch=trains,
-                       chosen=self.inputs.__contains__ if chosen else None)
+        return self.op_of(block, graph, types, watch=trains,
+                          chosen=self.inputs.__contains__ if chosen else None)

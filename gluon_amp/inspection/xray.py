@@ -174,7 +174,9 @@ class XrayRun:
         steps = updates or Updates(self.session)
         for number in numbers:
             batch = self.session.batches[number]
-            reference_step = self.reference_step(batch, scale)
+            reference, reference_step = self.reference, None
+            if reference is not None:  # without a loss scale if its gradients overflow with one
+                reference_step = reference.step(batch, (scale, 1.0), reference.restore)
             ran = steps.step(low, batch, scale)
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, number, ran, reference_step, arrays)
@@ -191,12 +193,6 @@ class XrayRun:
         if updates is not None:
             _conclude(view, low)
         return view
-
-    def reference_step(self, batch: Batch, scale: float) -> Optional[StepResult]:
-        """Runs a float32 step, without a loss scale if its gradients overflow with one."""
-        reference = self.reference
-        return None if reference is None else reference.step(batch, (scale, 1.0),
-                                                             reference.restore)
 
     def keep(self, view: View, numbers: List[int]) -> Tuple[View, Set[str], Dict[str, None]]:
         """Keeps the nodes of the findings in float32 and runs again, until there are no findings.
