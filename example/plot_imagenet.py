@@ -4,8 +4,8 @@
 
 It reads the logs that `gluon-amp report` reads: a short starting point for other figures.
 """
-import gluon_amp as amp
 import recipes
+from gluon_amp.reports import read_logs
 from matplotlib.figure import Figure
 
 COLORS = {"float32": "#1f2329", "bfloat16": "#009e73", "float16": "#0072b2",
@@ -18,7 +18,7 @@ def main(arguments=None):
     parser.add_argument("-o", "--output", default="imagenet.png",
         help="output file, PNG, SVG or PDF")
     args = parser.parse_args(arguments)
-    runs = [run for run in amp.reports.read_logs(args.logs) if run.best]
+    runs = [run for run in read_logs(args.logs) if run.best]
     if not runs:
         parser.error("the logs have no validation results")
     other = sorted({run.measure for run in runs if not run.is_share})

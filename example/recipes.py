@@ -18,6 +18,8 @@ import time
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+from gluon_amp.parallel import Horovod
+from gluon_amp.reports import Log
 from mxnet import gluon
 
 log = logging.getLogger("recipes")
@@ -313,7 +315,7 @@ class Ranks:
 
     def devices(self, gpus):
         """Returns the devices of this process: with Horovod one GPU, by its local rank."""
-        if gpus and isinstance(self.store, amp.parallel.Horovod):
+        if gpus and isinstance(self.store, Horovod):
             import horovod.mxnet as hvd
             if hvd.local_size() > len(gpus):
                 raise ValueError(f"--gpus: Horovod runs {hvd.local_size()} processes here, and "
@@ -361,7 +363,7 @@ def add_log_flags(parser):
 
 def start_log(args, path, interval, begin, rank=0):
     """Returns the log of a run with these flags. It shows no progress, which `Progress` does."""
-    return amp.reports.Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
+    return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
                    rank=rank, progress=False)
 
 
@@ -481,7 +483,7 @@ class RunFolder:
         epoch = self._last_epoch()
         files = self.file(f"epoch-{epoch}.params"), self.file(f"epoch-{epoch}.states")
         must_exist(self.log, *files)
-        flags, lines = amp.reports.Log.read(self.log)
+        flags, lines = Log.read(self.log)
         self._check_flags(flags, epoch)
         if epoch not in [line["epoch"] for line in lines if "batch" not in line]:
             raise ValueError(f"{self.log} has no end of epoch {epoch}, which {self.last} has: the "

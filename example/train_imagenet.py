@@ -21,6 +21,7 @@ import mxnet as mx
 import numpy as np
 import recipes
 from gluon_amp.parallel import average_statistics
+from gluon_amp.reports import Log
 from gluon_amp.symbolic.module import Speedometer
 
 
@@ -577,7 +578,7 @@ def start_record(args, ranks, begin, interval):
     if args.save_dir and not ranks.rank:
         recipes.hold(args.save_dir)
         path = os.path.join(args.save_dir, "log.jsonl")
-        was, lines = amp.reports.Log.read(path) if os.path.exists(path) else ({}, [])
+        was, lines = Log.read(path) if os.path.exists(path) else ({}, [])
         ended = [line["epoch"] for line in lines if "batch" not in line]
         if args.resume and was and (begin or ended):
             recipes.check_flags(path, was, args, MAY_DIFFER)
