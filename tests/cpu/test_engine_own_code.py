@@ -50,10 +50,6 @@ def with_extremes(rng, shape):
     return x
 
 
-def moderate(rng, shape):
-    return {"x": halves(rng, *shape, scale=3)}
-
-
 def activation(act):
     return unary(lambda x: sym.Activation(x, act_type=act))
 
@@ -95,8 +91,6 @@ ANY_SHAPE = {
                   lambda rng, shape: {"x": halves(rng, *shape)}, 0, 0),
     "transpose": (*unary(sym.transpose), 0, 0),
     "stack": (*binary(lambda x, y: sym.stack(x, y, axis=-1)), 0, 0),
-    "softmax": (sym.softmax, moderate, 1, 2),
-    "softmax of a temperature": (lambda x: sym.softmax(x, temperature=2.5), moderate, 1, 2),
 }
 SHAPES = [(0,), (1,), (17,), (3, 5, 7), (2, 5, 3, 11), (33000,)]
 
@@ -108,7 +102,7 @@ def test_dedicated_kernel_matches_generic_operator(name, rng):
         for shape in SHAPES:
             symbol = function(X)
             arrays = make(rng, shape)
-            if shape == (0,) and ("softmax" in name or "amp_cast" in name):
+            if shape == (0,) and "amp_cast" in name:
                 continue  # MXNet's kernel fails
             heads = heads_for(symbol, arrays, rng)
             for request in ("write", "add"):

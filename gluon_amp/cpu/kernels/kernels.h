@@ -183,12 +183,6 @@ struct Kernels {
   void (*layer_norm_gradient)(const LayerNorm&, const void* g, const void* x, const float* gamma,
                               const float* mean, const float* deviation, void* dx, Write write_dx,
                               float* dgamma, Write write_dgamma, float* dbeta, Write write_dbeta);
-  // y = softmax(x / temperature) of each row; y may be x
-  void (*softmax)(const void* x, void* y, int64_t rows, int64_t width, float temperature,
-                  Write write);
-  // dx = (g - sum(g * y)) * y / temperature
-  void (*softmax_gradient)(const void* g, const void* y, void* dx, int64_t rows, int64_t width,
-                           float temperature, Write write);
 
   // ---- sums of products g * x, or of g where x is null (rows.cc)
   double (*dot)(const void* g, const void* x, int64_t n);

@@ -1,5 +1,4 @@
-// Layer norm, softmax and sums, computed in float32, each row by one thread.
-#include "functions.h"
+// Layer norm and sums, computed in float32, each row by one thread.
 #include "vector.h"
 
 namespace gluon_amp {
@@ -134,59 +133,6 @@ void layer_norm_gradient(const LayerNorm& p, const void* g, const void* x, const
   for (int64_t i = 0; i < width; ++i) run(add_up, i);
 }
 
-// ---- softmax -------------------------------------------------------------------
-
-void softmax(const void* x, void* y, int64_t rows, int64_t width, float temperature,
-             Write write) {
-  if (write == kNothing || width == 0) return;
-  const bool add = write == kAdd;
-  const bool scaled = temperature != 1;
-  const V sign = splat(temperature < 0 ? -1 : 1), scale = splat(std::fabs(temperature));
-  each_row(rows, width, [=](int64_t row) {
-    constexpr int64_t kKept = 4096;  // stored exponentials; a wider row recomputes them
-    float kept[kKept + W];
-    const Number* from = numbers(x) + row * width;
-    Number* to = numbers(y) + row * width;
-    V high = splat(-INFINITY);
-    each(0, width, [&](int64_t i, auto lanes) {
-      high = larger(high, only(sign * load(from + i, lanes), lanes, splat(-INFINITY)));
-    });
-    const V top = splat(highest(high));
-    auto exponential = [=](int64_t i, auto lanes) {
-      const V v = sign * load(from + i, lanes) - top;
-      return exp_of(scaled ? v / scale : v);
-    };
-    const double sum = row_sum(width, [&](int64_t i, auto lanes) {
-      const V e = only(exponential(i, lanes), lanes);
-      if (width <= kKept) store(kept + i, e, Whole());
-      return e;
-    });
-    const V factor = splat(static_cast<float>(1 / sum));
-    each(0, width, [&](int64_t i, auto lanes) {
-      const V e = width <= kKept ? load(kept + i, Whole()) : exponential(i, lanes);
-      put(to, i, e * factor, add, lanes);
-    });
-  });
-}
-
-void softmax_gradient(const void* g, const void* y, void* dx, int64_t rows, int64_t width,
-                      float temperature, Write write) {
-  if (write == kNothing) return;
-  const bool add = write == kAdd;
-  const V scale = splat(temperature);
-  each_row(rows, width, [=](int64_t row) {
-    const Number *grow = numbers(g) + row * width, *yrow = numbers(y) + row * width;
-    Number* to = numbers(dx) + row * width;
-    const V average = splat(static_cast<float>(row_sum(width, [=](int64_t i, auto lanes) {
-      return load(grow + i, lanes) * load(yrow + i, lanes);
-    })));
-    each(0, width, [=](int64_t i, auto lanes) {
-      const V v = (load(grow + i, lanes) - average) * load(yrow + i, lanes) / scale;
-      put(to, i, v, add, lanes);
-    });
-  });
-}
-
 // ---- sums of products ------------------------------------------------------------
 
 double dot(const void* g, const void* x, int64_t n) {
@@ -208,8 +154,6 @@ void add_products(const void* g, const void* x, float* sums, int64_t n) {
 void add_rows(Kernels* table) noexcept {
   table->layer_norm = layer_norm;
   table->layer_norm_gradient = layer_norm_gradient;
-  table->softmax = softmax;
-  table->softmax_gradient = softmax_gradient;
   table->dot = dot;
   table->add_products = add_products;
 }

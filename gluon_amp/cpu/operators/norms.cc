@@ -1,4 +1,4 @@
-// Norms that have code of their own: batch norm, layer norm, softmax.
+// Norms that have code of their own: batch norm, layer norm.
 #include "dispatch/watch.h"
 #include "onednn/onednn.h"
 #include "operators/own.h"
@@ -119,35 +119,6 @@ bool layer_norm_gradient(const Call& call) {
   return true;
 }
 
-// ---- softmax over the last axis ------------------------------------------------------------
-
-bool last_axis(const Call& call, const TBlob& x) {
-  const int last = x.ndim() - 1;
-  return last >= 0 && axis_of(call.attrs, "axis", -1, x.ndim()) == last && x.shape_[last] > 0 &&
-         !flag(call.attrs, "use_length", false);
-}
-
-float temperature(const Call& call) {
-  const std::string set = word(call.attrs, "temperature", "None");
-  return set == "None" ? 1 : number(call.attrs, "temperature", 1);
-}
-
-bool softmax(const Call& call) {
-  const TBlob &x = call.in[0], &y = call.out[0];
-  if (call.in.size() != 1 || !last_axis(call, x) || !has_kernels(call)) return false;
-  const int64_t width = x.shape_[x.ndim() - 1], rows = size(x) / width;
-  kernels_of(x)->softmax(x.dptr_, y.dptr_, rows, width, temperature(call), call.write(0));
-  return true;
-}
-
-bool softmax_gradient(const Call& call) {  // gradient, y
-  const TBlob &g = call.in[0], &y = call.in[1], &dx = call.out[0];
-  if (call.in.size() != 2 || !last_axis(call, g) || !has_kernels(call)) return false;
-  const int64_t width = g.shape_[g.ndim() - 1], rows = size(g) / width;
-  kernels_of(g)->softmax_gradient(g.dptr_, y.dptr_, dx.dptr_, rows, width, temperature(call), call.write(0));
-  return true;
-}
-
 }  // namespace
 
 void add_norms(Rows& rows) {
@@ -157,8 +128,7 @@ void add_norms(Rows& rows) {
       {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kAlike}},  // its relu is of 16-bit numbers
       {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kAlike}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
-      {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}},
-      {"softmax", {softmax, 1, kFloats}}, {"_backward_softmax", {softmax_gradient, 2, kFloats}}});
+      {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}}});
 }
 
 }  // namespace gluon_amp
