@@ -2,8 +2,10 @@
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
+from networks import ready
+from trainers import recorded
 
 
 class Net(gluon.HybridBlock):
@@ -22,8 +24,7 @@ class Net(gluon.HybridBlock):
 
 
 def make(cls=Net, **kwargs):
-    net = cls(**kwargs)
-    net.initialize(mx.init.Xavier())
+    net = ready(cls(**kwargs), mx.init.Xavier())
     return net
 
 
@@ -54,9 +55,7 @@ def rounded(arrays):
 
 def step(net, x):
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.1))
-    with autograd.record():
-        loss = (net(x) ** 2).mean()
-    loss.backward()
+    recorded(lambda: (net(x) ** 2).mean()).backward()
     trainer.step(1)
 
 

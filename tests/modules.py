@@ -46,6 +46,19 @@ def bound(symbol, cls=amp.Module, size=6, bind=None, shape=(3,), **kwargs):
     return mod
 
 
+def prepared(module, data, label=None, init=None, seed=None, optimizer=(), **bind):
+    """A module that is bound to data and labels of these shapes, with initial values and, unless
+    `optimizer` is None, an optimizer of these settings."""
+    module.bind([(name, data) for name in module.data_names],
+                [(name, label) for name in module.label_names] if label else None, **bind)
+    if seed is not None:
+        mx.random.seed(seed)
+    module.init_params(init or mx.init.Uniform(0.01))  # MXNet's default
+    if optimizer is not None:
+        module.init_optimizer(optimizer_params=optimizer)
+    return module
+
+
 def made(symbol, cls=amp.Module, optimizer="momentum", **kwargs):
     mod = bound(symbol, cls, **kwargs)
     mx.random.seed(3)

@@ -4,14 +4,13 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
+from networks import Calling, ready, sequence
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def in_a_block(block):
-    net = nn.HybridSequential()
-    net.add(block)
+    net = sequence(block)
     return net
 
 
@@ -33,8 +32,7 @@ def batches(count=2, size=12):
 
 
 def converted(fault=None):
-    net = images_net(fault)
-    net.initialize(mx.init.Xavier())
+    net = ready(images_net(fault), mx.init.Xavier())
     return amp.convert(net)
 
 
@@ -79,8 +77,7 @@ class Mean(gluon.Block):
 def calling(forward, *layers):
     """A network that is called as forward(F, its arguments, *layers)."""
     mx.random.seed(1)
-    net = Calling(forward, *layers, prefix="net_")
-    net.initialize(mx.init.Xavier())
+    net = ready(Calling(forward, *layers, prefix="net_"), mx.init.Xavier())
     return amp.convert(net)
 
 

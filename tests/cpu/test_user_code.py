@@ -8,9 +8,12 @@ import pytest
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
 from gluon_amp.tools.types import types
+from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready
 from processes import printed
+from trainers import recorded, with_trainer
 
 
 class Squares(mx.operator.CustomOp):
@@ -51,8 +54,7 @@ def batch(rng):
 def loss_and_gradients(net, data, label, seed):
     mx.random.seed(seed)
     net.initialize(mx.init.Xavier(), force_reinit=True)
-    with autograd.record():
-        loss = gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label)
+    loss = recorded(lambda: gluon.loss.SoftmaxCrossEntropyLoss()(net(data), label))
     loss.backward()
     return [loss.asnumpy(), *(p.grad().asnumpy() for p in net.collect_params().values())]
 
@@ -159,9 +161,7 @@ class Beyond(nn.HybridBlock):
 
 
 def test_explain_names_the_line_of_a_custom_operator_that_overflows():
-    net = Beyond()
-    net.initialize()
-    amp.convert(net)
+    net = amp.convert(ready(Beyond()))
     found = str(amp.explain(net, (nd.ones((3, 4)), nd.array([0, 1, 0])),
                             gluon.loss.SoftmaxCrossEntropyLoss()).first_overflow)
     assert "x = F.Custom(self.below(x)" in found
@@ -181,9 +181,7 @@ def test_settings_are_on_nodes_of_the_engine_only(policy, rng):
             x = F.contrib.boolean_mask(x, F.ones(3))
             return self.dense(F.Custom(x, op_type="squares_without_keywords"))
 
-    net = Net()
-    net.initialize()
-    amp.convert(net, policy)
+    net = amp.convert(ready(Net()), policy)
     net(nd.array(rng.random((3, 4)))).wait_to_read()
     graph, types = net.mixed_graph(["float32"])
     built = build(graph, types, net._amp.policy, watch=True)
@@ -313,9 +311,7 @@ def after_training(net, x, policy=None):
     before = [p.data().asnumpy() for p in states] if net.dense.weight.shape[1] else []
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     for _ in range(3):
-        with autograd.record():
-            loss = net(x).astype("float32").mean()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(x).astype("float32").mean()))
         assert trainer.step(1)
     nd.waitall()
     assert all(p.dtype in (np.float32, "float32") for p in states)
@@ -330,8 +326,7 @@ def test_inputs_that_operators_mutate_stay_float32(cls, policy, traced, rng):
     found = []
     for each in (None, policy):
         mx.random.seed(7)
-        net = cls(0 if "unknown" in traced else 3)
-        net.initialize(mx.init.Xavier())
+        net = ready(cls(0 if "unknown" in traced else 3), mx.init.Xavier())
         if each is None or traced == "before":
             net.hybridize()
             with autograd.predict_mode():
@@ -373,17 +368,12 @@ def test_states_of_a_symbol_stay_float32(rng):
                         mx.sym.var("total", init=first), op_type="totals")
     average = mx.sym.var("average", init=first)
     sparse = mx.sym.IdentityAttachKLSparseReg(mx.sym.sigmoid(own), moving_avg=average)
-    block = gluon.SymbolBlock(sparse, mx.sym.var("data"))
-    block.initialize(first)
-    amp.convert(block, "float16")
-    with autograd.record():
-        out = block(x)
+    block = amp.convert(ready(gluon.SymbolBlock(sparse, mx.sym.var("data")), first), "float16")
+    out = recorded(block, x)
     out.backward(out)
     head = mx.sym.LinearRegressionOutput(sparse, mx.sym.var("label"))
-    mod = amp.Module(amp.convert_symbol(head), label_names=["label"], loss_scale=None)
-    mod.bind([("data", (5, 3))], [("label", (5, 4))])
-    mod.init_params(first)
-    mod.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    mod = prepared(amp.Module(amp.convert_symbol(head), label_names=["label"], loss_scale=None),
+                   (5, 3), (5, 4), init=first, optimizer={"learning_rate": 0.1})
     mod.forward_backward(mx.io.DataBatch([x], [nd.zeros((5, 4))]))
     mod.update()
     nd.waitall()  # MXNet's Custom mutates states without a dependency
@@ -458,11 +448,8 @@ FREEING = {"function": (lambda x: Square()(x), lambda x: SquareThatKeeps()(x)),
 def trained(function, policy, loss_scale, size=1.0, steps=3):
     """Trains a `Graph`. Returns the weights, the gradients of the data, and the Trainer."""
     mx.random.seed(3)
-    net = Graph(function)
-    net.initialize(mx.init.Xavier())
-    amp.convert(net, policy)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1 / size},
-                          loss_scale=loss_scale)
+    net, trainer = with_trainer(amp.convert(ready(Graph(function), mx.init.Xavier()), policy),
+                                "sgd", {"learning_rate": 0.1 / size}, loss_scale=loss_scale)
     gradients = []
     for i in range(steps):
         x = nd.arange(i, i + 6).reshape((2, 3)) / 8
@@ -496,14 +483,11 @@ def test_functions_that_free_what_they_saved_train(kind, policy, loss_scale, cap
 
 
 def test_one_backward_pass_for_several_trainers_warns_of_nothing(caplog):
-    net = Graph(FREEING["function"][0])
-    net.initialize()
+    net = ready(Graph(FREEING["function"][0]))
     trainers = [amp.Trainer(layer.collect_params(), "sgd", loss_scale=scale)
                 for layer, scale in ((net.below, 64), (net.above, amp.DynamicLossScale(256)))]
     for _ in range(2):
-        with autograd.record():
-            loss = net(nd.ones((2, 3))).sum()
-        amp.backward(loss, trainers)
+        amp.backward(recorded(lambda: net(nd.ones((2, 3))).sum()), trainers)
         assert all(trainer.step(2) for trainer in trainers)
     assert warnings(caplog) == []
 
@@ -527,12 +511,10 @@ class Failing(Square):
 
 
 def test_error_of_backward_pass_is_raised_before_the_update():
-    net = nn.Dense(2, in_units=3)
-    net.initialize()
+    net = ready(nn.Dense(2, in_units=3))
     before = net.weight.data().asnumpy()
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
-    with autograd.record():
-        loss = Failing()(net(nd.ones((4, 3)))).sum()
+    loss = recorded(lambda: Failing()(net(nd.ones((4, 3)))).sum())
 
     def step():
         trainer.backward(loss)

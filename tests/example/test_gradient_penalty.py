@@ -6,7 +6,8 @@ import pytest
 from gradient_penalty import gradient_penalty
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
+from networks import Calling, ready
+from trainers import recorded
 
 rng = np.random.RandomState(3)
 SAMPLES = rng.normal(size=(16, 6)).astype("float32")
@@ -25,8 +26,7 @@ class Critic(gluon.HybridBlock):
 
 
 def critic():
-    net = Critic()
-    net.initialize(mx.init.Xavier(magnitude=8, rnd_type="gaussian"))
+    net = ready(Critic(), mx.init.Xavier(magnitude=8, rnd_type="gaussian"))
     return net
 
 
@@ -54,8 +54,7 @@ def second_order(net, x, target=1.0):
 def by_difference(net, x, target=1.0):
     x = nd.array(x)
     x.attach_grad()
-    with autograd.record():
-        penalty = gradient_penalty(net, x, target=target)
+    penalty = recorded(lambda: gradient_penalty(net, x, target=target))
     penalty.backward()
     return penalty.asnumpy(), [x.grad.asnumpy(), *gradients(net)]
 
@@ -154,9 +153,7 @@ def numeric(net, x, directions):
     x.attach_grad()
 
     def value():
-        with autograd.record():
-            output = net(x).sum()
-        output.backward()
+        recorded(lambda: net(x).sum()).backward()
         norms = np.sqrt((x.grad.asnumpy() ** 2).reshape(len(x), -1).sum(1))
         return ((norms - 1) ** 2).sum()
 
@@ -250,22 +247,19 @@ def test_batch_norm_and_dropout_are_refused_in_training_and_valid_if_frozen():
         gradient_penalty(net, x)
     amp.freeze(net[1])
     net[2]._rate = 0
-    with autograd.record():
-        found = gradient_penalty(net, x)
+    found = recorded(gradient_penalty, net, x)
     found.backward()
     np.testing.assert_allclose(found.asnumpy(), before, rtol=1e-4)
     assert not net[1].running_mean.data().asnumpy().any()
 
 
 def test_training_calls_stay_in_the_policy_and_scaled_loss_trains():
-    net = critic()
-    amp.convert(net)
+    net = amp.convert(critic())
     before = net(nd.array(SAMPLES)).asnumpy()
     trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
     losses = []
     for _ in range(30):
-        with autograd.record():
-            penalty = gradient_penalty(net, nd.array(SAMPLES).astype("float16"))
+        penalty = recorded(lambda: gradient_penalty(net, nd.array(SAMPLES).astype("float16")))
         trainer.backward(penalty)
         trainer.step(len(SAMPLES))
         losses.append(penalty.mean().asnumpy().item())
@@ -285,20 +279,15 @@ def test_further_inputs_and_several_outputs_for_each_sample():
     label = nd.array(rng.normal(size=(16, 2)))
     x = nd.array(SAMPLES)
     x.attach_grad()
-    with autograd.record():
-        output = net(x, label).sum(axis=1)
-    output.backward()
+    recorded(lambda: net(x, label).sum(axis=1)).backward()
     value = (np.sqrt((x.grad.asnumpy() ** 2).sum(1)) - 1) ** 2
     found = gradient_penalty(net, x, label)
     np.testing.assert_allclose(found.asnumpy(), value, rtol=0.02, atol=2e-3)
 
 
 def test_zero_samples_and_constant_critic_have_finite_gradients():
-    net = nn.Dense(1, in_units=6, weight_initializer="zeros")
-    net.initialize()
-    amp.convert(net, "mixed_float16")
-    with autograd.record():
-        penalty = gradient_penalty(net, nd.zeros((4, 6)))
+    net = amp.convert(ready(nn.Dense(1, in_units=6, weight_initializer="zeros")), "mixed_float16")
+    penalty = recorded(lambda: gradient_penalty(net, nd.zeros((4, 6))))
     penalty.backward()
     assert np.array_equal(penalty.asnumpy(), np.ones(4))
     assert not net.weight.grad().asnumpy().any()

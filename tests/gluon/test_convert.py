@@ -18,7 +18,9 @@ from gluon_amp.cpu.arrays import dtype_name, to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
+from networks import ready, sequence
 from processes import printed
+from trainers import recorded, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -126,9 +128,7 @@ def test_restore_undoes_convert(hybrid, policy, x):
 
 
 def test_symbols_of_parameters_declare_their_present_types():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
-    net.initialize()
+    net = ready(sequence(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4)))
 
     def declared():
         executor = net(mx.sym.var("data")).simple_bind(mx.cpu(), data=(2, 3))
@@ -214,8 +214,7 @@ def test_class_of_another_layout_is_refused_by_name(base):
     class Unfit(base, OfOneDense, nn.HybridBlock):
         pass
 
-    net = nn.HybridSequential()
-    net.add(Unfit())
+    net = sequence(Unfit())
     with pytest.raises(TypeError, match="Unfit does not allow"):
         amp.convert(net)
     assert [type(block) for block in (net, net[0])] == [nn.HybridSequential, Unfit]
@@ -231,8 +230,7 @@ def test_failed_convert_leaves_network_unchanged(x):
     class Final(OfOneDense, nn.HybridBlock, metaclass=Unsubclassed):
         pass
 
-    net = nn.HybridSequential()
-    net.add(make(), Final())
+    net = sequence(make(), Final())
     before = [type(block) for block in (net, *net, *net[0].features)]
     with pytest.raises(TypeError, match=r"Final does not allow.*Received: final"):
         amp.convert(net)
@@ -264,8 +262,7 @@ class AroundOne(nn.HybridBlock):
 
 
 def in_sequence():
-    net = nn.HybridSequential()
-    net.add(nn.Flatten(), AroundOne(ReadsValues()))
+    net = sequence(nn.Flatten(), AroundOne(ReadsValues()))
     return net
 
 
@@ -332,13 +329,11 @@ class CallsAdds(gluon.Block):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_imperative_kept_block_is_float32_if_others_return_halves(nest, dtype):
     mx.random.seed(1)
-    net = CallsAdds(nest)
-    net.initialize(mx.init.Xavier())
+    net = ready(CallsAdds(nest), mx.init.Xavier())
     x = nd.random.normal(shape=(3, 5))
     exact = net(x).asnumpy()
     amp.convert(net, amp.Policy("halves", parameter=dtype, compute=dtype, output=dtype), keep=Adds)
-    with autograd.record():
-        out = net(x)
+    out = recorded(net, x)
     out.backward()
     assert dtype_name(out.dtype) == dtype
     assert np.abs(out.astype("float32").asnumpy() - exact).max() < 0.03 * np.abs(exact).max()
@@ -347,9 +342,7 @@ def test_imperative_kept_block_is_float32_if_others_return_halves(nest, dtype):
 
 
 def test_named_tuple_in_shared_memory_keeps_its_class():
-    net = Adds()
-    net.initialize()
-    amp.convert(net, keep=Adds)
+    net = amp.convert(ready(Adds()), keep=Adds)
     pair = Pair(*(nd.ones((2, 3), ctx=mx.Context("cpu_shared", 0)) for _ in range(2)))
     assert net(pair).shape == (2, 4)
 
@@ -375,19 +368,14 @@ class CallsArrays(nn.HybridBlock):
 
 
 def with_one(inner):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8), inner, nn.Dense(2))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Dense(8), inner, nn.Dense(2)), mx.init.Xavier())
     return net
 
 
 @pytest.mark.parametrize("inner", [Quantizes, CallsArrays])
 def test_kept_block_that_accepts_only_arrays_trains(inner):
-    net = amp.convert(with_one(inner()), keep=inner)
-    trainer = amp.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = net(nd.ones((3, 5))).mean(axis=1)
-    trainer.backward(loss)
+    net, trainer = with_trainer(amp.convert(with_one(inner()), keep=inner), "sgd")
+    trainer.backward(recorded(lambda: net(nd.ones((3, 5))).mean(axis=1)))
     assert trainer.step(3)
     assert net[0].weight.grad().asnumpy().any()
 
@@ -404,8 +392,7 @@ def test_autograd_function_in_graph_is_refused(hybridized):
 
 
 def test_kept_hybridized_block_that_cannot_be_traced_is_refused():
-    net = AroundOne(ReadsValues())
-    net.initialize()
+    net = ready(AroundOne(ReadsValues()))
     net.hybridize()
     amp.convert(net, keep=ReadsValues)
     with pytest.raises(RuntimeError, match=r"is hybridized, and cannot be traced.*\(ReadsValues\)"):
@@ -471,8 +458,7 @@ def test_apex_levels_name_policies(level, name, x):
 
 def test_convert_logs_hybridization_once(caplog, x):
     caplog.set_level(logging.INFO, "gluon_amp")
-    net = make(prefix="net_")
-    amp.convert(net)
+    net = amp.convert(make(prefix="net_"))
     assert [r.getMessage() for r in caplog.records if "hybridized" in r.getMessage()] \
         == [caplog.records[0].getMessage()]
     assert caplog.records[0].name == "gluon_amp"
@@ -538,8 +524,7 @@ def test_copy_computes_the_same_and_is_independent(used, make_copy, x):
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 @mx.util.use_np
 def test_copy_of_numpy_network_is_numpy_network(make_copy):
-    net = nn.Dense(3, in_units=2)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=2))
     x = mx.np.ones((1, 2))
     out = amp.convert(net)(x)
     found = make_copy(net)(x)
@@ -550,15 +535,11 @@ def test_copy_of_numpy_network_is_numpy_network(make_copy):
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 def test_copy_has_same_devices_and_accumulated_gradients(make_copy):
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(3, in_units=2)
-    net.initialize(ctx=devices)
-    amp.convert(net)
+    net = amp.convert(ready(nn.Dense(3, in_units=2), ctx=devices))
     net.weight.grad_req = "add"
 
     def backward(net):
-        with autograd.record():
-            losses = [net(nd.ones((1, 2), ctx=d)).sum() for d in devices]
-        autograd.backward(losses)
+        autograd.backward(recorded(lambda: [net(nd.ones((1, 2), ctx=d)).sum() for d in devices]))
         return [g.asnumpy() for g in net.weight.list_grad()]
 
     backward(net)
@@ -585,8 +566,7 @@ class WithLock(nn.Dense):
 
 @pytest.mark.parametrize("make_copy", COPIES, ids=["deepcopy", "pickle"])
 def test_copy_uses_getstate_and_setstate_of_block(make_copy):
-    net = WithLock()
-    net.initialize()
+    net = ready(WithLock())
     twin = make_copy(amp.convert(net))
     assert twin.lock is not net.lock
     assert np.array_equal(twin(nd.ones((1, 2))).asnumpy(), net(nd.ones((1, 2))).asnumpy())
@@ -776,8 +756,7 @@ def test_files_of_unconverted_parent_are_float32(save, load, tmp_path, x):
 
 
 def test_saved_weights_of_three_devices_are_exact(tmp_path):
-    net = nn.Dense(50, in_units=50)
-    net.initialize(ctx=[mx.cpu(i) for i in range(3)])
+    net = ready(nn.Dense(50, in_units=50), ctx=[mx.cpu(i) for i in range(3)])
     amp.convert(net).save_parameters(str(tmp_path / "net.params"))
     saved = nd.load(str(tmp_path / "net.params"))["weight"].asnumpy()
     assert np.array_equal(saved, net.weight.data(mx.cpu(0)).asnumpy())
@@ -978,8 +957,7 @@ class Unnamed(nn.HybridSequential):
 
 
 def test_errors_name_the_class_of_a_block_without_a_name():
-    net = Unnamed()
-    amp.convert(net)
+    net = amp.convert(Unnamed())
     with pytest.raises(RuntimeError, match=r"^a Unnamed without a name was never hybridized"):
         net(nd.ones((2, 5)))
     with pytest.raises(ValueError, match="a Unnamed without a name matches nothing"):

@@ -10,6 +10,8 @@ import pytest
 from converting import Net, holding, make, rounded, runs_in, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 pytestmark = pytest.mark.numpy
 
@@ -28,8 +30,7 @@ def test_ids_are_never_rounded(policy, dtype):
 
 
 def test_integer_input_can_be_an_output():
-    net = networks.Calling(lambda F, ids, embed: (embed(ids), ids + 1), nn.Embedding(10, 4))
-    net.initialize()
+    net = ready(networks.Calling(lambda F, ids, embed: (embed(ids), ids + 1), nn.Embedding(10, 4)))
     amp.convert(net)
     vectors, ids = net(nd.array([1, 2], dtype="int32"))
     assert vectors.dtype == np.float32
@@ -54,8 +55,7 @@ def test_float64_inside_a_network_is_not_narrowed(name, policy):
         return WIDE[name](F, dense(x).astype("float64")).astype("float32")
 
     def made():
-        dense = nn.Dense(4, in_units=4, use_bias=False)
-        dense.initialize()
+        dense = ready(nn.Dense(4, in_units=4, use_bias=False))
         dense.weight.set_data(nd.array(np.diag([0, 1, 2, 3])))
         return networks.Calling(forward, dense)
 
@@ -158,8 +158,7 @@ OF_ND = {"SyncBatchNorm": lambda: gluon.contrib.nn.SyncBatchNorm(num_devices=1),
     for name in OF_ND)])
 def test_norms_of_all_kinds_stay_float32(name, cls, x):
     norm = {**NORMS, **OF_ND}[name]()
-    net = holding(nn.Conv2D(4, 3), norm, nn.Dense(3), cls=cls)
-    amp.convert(net)
+    net = amp.convert(holding(nn.Conv2D(4, 3), norm, nn.Dense(3), cls=cls))
     for _ in range(2):  # before and after the deferred initialization
         assert {types(net[1])[n] for n in types(net[1])} == {"float32"}
         assert set(types(net[0]).values()) | set(types(net[2]).values()) == {"float16"}
@@ -305,8 +304,7 @@ def test_parameter_shared_with_plain_block_stays_float32():
 
 @pytest.mark.mx_nd("no sparse arrays")
 def test_embedding_with_sparse_gradients_stays_float32_and_trains():
-    net = holding(nn.Embedding(50, 4, sparse_grad=True), nn.Dense(3))
-    amp.convert(net)
+    net = amp.convert(holding(nn.Embedding(50, 4, sparse_grad=True), nn.Dense(3)))
     assert set(types(net[0]).values()) == {"float32"}
     words = nd.array([[1, 2], [3, 1]])
     net(words)
@@ -343,8 +341,7 @@ def test_constant_parameter_works(when):
 
 
 def test_constant_ids_are_never_rounded():
-    net = WithConstant([1, 2049, 2999])
-    net.initialize()
+    net = ready(WithConstant([1, 2049, 2999]))
     net.embed.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
     _, rows = amp.convert(net)(nd.ones((2, 3)))
     assert np.array_equal(rows.asnumpy().ravel(), [1, 49, 999])
@@ -501,8 +498,7 @@ def test_operation_of_symbols_that_broadcasts_names_its_replacement(operation):
 
 def mixed_by(what):
     """Own code that mixes a converted network's float16 arrays with float32 ones."""
-    net = nn.Dense(3, in_units=4, prefix="one_")
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=4, prefix="one_"))
     copies = {p: p.data().copy() for p in net.collect_params().values()}
     twin = nn.Dense(3, in_units=4, prefix="one_", params=net.collect_params())
     amp.convert(net)
@@ -602,9 +598,7 @@ class Outside(gluon.Block):
 def test_keep_matches_operators_before_first_call(wrap):
     x, other = nd.ones((1, 1, 70000)), nd.ones((1, 70000, 1))
     for keep, result in ((["net_batch_dot0", "net_broadcast_mul0"], 70000), ([], np.inf)):
-        net = wrap(Products(prefix="net_"))
-        net.initialize()
-        amp.convert(net, keep=keep)
+        net = amp.convert(ready(wrap(Products(prefix="net_"))), keep=keep)
         assert net(x, other).asnumpy().item() == result
     with pytest.raises(ValueError, match=r"'net_batch_dot1' matches nothing.*net_batch_dot0"):
         amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
@@ -662,9 +656,7 @@ def test_float64_in_a_kept_block_is_not_narrowed():
     def wide(F, x):
         return F.cast(F.cast(x, "float64") + 1e-9 - 1, "float32")
 
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3), nn.HybridLambda(wide))
-    net.initialize()
+    net = ready(sequence(nn.Dense(3), nn.HybridLambda(wide)))
     x = nd.ones((2, 4))
     net[0].weight.set_data(nd.ones((3, 4)) / 4) if net(x) is not None else None
     expected = net(x).asnumpy()
@@ -700,16 +692,13 @@ DEVICES = [[mx.cpu(0)], [mx.cpu(0), mx.cpu(1)]]
 
 
 def train_on(devices, net, trainer, x):
-    with autograd.record():
-        losses = [(net(x.as_in_context(d)) ** 2).mean() for d in devices]
-    autograd.backward(losses)
+    autograd.backward(recorded(lambda: [(net(x.as_in_context(d)) ** 2).mean() for d in devices]))
     trainer.step(1)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
 def test_convert_after_step_of_trainer_is_refused(devices, x):
-    net = Net()
-    net.initialize(ctx=devices)
+    net = ready(Net(), ctx=devices)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     train_on(devices, net, trainer, x)
     assert bool(trainer._update_on_kvstore) == (len(devices) == 2)
@@ -723,8 +712,7 @@ def test_convert_after_step_of_trainer_is_refused(devices, x):
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
 def test_convert_before_first_step_of_trainer_is_allowed(devices, x):
-    net = Net()
-    net.initialize(ctx=devices)
+    net = ready(Net(), ctx=devices)
     trainer = gluon.Trainer(net.collect_params(), "sgd",
                             {"learning_rate": 0.1, "multi_precision": True})
     amp.convert(net)
@@ -770,14 +758,10 @@ def test_restore_is_allowed_after_new_trainer(x):
     ({"multi_precision": True, "rescale_grad": 1 / 128}, [])])
 @pytest.mark.filterwarnings("ignore:Accumulating with float16:UserWarning")
 def test_gluon_trainer_of_converted_network_warns_once(arguments, said, caplog):
-    net = nn.Dense(3, in_units=4)
-    net.initialize()
-    amp.convert(net)
+    net = amp.convert(ready(nn.Dense(3, in_units=4)))
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, **arguments})
     for _ in range(3):
-        with autograd.record():
-            loss = net(nd.ones((2, 4))).sum()
-        loss.backward()
+        recorded(lambda: net(nd.ones((2, 4))).sum()).backward()
         trainer.step(2)
     texts = [r.getMessage() for r in caplog.records if r.name == "gluon_amp"]
     assert len(texts) == bool(said)
@@ -791,9 +775,7 @@ def test_gluon_trainer_of_converted_network_warns_once(arguments, said, caplog):
 def test_gluon_trainer_warns_for_each_policy(policy, said, caplog):
     """Also if a later Trainer has the parameters, and after `allreduce_grads`."""
     for by_hand in (False, True):
-        net = nn.Dense(3, in_units=4)
-        net.initialize()
-        amp.convert(net, policy)
+        net = amp.convert(ready(nn.Dense(3, in_units=4)), policy)
         trainer = gluon.Trainer(net.collect_params(), "sgd", update_on_kvstore=False)
         amp.Trainer(net.collect_params(), "sgd")
         for _ in range(2):
@@ -810,22 +792,17 @@ def test_gluon_trainer_warns_for_each_policy(policy, said, caplog):
 
 
 def test_gluon_trainer_of_restored_network_does_not_warn(caplog):
-    net = nn.Dense(3, in_units=4)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=4))
     amp.restore(amp.convert(net))
     trainer = gluon.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = net(nd.ones((2, 4))).sum()
-    loss.backward()
+    recorded(lambda: net(nd.ones((2, 4))).sum()).backward()
     trainer.step(2)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("pair", [False, True])
 def test_trainer_with_loss_scale_does_not_warn(pair, caplog):
-    net = nn.Dense(3, in_units=4)
-    net.initialize()
-    amp.convert(net)
+    net = amp.convert(ready(nn.Dense(3, in_units=4)))
     loss_fn = gluon.loss.L2Loss()
     if pair:
         scale = amp.StaticLossScale(128)
@@ -833,8 +810,7 @@ def test_trainer_with_loss_scale_does_not_warn(pair, caplog):
         trainer = gluon.Trainer(net.collect_params(), scale.optimizer("sgd", learning_rate=0.1))
     else:
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    with autograd.record():
-        loss = loss_fn(net(nd.ones((2, 4))), nd.ones((2, 3)))
+    loss = recorded(lambda: loss_fn(net(nd.ones((2, 4))), nd.ones((2, 3))))
     if pair:
         loss.backward()
     else:

@@ -6,9 +6,11 @@ import pytest
 from gluon_amp.graph.graph import Graph
 from gluon_amp.graph.operators import CASTS
 from gluon_amp.tools.types import types
+from modules import prepared
 from mxnet import autograd, nd
 from mxnet.gluon import contrib, nn
 from mxnet.gluon.loss import L2Loss
+from networks import ready
 
 BATCH, FEATURES = 8, 200
 POLICIES = ["float16", "bfloat16", "mixed_float16", "pure_float16"]
@@ -63,10 +65,8 @@ def module(symbol, data, cls=amp.Module, optimizer="sgd", **kwargs):
     head = mx.sym.SoftmaxOutput(symbol, mx.sym.var("label"), name="softmax")
     if cls is amp.Module:
         head = amp.convert_symbol(head, kwargs.pop("policy", "float16"))
-    mod = cls(head, label_names=["label"], **kwargs)
-    mod.bind([("data", data.shape)], [("label", (BATCH,))])
-    mx.random.seed(7)
-    mod.init_params(mx.init.Normal(0.1))
+    mod = prepared(cls(head, label_names=["label"], **kwargs), data.shape, (BATCH,),
+                   init=mx.init.Normal(0.1), seed=7, optimizer=None)
     mod.init_optimizer(kvstore=None, optimizer=optimizer, optimizer_params=OPTIMIZERS[optimizer])
     return mod
 
@@ -167,8 +167,7 @@ def test_sparse_gradients_of_blocks_are_sparse(cls, drawn, policy, rng):
     found = []
     for each in (None, policy):
         mx.random.seed(7)
-        net = cls()
-        net.initialize(mx.init.Normal(0.1))
+        net = ready(cls(), mx.init.Normal(0.1))
         options = {}
         if each is not None:
             amp.convert(net, each)
@@ -199,9 +198,7 @@ def test_block_takes_dense_and_sparse_data_in_turn(rng):
 
 
 def test_xray_refuses_sparse_arrays(rng):
-    net = Linear()
-    net.initialize()
-    amp.convert(net)
+    net = amp.convert(ready(Linear()))
     with pytest.raises(ValueError, match=r"dense arrays only. Received: csr data"):
         amp.xray(net, [(csr(rng), nd.zeros((BATCH, 2)))], L2Loss())
     with pytest.raises(ValueError, match=r"Received: the sparse variables data, weight"):

@@ -10,6 +10,7 @@ import pytest
 from converting import Net, make
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
+from networks import ready, sequence
 from traces import at_most_traces
 
 
@@ -83,9 +84,7 @@ def test_another_network_does_not_trace_again(x, capsys):
 
 @pytest.mark.parametrize("change", ["child", "convert", "restore", "again", "shared"])
 def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
-    shared = nn.HybridSequential()
-    shared.add(nn.Dense(3, in_units=3), nn.HybridSequential())
-    shared.initialize(mx.init.One())
+    shared = ready(sequence(nn.Dense(3, in_units=3), nn.HybridSequential()), mx.init.One())
     nets = [nn.HybridSequential() for _ in range(2)]
     for net in nets:
         net.add(shared)
@@ -102,8 +101,7 @@ def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
     elif change == "shared":
         amp.restore(shared)
         run(*nets)
-        other = nn.HybridSequential()
-        other.add(shared)
+        other = sequence(shared)
         amp.convert(other, "mixed_bfloat16")
         shared.add(nn.HybridLambda(lambda F, x: x + 1))
     elif change == "again":
@@ -123,12 +121,8 @@ def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
 
 
 def test_traces_do_not_keep_a_network_alive():
-    shared = nn.Dense(3, in_units=3)
-    shared.initialize()
-    amp.convert(shared)
-    outer = nn.HybridSequential()
-    outer.add(shared)
-    amp.convert(outer)
+    shared = amp.convert(ready(nn.Dense(3, in_units=3)))
+    outer = amp.convert(sequence(shared))
     run(outer, shared)
     gone = weakref.ref(outer)
     del outer
@@ -140,8 +134,7 @@ def test_traces_do_not_keep_a_network_alive():
 @pytest.mark.parametrize("cls", [rnn.LSTM, rnn.GRU, rnn.RNN])
 def test_rnn_returns_states_if_it_is_called_with_states(cls, hybridized):
     """MXNet's hybridized layers return what they returned at first."""
-    layer = cls(5, input_size=3)
-    layer.initialize()
+    layer = ready(cls(5, input_size=3))
     x, states = nd.ones((2, 4, 3)), layer.begin_state(4)
     expected, last = layer(x, states)
     amp.convert(layer, "bfloat16")
@@ -173,17 +166,12 @@ class Counted(nn.HybridBlock):
 
 @pytest.mark.parametrize("keep", [(), ".*broadcast_mul.*", amp.ops("broadcast_mul")])
 def test_convert_calls_hybrid_forward_once_at_most(keep):
-    net = nn.HybridSequential()
-    net.add(Counted(), nn.Dense(3), Counted())
-    net.initialize()
-    amp.convert(net, keep=keep)
+    net = amp.convert(ready(sequence(Counted(), nn.Dense(3), Counted())), keep=keep)
     assert [net[0].calls, net[2].calls] == [1, 1]
 
 
 def test_convert_hides_no_error_of_the_users_code():
-    net = nn.HybridSequential()
-    net.add(Counted(ZeroDivisionError("mine")))
-    net.initialize()
+    net = ready(sequence(Counted(ZeroDivisionError("mine"))))
     with pytest.raises(ZeroDivisionError, match="mine"):
         amp.convert(net)
     assert type(net[0]) is Counted

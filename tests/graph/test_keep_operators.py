@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
+from networks import Calling, ready, sequence
 
 
 def attention():
@@ -53,9 +53,7 @@ def test_batched_products_of_a_policy_that_lowers_them():
 
 
 def test_nodes_of_later_traces_and_children():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=4), Calling(lambda F, x: F.tanh(x)))
-    net.initialize()
+    net = ready(sequence(nn.Dense(4, in_units=4), Calling(lambda F, x: F.tanh(x))))
     amp.convert(net, keep=amp.ops("FullyConnected", "tanh"))
     net.add(nn.Dense(2, in_units=4))
     net[2].initialize()
@@ -71,8 +69,7 @@ def test_names_of_mx_np(name):
     policy = amp.Policy("mine", compute="float16", batched="float16")
     mx.npx.set_np()
     try:
-        net = Calling(lambda F, x: F.np.matmul(x, x))
-        amp.convert(net, policy, keep=amp.ops(name))
+        net = amp.convert(Calling(lambda F, x: F.np.matmul(x, x)), policy, keep=amp.ops(name))
         net(mx.np.ones((2, 3, 3)))
         assert types_of(net, "_npi_matmul") == ["float32"]
     finally:
@@ -98,8 +95,7 @@ def test_files_record_kept_operators(runs_before, tmp_path):
     amp.convert(net, keep=amp.ops("FullyConnected"))
     net(x)
     net.save_parameters(f"{tmp_path}/net.params")
-    other = attention()
-    amp.convert(other, like=f"{tmp_path}/net.params")
+    other = amp.convert(attention(), like=f"{tmp_path}/net.params")
     other(x)
     assert types_of(other, "FullyConnected") == ["float32"]
     with pytest.raises(ValueError, match=r"ops\('FullyConnected'\).*does not keep"):
@@ -107,9 +103,8 @@ def test_files_record_kept_operators(runs_before, tmp_path):
 
 
 def test_xray_repeats_kept_operators():
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=4), Calling(lambda F, x: F.exp(x * 30)))
-    net.initialize(mx.init.One())
+    net = ready(sequence(nn.Dense(4, in_units=4), Calling(lambda F, x: F.exp(x * 30))),
+                mx.init.One())
     amp.convert(net, amp.Policy("bare", compute="float16", sensitive="float16"),
                 keep=amp.ops("FullyConnected"))
     view = amp.xray(net, [(nd.ones((2, 4)) / 8, nd.ones((2, 4)))], gluon.loss.L2Loss())

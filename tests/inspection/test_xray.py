@@ -14,7 +14,9 @@ from gluon_amp.tools.cli import main
 from gluon_amp.tools.types import types
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from networks import ready
 from processes import printed
+from trainers import with_trainer
 from xray_networks import (
     LOSS,
     Mean,
@@ -65,8 +67,7 @@ def test_planted_fault_is_first_finding_and_keep_fixes_it(fault):
     (amp.Policy("mine", compute="float16"), "amp.convert(net, policy, keep=[")],
     ids=["float16", "mixed_float16", "mine"])
 def test_keep_line_has_policy(policy, begin):
-    net = images_net(lambda F, x: x * 1e5)
-    net.initialize(mx.init.Xavier())
+    net = ready(images_net(lambda F, x: x * 1e5), mx.init.Xavier())
     assert amp.xray(amp.convert(net, policy), batches(1), LOSS).keep_line.startswith(begin)
 
 
@@ -195,8 +196,7 @@ def test_random_state_includes_all_parallel_generators(copies):
 
 
 def test_xray_with_trainer_trains_and_counts_updates():
-    net = converted()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4})
+    net, trainer = with_trainer(converted(), "sgd", {"learning_rate": 1e-4})
     view = amp.xray(net, batches(3), LOSS, trainer, steps=3)
     assert len(view.losses) == 3
     weights = {w.name: w for w in view.weights}
@@ -331,8 +331,7 @@ def test_command_reports_if_no_loss_scale_fits(tmp_path, capsys):
 
 
 def test_bfloat16_needs_no_loss_scale():
-    net = images_net(None)
-    net.initialize(mx.init.Xavier())
+    net = ready(images_net(None), mx.init.Xavier())
     view = amp.xray(amp.convert(net, "mixed_bfloat16"), batches(1), LOSS)
     assert str(view.window) == "No loss scale is needed: all gradients fit as they are"
     assert "Loss scales that fit: from" in str(amp.xray(converted(), batches(1), LOSS).window)
@@ -411,14 +410,10 @@ def test_command_prints_types_of_network(tmp_path, capsys):
 
 
 def test_types_counts_inputs_and_nodes_in_grammatical_numbers():
-    one = nn.Dense(3, in_units=4, use_bias=False)
-    one.initialize()
-    amp.convert(one, "pure_float16")
+    one = amp.convert(ready(nn.Dense(3, in_units=4, use_bias=False)), "pure_float16")
     one(mx.nd.ones((2, 4)))
     assert str(types(one)).endswith("1 of 1 node below float32; 1 input cast.")
-    two = nn.Dense(3, in_units=4)
-    two.initialize()
-    amp.convert(two, "mixed_float16")
+    two = amp.convert(ready(nn.Dense(3, in_units=4)), "mixed_float16")
     two(mx.nd.ones((2, 4)))
     assert str(types(two)).endswith("1 of 1 node below float32; 3 inputs cast.")
 

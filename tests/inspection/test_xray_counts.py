@@ -14,6 +14,8 @@ from gluon_amp.policy import POLICIES
 from halves import as_function
 from mxnet import autograd, nd
 from mxnet.gluon import nn, rnn
+from networks import ready
+from trainers import recorded
 from xray_networks import images_net, in_a_block
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.numpy]
@@ -31,8 +33,7 @@ def watched(symbol, head=1.0, watch=True, **arrays):
     for value in values.values():
         value.attach_grad()
     read()
-    with autograd.record():
-        output = op(*(values[name] for name in names))
+    output = recorded(lambda: op(*(values[name] for name in names)))
     output.backward(nd.ones_like(output) * head)
     return output.asnumpy(), {n: v.grad.asnumpy() for n, v in values.items()}, read()
 
@@ -122,8 +123,7 @@ def test_reference_is_float32_step(rng):
         values = {name: nd.array(a) for name, a in {**arrays, **statistics}.items()}
         for name in arrays:
             values[name].attach_grad()
-        with autograd.record():
-            output = op(*(values[name] for name in names))
+        output = recorded(lambda: op(*(values[name] for name in names)))
         output.backward()
         return {"": output.asnumpy(), **{n: values[n].grad.asnumpy() for n in arrays},
                 **{n: values[n].asnumpy() for n in statistics}}
@@ -241,8 +241,7 @@ def test_batch_norm_counts_values_before_rounding(shape, rng):
             array.attach_grad()
         types = {name: np.dtype(array.dtype).name for name, array in arrays.items()}
         made = build(Graph.read(norm), types, **how).symbol()
-        with autograd.record():
-            output = as_function(made)(*(arrays[name] for name in made.list_inputs()))
+        output = recorded(lambda: as_function(made)(*(arrays[name] for name in made.list_inputs())))
         output.backward(nd.array(head, dtype=dtype))
         return output.asnumpy(), arrays["x"].grad.asnumpy()
 
@@ -292,9 +291,7 @@ def _network(name):
         "attention": (lambda: networks.SelfAttention(), networks.floats(5, 2, 32)),
         "images": (lambda: images_net(), networks.images(9)),
     }[name]
-    net = make()
-    net.initialize(mx.init.Xavier())
-    amp.convert(net)
+    net = amp.convert(ready(make(), mx.init.Xavier()))
     return net, inputs
 
 

@@ -10,6 +10,7 @@ from gluon_amp.inspection.saved import read
 from gluon_amp.tools.types import types
 from mxnet import nd
 from mxnet.gluon import nn
+from trainers import with_trainer
 from xray_networks import LOSS, calling, check_mended, layers, named
 
 pytestmark = pytest.mark.numpy
@@ -167,8 +168,7 @@ def test_advice_is_given_after_the_trainer_stops():
     def forward(F, x, dense, out):
         h = dense(x) * 2.0 ** 12
         return out(h * h * 2.0 ** -24)
-    net = calling(forward, *layers(8, 4))
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
+    net, trainer = with_trainer(calling(forward, *layers(8, 4)), "sgd", loss_scale="dynamic")
     view = amp.xray(net, batches(6) * 10, LOSS, trainer)
     assert "because the trainer has stopped" in str(view)
     assert len(view.steps) < 20

@@ -3,6 +3,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from modules import prepared
 from mxnet import gluon, nd
 from mxnet import symbol as S
 from mxnet.gluon import nn
@@ -101,10 +102,8 @@ def test_small_parameter_of_module_is_kept_with_its_reader():
     def module(keep):
         x = S.FullyConnected(S.var("data"), num_hidden=16, name="fc1") * 2.0 ** 10
         x = S.SoftmaxOutput(S.FullyConnected(x, num_hidden=4, name="fc2"), name="softmax")
-        made = amp.Module(amp.convert_symbol(x, keep=keep))
-        made.bind([("data", (8, 16))], [("softmax_label", (8,))])
-        mx.random.seed(1)
-        made.init_params(mx.init.Xavier())
+        made = prepared(amp.Module(amp.convert_symbol(x, keep=keep)), (8, 16), (8,),
+                        init=mx.init.Xavier(), seed=1, optimizer=None)
         arguments, others = made.get_params()
         arguments["fc1_weight"] = arguments["fc1_weight"] * 2.0 ** -18
         made.set_params(arguments, others)
