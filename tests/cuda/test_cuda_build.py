@@ -4,6 +4,7 @@ import lzma
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import cuda_files
 import cuda_trees
@@ -129,8 +130,7 @@ def test_command_builds_and_installs(place, capsys):
     assert "sm_90.pack.xz: 3 kernels, all of the wheel" in capsys.readouterr().out
     file = place.folder / "mxnet-cu112-1.9.1-sm_90.pack.xz"
     assert main(["cuda", "install", str(file)]) == 0
-    assert capsys.readouterr().out == \
-        f"{pack.place(90)}: 3 kernels for compute capability 9.0\n"
+    assert f"{pack.place(90)}: 3 kernels" in capsys.readouterr().out
     assert names(pack.place(90)) == [["one", "shared"], [NAME]]
 
 
@@ -292,13 +292,6 @@ def test_memory_is_lent_as_far_as_it_goes():
         assert memory.free == -4000
 
 
-def test_too_little_memory_is_an_error_before_the_first_file(place, monkeypatch):
-    monkeypatch.setattr(build, "available_megabytes", lambda: 500)
-    with pytest.raises(OSError, match=r"largest file needs 801 MB of memory. Available: 500 MB"):
-        place.build()
-    assert place.compiled() == []
-
-
 def test_killed_compiler_is_explained(place):
     place.tools(nvcc="kill -9 $$")
     with pytest.raises(OSError, match=r"probably for lack of memory. Pass fewer jobs: -j 1"):
@@ -310,67 +303,37 @@ def test_available_memory_is_that_of_this_machine():
     assert 0 < build.available_megabytes() <= total
 
 
-def test_full_disk_is_an_error_before_the_first_file(place, monkeypatch):
+def full_disk(place):
     """Only finished parts reduce what is needed, not other files of an earlier build."""
     old = place.folder / "cache" / "kernels-build" / "source-old"
     old.mkdir(parents=True)
     with open(old / "file", "wb") as file:
         file.truncate(10**9)
     usage = shutil.disk_usage(place.folder)
-    monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    with pytest.raises(OSError, match=r"needs 1100 MB of disk space .* Available: 1000 MB"):
-        place.build()
+    place.monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
+
+
+@pytest.mark.parametrize(("prepare", "arguments", "error", "message"), [
+    (lambda place: place.monkeypatch.setattr(build, "available_megabytes", lambda: 500), {},
+     OSError, "largest file needs 801 MB of memory. Available: 500 MB"),
+    (full_disk, {}, OSError, "needs 1100 MB of disk space .* Available: 1000 MB"),
+    (lambda place: None, {"architectures": ["90", "86"]}, ValueError,
+     "--arch must be of 90, 100, 120, ptx. Received: 86"),
+    (lambda place: None, {"output": Path("nowhere")}, FileNotFoundError,
+     "--output must be a writable folder"),
+    (lambda place: place.monkeypatch.setattr(pack, "LIBMXNET", "0" * 64), {}, ValueError,
+     "must be of mxnet-cu112 1.9.1, SHA-256 000"),
+    (lambda place: shutil.rmtree(place.folder / "cache" / "mxnet-cu112"), {}, FileNotFoundError,
+     "pip download .* mxnet-cu112==1.9.1")])
+def test_build_that_cannot_end_is_refused_before_the_first_file(
+        prepare, arguments, error, message, place):
+    prepare(place)
+    with pytest.raises(error, match=message):
+        place.build(*arguments.pop("architectures", ()), **arguments)
     assert place.compiled() == []
-
-
-def test_unknown_architecture_is_refused(place):
-    with pytest.raises(ValueError, match=r"--arch must be of 90, 100, 120, ptx. Received: 86"):
-        place.build("90", "86")
-
-
-def test_missing_output_folder_is_refused_at_once(place):
-    with pytest.raises(FileNotFoundError, match="--output must be a writable folder"):
-        place.build(output=place.folder / "nowhere")
-    assert place.compiled() == []
-
-
-def test_other_wheel_is_refused(place, monkeypatch):
-    monkeypatch.setattr(pack, "LIBMXNET", "0" * 64)
-    with pytest.raises(ValueError, match=r"must be of mxnet-cu112 1.9.1, SHA-256 000"):
-        place.build()
-
-
-def test_missing_wheel_names_the_command(place):
-    shutil.rmtree(place.folder / "cache" / "mxnet-cu112")
-    with pytest.raises(FileNotFoundError, match=r"pip download .* mxnet-cu112==1.9.1"):
-        place.build()
 
 
 # ---- compilers
-
-
-def test_missing_header_is_named(tmp_path):
-    packages = cuda_trees.tools(tmp_path)
-    (packages / "cudnn" / "include" / "cudnn.h").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks cudnn.h: pip install '.\[cuda-build\]' .* "
-                       "new virtual environment"):
-        toolkit.find(packages)
-
-
-def test_other_headers_are_refused(tmp_path):
-    packages = cuda_trees.tools(tmp_path)
-    (packages / "cuda_runtime" / "include" / "cuda_runtime_api.h").write_text(
-        "#define CUDART_VERSION 11070")
-    with pytest.raises(ValueError, match=r"must be of CUDA 11.8 .* Received: 11070"):
-        toolkit.find(packages)
-
-
-def test_missing_compiler_is_named(tmp_path, monkeypatch):
-    packages = cuda_trees.tools(tmp_path)
-    shutil.rmtree(packages / "cu13")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match="needs nvcc 13: pip install"):
-        toolkit.find(packages)
 
 
 def test_compiler_on_path_serves_if_the_package_is_missing(tmp_path, monkeypatch):
@@ -382,10 +345,20 @@ def test_compiler_on_path_serves_if_the_package_is_missing(tmp_path, monkeypatch
     assert toolkit.find(packages).nvcc.path == (tmp_path / "cuda" / "bin" / "nvcc").resolve()
 
 
-def test_older_compiler_is_refused(tmp_path):
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (lambda packages: (packages / "cudnn" / "include" / "cudnn.h").unlink(), FileNotFoundError,
+     r"lacks cudnn.h: pip install '.\[cuda-build\]' .* new virtual environment"),
+    (lambda packages: (packages / "cuda_runtime" / "include" / "cuda_runtime_api.h").write_text(
+        "#define CUDART_VERSION 11070"), ValueError, "must be of CUDA 11.8 .* Received: 11070"),
+    (lambda packages: shutil.rmtree(packages / "cu13"), FileNotFoundError,
+     "needs nvcc 13: pip install"),
+    (lambda packages: cuda_files.compiler(packages / "cu13" / "bin", "nvcc", "12.9.86", ""),
+     ValueError, "needs nvcc 13. Received: .*version 12.9.86")])
+def test_missing_or_other_tools_are_named(change, error, message, tmp_path, monkeypatch):
     packages = cuda_trees.tools(tmp_path)
-    cuda_files.compiler(packages / "cu13" / "bin", "nvcc", "12.9.86", "")
-    with pytest.raises(ValueError, match=r"needs nvcc 13. Received: .*version 12.9.86"):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    change(packages)
+    with pytest.raises(error, match=message):
         toolkit.find(packages)
 
 
