@@ -22,6 +22,7 @@ import pytest
 import recipes
 import train_imagenet
 from gluon_amp.policy import APEX, POLICIES
+from networks import ready
 from PIL import Image
 from processes import printed
 from symbols import get_symbol
@@ -137,8 +138,7 @@ def test_published_gluoncv_commands_are_accepted(command, monkeypatch):
                                "no-wd": False, "gpus": None, "lr": 0.5, "num-epochs": 2})),
     ("flags.yaml", "batch-size: 8\nlr_decay_epoch: [3, 4]\nmixup: true\nno-wd: false\ngpus:\n"
                    "lr: 0.5\nnum-epochs: 2\n")])
-def test_command_line_overrides_flags_from_file(name, text, tmp_path,
-                                                                  monkeypatch):
+def test_command_line_overrides_flags_from_file(name, text, tmp_path, monkeypatch):
     (tmp_path / name).write_text(text)
     parser = parser_of("image_classification", monkeypatch)
     args = parser.parse_args(["--config", str(tmp_path / name), "--lr", "0.25"])
@@ -203,18 +203,6 @@ def test_invalid_flag_is_one_line(script, flags, message, capsys):
     assert message in line
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ("--use-rec", "--use-rec needs --rec-train FILE.rec. Received: --dataset digits"),
-    ("--rec-val a.rec", "digits has its own validation images. Received: --val a.rec"),
-    ("--crop-ratio 0.875 --random-crop --rgb-mean 1", "the images of digits are not preprocessed: "
-     "remove --crop-ratio, --random-crop, --mean"),
-    ("--input-size 64", "the images of digits are not preprocessed: remove --image-size"),
-    ("--rec-train-idx a.idx", "--rec-train-idx is for a .rec file. Received: digits")])
-def test_flag_ignored_by_dataset_is_refused(flags, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
-
-
 def test_missing_dataset_is_named_before_existing_run(monkeypatch, tmp_path):
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     (tmp_path / "last.json").write_text("{}")
@@ -248,6 +236,10 @@ def test_lr_find_uses_training_images():
         assert label.shape == shape
 
 
+def loaders(flags):
+    return images.image_loaders(recipe.parse(flags.split()), recipes.Ranks())
+
+
 def rates(steps, **options):
     schedule = recipes.schedule(0.8, 10, 4, **options)
     return [round(schedule(step), 6) for step in steps]
@@ -255,8 +247,7 @@ def rates(steps, **options):
 
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_last_batch_of_validation_may_be_smaller_than_number_of_devices(count):
-    net = mx.gluon.nn.Dense(3, in_units=2)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = ready(mx.gluon.nn.Dense(3, in_units=2), ctx=[mx.cpu(0), mx.cpu(1)])
     data, label = mx.nd.random.normal(shape=(count, 2)), mx.nd.arange(count) % 3
     loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     results = [recipe.validate(net, [(data, label)], devices, loss_fn)
@@ -294,6 +285,21 @@ def test_schedule_warms_up_and_decays():
      r"--lr-decay-epoch is for --lr-mode step\. Received: --"),
     (lambda: rates([1], mode="cosine", warmup_epochs=4),
      r"below the 4 epochs of the training\. Received: 4"),
+    (lambda: rates([], decay_epochs=[2, 1]), "the rate decays must rise, from 1 on.*: 2, 1"),
+    (lambda: rates([], decay_epochs=[0]), "the rate decays must rise, from 1 on. Received: 0"),
+    (lambda: rates([], warmup_epochs=1, warmup_lr=1.0),
+     "--warmup-lr must be at most --lr 0.8. Received: 1"),
+    (lambda: rates([], warmup_lr=1.0), "--warmup-lr must be at most --lr 0.8. Received: 1"),
+    (lambda: loaders("--use-rec"),
+     "--use-rec needs --rec-train FILE.rec. Received: --dataset digits"),
+    (lambda: loaders("--rec-val a.rec"),
+     "digits has its own validation images. Received: --val a.rec"),
+    (lambda: loaders("--crop-ratio 0.875 --random-crop --rgb-mean 1"),
+     "the images of digits are not preprocessed: remove --crop-ratio, --random-crop, --mean"),
+    (lambda: loaders("--input-size 64"),
+     "the images of digits are not preprocessed: remove --image-size"),
+    (lambda: loaders("--rec-train-idx a.idx"),
+     "--rec-train-idx is for a .rec file. Received: digits"),
     (lambda: images.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
     (lambda: images.zoo_network("resnet18_v1", last_gamma=True),
      "resnet18_v1 does not take all of last_gamma"),
@@ -421,8 +427,7 @@ def contents(folder):
     ("log.jsonl", '{"arguments": {"batch_size": null}}', "log.jsonl is damaged: batch_size and"),
     ("epoch-1.params", None, "epoch-1.params does not exist"),
     ("epoch-1.states", None, "epoch-1.states does not exist")])
-def test_resume_reports_missing_or_damaged_file_and_changes_nothing(name, text, message,
-                                                                             cut):
+def test_resume_reports_missing_or_damaged_file_and_changes_nothing(name, text, message, cut):
     (cut / name).unlink()
     if text is not None:
         (cut / name).write_text(text)
@@ -460,21 +465,9 @@ def test_epoch_counts_as_complete_after_its_best_parameters(tmp_path, monkeypatc
     assert saved == [True]
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"decay_epochs": [2, 1]}, "the rate decays must rise, from 1 on. Received: 2, 1"),
-    ({"decay_epochs": [0]}, "the rate decays must rise, from 1 on. Received: 0"),
-    ({"warmup_epochs": 1, "warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1"),
-    ({"warmup_lr": 1.0}, "--warmup-lr must be at most --lr 0.8. Received: 1")])
-def test_schedule_that_is_impossible_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        recipes.schedule(0.8, 10, 4, **options)
-
-
-def test_resume_without_checkpoint_uses_given_parameters_and_epoch(
-        tmp_path):
+def test_resume_without_checkpoint_uses_given_parameters_and_epoch(tmp_path):
     def network():
-        net = images.small_network(2)
-        net.initialize()
+        net = ready(images.small_network(2))
         net(mx.nd.zeros((1, 1, 8, 8)))
         return net
 
@@ -586,16 +579,28 @@ def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
     ([0.0, 1.0], PNG, "has labels of 2 numbers; a classifier takes one"),
     (1, PNG, None), ([1.0], PNG, None)])
 def test_invalid_record_is_refused_before_training(label, contents, message, tmp_path):
-    path = str(tmp_path / "a.rec")
-    record = mx.recordio.MXRecordIO(path, "w")
-    for of, what in ((0, PNG), (label, contents)):
-        record.write(mx.recordio.pack(mx.recordio.IRHeader(0, of, 0, 0), what))
-    record.close()
+    path = write_records(tmp_path / "a.rec", [(0, PNG), (label, contents)])
     if message is None:
         assert images.check_records(path, 2) == 2
     else:
         with pytest.raises(ValueError, match=f"a.rec {message}"):
             images.check_records(path, 2)
+
+
+def write_records(path, rows):
+    """Writes labels and images into a RecordIO file with an index."""
+    path = str(path)
+    record = mx.recordio.MXIndexedRecordIO(path.replace(".rec", ".idx"), path, "w")
+    for i, (label, image) in enumerate(rows):
+        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, label, i, 0), image))
+    record.close()
+    return path
+
+
+def png(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def write_images(folder, **counts):
@@ -651,12 +656,9 @@ def test_damaged_image_of_a_folder_is_named(tmp_path):
 
 
 def test_label_of_a_record_may_be_an_array_of_one(tmp_path):
-    record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "a.idx"), str(tmp_path / "a.rec"), "w")
-    image = Path(write_images(tmp_path / "images", a=1), "a", "0.png").read_bytes()
-    for i in range(4):
-        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, [i], i, 0), image))
-    record.close()
-    _, _, loader = folder_loaders(str(tmp_path / "a.rec"), str(tmp_path / "a.rec"))
+    image = png(Image.new("RGB", (8, 8)))
+    path = write_records(tmp_path / "a.rec", [([label], image) for label in range(4)])
+    _, _, loader = folder_loaders(path, path)
     (_, label), = loader
     assert label.asnumpy().tolist() == [0, 1, 2, 3]
 
@@ -667,14 +669,8 @@ class Recorded:
     """A RecordIO file of 10 images, and trainings with it."""
 
     def __init__(self, folder):
-        self.folder, self.file = folder, str(folder / "a.rec")
-        record = mx.recordio.MXIndexedRecordIO(str(folder / "a.idx"), self.file, "w")
-        for i in range(10):
-            file = io.BytesIO()
-            Image.new("RGB", (4, 4), (25 * i,) * 3).save(file, "PNG")
-            header = mx.recordio.IRHeader(0, i % 2, i, 0)
-            record.write_idx(i, mx.recordio.pack(header, file.getvalue()))
-        record.close()
+        self.folder, self.file = folder, write_records(folder / "a.rec", [
+            (i % 2, png(Image.new("RGB", (4, 4), (25 * i,) * 3))) for i in range(10)])
 
     def flags(self, *more):
         parser = recipes.Parser("")
@@ -807,10 +803,9 @@ def test_damaged_checkpoint_is_named(recorded):
 
 
 def test_missing_index_is_named(tmp_path):
-    record = mx.recordio.MXRecordIO(str(tmp_path / "a.rec"), "w")
-    record.write(mx.recordio.pack(mx.recordio.IRHeader(0, 1, 0, 0), PNG))
-    record.close()
-    args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--batch-size", "1"])
+    path = write_records(tmp_path / "a.rec", [(1, PNG)])
+    (tmp_path / "a.idx").unlink()
+    args = recipe.parse(["--dataset", path, "--batch-size", "1"])
     with pytest.raises(ValueError, match=r"a.rec needs an index next to it, with the suffix .idx"):
         images.image_loaders(args, recipes.Ranks())
     args.rec_train_idx = "b.idx"
@@ -825,15 +820,9 @@ def test_missing_index_is_named(tmp_path):
 def test_images_of_records_are_normalized_and_keep_their_order(tmp_path):
     rng = np.random.RandomState(0)
     pixels = rng.randint(0, 256, (6, 5, 5, 3)).astype("uint8")
-    record = mx.recordio.MXIndexedRecordIO(str(tmp_path / "a.idx"), str(tmp_path / "a.rec"), "w")
-    for i, image in enumerate(pixels):
-        file = io.BytesIO()
-        Image.fromarray(image).save(file, "PNG")
-        record.write_idx(i, mx.recordio.pack(mx.recordio.IRHeader(0, i, i, 0), file.getvalue()))
-    record.close()
-    args = recipe.parse(["--dataset", str(tmp_path / "a.rec"), "--val", str(tmp_path / "a.rec"),
-                         "--image-size", "5", "--batch-size", "4", "--mean", "0.5,0.4,0.3",
-                         "--std", "0.2"])
+    path = write_records(tmp_path / "a.rec", enumerate(map(png, map(Image.fromarray, pixels))))
+    args = recipe.parse(["--dataset", path, "--val", path, "--image-size", "5", "--batch-size", "4",
+                         "--mean", "0.5,0.4,0.3", "--std", "0.2"])
     _, loader, val_loader = images.image_loaders(args, recipes.Ranks())
     expected = (pixels.transpose(0, 3, 1, 2) / 255
                 - np.float32([0.5, 0.4, 0.3])[:, None, None]) / 0.2

@@ -9,6 +9,7 @@ import networks
 import numpy as np
 import pytest
 from converting import Net, make, step, types
+from modules import prepared
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
@@ -56,8 +57,7 @@ def test_like_applies_policy_and_keep(policy, tmp_path, x):
 
 def test_like_keeps_the_same_nodes(tmp_path):
     data = nd.array(np.arange(10).reshape(2, 5) / 10)
-    net = make(Sharp)
-    amp.convert(net, keep=".*exp0")
+    net = amp.convert(make(Sharp), keep=".*exp0")
     expected = net(data).asnumpy()
     path = saved(net, tmp_path)
     served = amp.convert(Sharp(), like=path)
@@ -125,13 +125,17 @@ def test_plain_files_and_networks_work_as_before(tmp_path, x):
         amp.convert(Net(), like=str(tmp_path / "none.params"))
 
 
+def check_refused(path, message):
+    for use in (lambda: amp.convert(Net(), like=path),
+                lambda: amp.convert(Net()).load_parameters(path)):
+        with pytest.raises(ValueError, match=message):
+            use()
+
+
 def test_record_of_another_file_is_refused(tmp_path):
     path = saved(amp.convert(make()), tmp_path)
     nd.save(path, {name: array * 2 for name, array in nd.load(path).items()})
-    for use in (lambda: amp.convert(Net(), like=path),
-                lambda: amp.convert(Net()).load_parameters(path)):
-        with pytest.raises(ValueError, match=r"its checksum differs.*delete net\.params\.json"):
-            use()
+    check_refused(path, r"its checksum differs.*delete net\.params\.json")
     plain = Net()
     plain.load_parameters(path)  # needs no record
     with pytest.raises(ValueError, match="its checksum differs"):
@@ -227,10 +231,7 @@ def test_damaged_record_is_refused(damage, tmp_path):
     path = saved(amp.convert(make()), tmp_path)
     record = tmp_path / "net.params.json"
     record.write_text(damage(record.read_text()))
-    for use in (lambda: amp.convert(Net(), like=path),
-                lambda: amp.convert(Net()).load_parameters(path)):
-        with pytest.raises(ValueError, match=r"net\.params\.json is no record"):
-            use()
+    check_refused(path, r"net\.params\.json is no record")
 
 
 def test_symbolic_link_has_the_record_of_its_target(tmp_path):
@@ -288,8 +289,7 @@ def test_exported_network_is_converted_like_its_file(policy, tmp_path, x):
     expected = net(x).asnumpy()
     net.export(str(tmp_path / "net"))
     files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    served = gluon.SymbolBlock.imports(*files)
-    amp.convert(served, like=files[2])
+    served = amp.convert(gluon.SymbolBlock.imports(*files), like=files[2])
     assert np.array_equal(served(x).asnumpy(), expected)
     served.export(str(tmp_path / "again"))
     again = gluon.SymbolBlock.imports(str(tmp_path / "again-symbol.json"), ["data"],
@@ -318,10 +318,8 @@ def test_exported_symbol_converted_for_the_symbolic_api_is_compared(tmp_path, x)
 
 
 def module_of(sym):
-    module = amp.Module(sym, context=mx.cpu(), loss_scale="dynamic")
-    module.bind([("data", (4, 5))], [("softmax_label", (4,))])
-    module.init_params()
-    return module
+    return prepared(amp.Module(sym, context=mx.cpu(), loss_scale="dynamic"), (4, 5), (4,),
+                    optimizer=None)
 
 
 def symbol(**how):
