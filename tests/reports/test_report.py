@@ -100,12 +100,11 @@ def test_stopped_and_resumed_runs_are_noted(tmp_path):
         tmp_path, logs.gluoncv([0.5, 0.4], model="a", num_epochs=9),
         logs.gluoncv([0.5], start=4, model="b"),
         logs.gluoncv([0.5, 0.4, 0.3], model="c") + logs.gluoncv([0.3], start=1))
-    assert Page(page.read_text()).texts["li"] == [
-        "No comparison: it needs float32 runs and runs of lower precision, with the same network "
-        "and dataset.",
-        "a: stopped after 2 of 9 epochs.", "b: started after 4 epochs; times count from there.",
-        "c: resumed after 1 epoch", "a: 1 of 1 runs did not finish, and is excluded from "
-        "verdicts."]
+    notes, facts = Page(page.read_text()).texts["li"], [
+        "No comparison", "a: stopped after 2 of 9", "b: started after 4", "c: resumed after 1",
+        "a: 1 of 1 runs did not finish"]
+    assert len(notes) == len(facts)
+    assert all(fact in note for fact, note in zip(facts, notes))
 
 
 @pytest.mark.parametrize(("kwargs", "message"), [

@@ -94,12 +94,9 @@ def test_recipe_differences_precede_any_claim():
     runs = [*seeds("float32", [75, 76]), *seeds("float16", [77, 78], label_smoothing=True, wd=0.2)]
     verdict, = headline(comparisons(*runs), 0.5)
     assert verdict.outcome == "recipes differ"
-    assert verdict.text == (
-        "float16 and float32 have different recipes: no verdict. They differ in: "
-        "wd (0.0001 in float32, 0.2 in float16), "
-        "label_smoothing (not given in float32, True in float16). "
-        "The top-1 accuracy of float16 ends 2.00 points above float32, which is no evidence about "
-        "the type.")
+    for fact in ("no verdict", "wd (0.0001 in float32, 0.2 in float16)",
+                 "label_smoothing (not given in float32, True in float16)", "2.00 points above"):
+        assert fact in verdict.text
 
 
 @pytest.mark.parametrize("arguments", [
@@ -238,8 +235,8 @@ def test_differing_comparisons_come_first_with_expected_chance_count():
         runs += seeds("float32", [70, 70.1, 70.2], wd=wd)
         runs += seeds("float16", [60, 60.2, 60.1] if wd == 6 else [70.1, 70, 70.2], wd=wd)
     first, second, *others = headline(comparisons(*runs), 0.5)
-    assert first.text == ("6 comparisons: 5 the same, 1 different. By chance alone, 0.3 of 6 "
-                          "tests find a difference. The first 5:")
+    for fact in ("5 the same, 1 different", "0.3 of 6", "The first 5:"):
+        assert fact in first.text
     assert (second.outcome, len(others)) == ("different", 4)
 
 
@@ -337,8 +334,7 @@ def test_notes_name_dataset_if_there_are_several():
             for dtype in ("float32", "float16") for seed in range(3)]
     del runs[-1].epochs[1]
     found = groups(runs)
-    assert "faces: float16: 1 of 3 runs did not finish, and is excluded from verdicts." in remarks(
-        found, compare(found))
+    assert any("faces: float16: 1 of 3 runs" in note for note in remarks(found, compare(found)))
 
 
 def test_nonfinite_losses_are_noted(tmp_path):
@@ -347,8 +343,9 @@ def test_nonfinite_losses_are_noted(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [
         {"version": 2, "arguments": {"epochs": 3}}, *ends]))
     run, = read_logs([tmp_path / "log.jsonl"])
-    assert remarks(groups([run]), []) == [
-        f"{run.name}: the loss is not finite in 2 of 3 epochs, first in epoch 2."]
+    note, = remarks(groups([run]), [])
+    assert note.startswith(run.name)
+    assert "2 of 3 epochs, first in epoch 2" in note
 
 
 # ---- statistical tests and intervals against scipy, simulation, and NVIDIA's results
@@ -380,10 +377,10 @@ def test_unpaired_test_matches_scipy():
 
 
 def test_sentence_for_ten_seeds_of_cifar10():
-    assert sentence("float16", "float32", paired(FLOAT16, FLOAT32), 0.5) == (
-        "float16 ends 0.17 points below float32 (95 % interval -1.24 to 0.90, 10 paired seeds, "
-        "p = 0.73): the same within 1.04 points, not shown within 0.5 points (two one-sided "
-        "tests, p = 0.25); 78 paired seeds would show 0.5, were there no difference.")
+    text = sentence("float16", "float32", paired(FLOAT16, FLOAT32), 0.5)
+    for fact in ("0.17 points below", "interval -1.24 to 0.90, 10 paired seeds, p = 0.73",
+                 "same within 1.04", "not shown within 0.5", "p = 0.25", "78 paired seeds"):
+        assert fact in text
 
 
 def test_smallest_margin_is_where_equivalence_begins():
@@ -553,5 +550,5 @@ def test_run_validated_only_by_loss_is_finished(tmp_path):
 def test_run_without_validation_is_not_reported_as_stopped(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
-    assert remarks(groups(read_logs([path])), []) == [
-        "a: 1 of 1 runs was never validated, and is excluded from verdicts."]
+    note, = remarks(groups(read_logs([path])), [])
+    assert "a: 1 of 1 runs was never validated" in note
