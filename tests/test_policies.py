@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gluon_amp.policy import get_policy
 from mxnet import gluon, nd
+from networks import ready
 
 
 def test_policies_are_frozen():
@@ -71,8 +72,7 @@ def test_policy_requires_a_name(name):
 
 
 def test_behaviour_depends_on_roles_and_not_on_the_name():
-    net = gluon.nn.Dense(2, in_units=3)
-    net.initialize()
+    net = ready(gluon.nn.Dense(2, in_units=3))
     amp.convert(net, amp.Policy("any", parameter="float16", compute="float16"))
     assert net.weight.data().dtype == np.float16
     assert net(nd.ones((1, 3))).dtype == np.float32
@@ -82,9 +82,7 @@ def test_tf32_is_float32():
     outputs = []
     for policy in ("float32", "tf32"):
         mx.random.seed(1)
-        net = gluon.nn.Dense(2, in_units=300)
-        net.initialize(mx.init.Normal(1))
-        amp.convert(net, policy)
+        net = amp.convert(ready(gluon.nn.Dense(2, in_units=300), mx.init.Normal(1)), policy)
         assert net.weight.data().dtype == np.float32
         outputs.append(net(nd.arange(300).reshape((1, 300)) / 300).asnumpy())
     assert np.array_equal(*outputs)
@@ -93,8 +91,7 @@ def test_tf32_is_float32():
 @pytest.mark.parametrize("policy", ["mixed_float8", {"name": "mine", "accumulate": "V100"}])
 def test_record_of_a_policy_that_no_longer_exists_is_refused_by_its_name(policy, tmp_path):
     file = str(tmp_path / "net.params")
-    net = amp.convert(gluon.nn.Dense(2, in_units=3), "bfloat16")
-    net.initialize()
+    net = ready(amp.convert(gluon.nn.Dense(2, in_units=3), "bfloat16"))
     net.save_parameters(file)
     record = json.loads((tmp_path / "net.params.json").read_text())
     record["policies"] = {"": policy}

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 POLICIES = ["float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "float32"]
@@ -15,9 +16,8 @@ NORMS = {"batch norm": nn.BatchNorm, "with relu": nn.BatchNormReLU,
 
 def network(policy="float16", norm=nn.BatchNorm, keep=(), devices=1):
     mx.random.seed(0)
-    net = nn.HybridSequential()
-    net.add(norm(in_channels=3), nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4), nn.Dense(2))
-    net.initialize(ctx=[mx.cpu(i) for i in range(devices)])
+    net = ready(sequence(norm(in_channels=3), nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4),
+                         nn.Dense(2)), ctx=[mx.cpu(i) for i in range(devices)])
     net(nd.ones((1, 3, 8, 8)))
     return amp.convert(net, policy, keep=[nn.BatchNorm] if keep else ())
 
@@ -92,9 +92,7 @@ def test_first_batch_may_be_infinite(scale, keep):
 
 def test_overflow_in_float16_leaves_predictions_finite():
     """In a layer before the norm, as in a network that reads data beyond float16."""
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Dense(2))
-    net.initialize()
+    net = ready(sequence(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Dense(2)))
     amp.convert(net)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     x, y = batch()

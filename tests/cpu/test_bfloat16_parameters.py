@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps, generic_code
-from mxnet import autograd, nd
+from mxnet import nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
@@ -29,8 +31,7 @@ LAYERS = {
 
 def layer(make):
     mx.random.seed(5)
-    net = make()
-    net.initialize(mx.init.Normal(0.3))
+    net = ready(make(), mx.init.Normal(0.3))
     if net.bias is not None:  # one that is exact in bfloat16
         net.bias.set_data(nd.array(as_bfloat16(np.linspace(-1, 1, net.bias.shape[0]))))
     return net
@@ -44,8 +45,7 @@ def trained(net, x, head, request="write"):
     for param in params:
         param.grad_req = request
         param.data().grad[:] = int(request == "add")
-    with autograd.record():
-        y = net(x)
+    y = recorded(net, x)
     y.backward(head)
     return [y.asnumpy(), x.grad.asnumpy(), *(param.grad().asnumpy() for param in params)]
 
@@ -96,13 +96,10 @@ def test_layer_uses_updated_parameters(rng):
 
 def test_shared_weight_has_sum_of_gradients(rng):
     first = layer(lambda: nn.Dense(8, in_units=8))
-    net = nn.HybridSequential()
-    net.add(first, nn.Dense(8, in_units=8, params=first.params))
+    net = sequence(first, nn.Dense(8, in_units=8, params=first.params))
     amp.convert(net, "mixed_bfloat16")
     x = nd.array(as_bfloat16(rng.standard_normal((4, 8))))
-    with autograd.record():
-        y = net(x)
-    y.backward()
+    recorded(net, x).backward()
     w, hidden = as_bfloat16(first.weight.data().asnumpy()), first(x).asnumpy()
     ones = np.ones((4, 8), "float32")
     expected = ones.T @ hidden + as_bfloat16(ones @ w).T @ x.asnumpy()

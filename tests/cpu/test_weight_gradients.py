@@ -8,6 +8,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from processes import printed
+from trainers import recorded
 from weight_gradients import TOLERANCE, Case, poison
 
 pytestmark = pytest.mark.sanitize
@@ -68,9 +69,7 @@ def test_network_of_clips_trains(policy):
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
     for _ in range(3):
         poison()
-        with autograd.record():
-            loss = loss_fn(net(x).astype("float32"), y)
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: loss_fn(net(x).astype("float32"), y)))
         assert all(np.abs(p.grad().astype("float32").asnumpy()).max() < 100
                    for p in net.collect_params().values())
         trainer.step(4)

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def features():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"), nn.BatchNormReLU(),
-            gluon.contrib.nn.SyncBatchNorm(num_devices=1))
+    net = sequence(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"), nn.BatchNormReLU(),
+                   gluon.contrib.nn.SyncBatchNorm(num_devices=1))
     return net
 
 
@@ -46,9 +47,7 @@ def values(net):
 def train(net, x, y, steps=3):
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     for _ in range(steps):
-        with autograd.record():
-            loss = LOSS(net(x).astype("float32"), y)
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: LOSS(net(x).astype("float32"), y)))
         assert trainer.step(4)
 
 
@@ -77,8 +76,7 @@ def test_frozen_part_does_not_change(kind, policy, when, data):
         amp.freeze(net.body)
     before = values(net)
     expected = net.body(data[0]).asnumpy()
-    with autograd.record():
-        trained = net.body(data[0])
+    trained = recorded(net.body, data[0])
     np.testing.assert_array_equal(trained.asnumpy(), expected)
     train(net, *data)
     assert_only_head_moved(net, before)
@@ -86,10 +84,8 @@ def test_frozen_part_does_not_change(kind, policy, when, data):
 
 
 def test_whole_network_and_exported_files_are_frozen(data, tmp_path):
-    net = amp.freeze(amp.convert(features()))
-    net.initialize()
-    with autograd.record():
-        expected = net(data[0])
+    net = ready(amp.freeze(amp.convert(features())))
+    expected = recorded(net, data[0])
     net.export(str(tmp_path / "net"))
     loaded = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
                                        str(tmp_path / "net-0000.params"))
@@ -98,9 +94,7 @@ def test_whole_network_and_exported_files_are_frozen(data, tmp_path):
 
 
 def test_gradients_reach_layers_before_a_frozen_one(data):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(3, 1), features(), nn.Dense(2))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Conv2D(3, 1), features(), nn.Dense(2)), mx.init.Xavier())
     net(data[0])
     amp.freeze(amp.convert(net)[1])
     before = values(net)
@@ -147,8 +141,7 @@ class OwnNorm(nn.HybridBlock):
 
 
 def test_own_block_with_averages_is_refused():
-    net = nn.HybridSequential()
-    net.add(nn.BatchNorm(in_channels=3), OwnNorm())
+    net = sequence(nn.BatchNorm(in_channels=3), OwnNorm())
     with pytest.raises(ValueError, match=r"OwnNorm .*_mean, .*_var.*use_global_stats=True"):
         amp.freeze(net)
     assert net[0].gamma.grad_req == "write"
@@ -163,8 +156,7 @@ def test_other_types_are_refused():
 @pytest.mark.parametrize("layers", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["blocks", "symbol"])
 def test_fine_tuning_freezes_first_layers(kind, layers, data):
-    body = features()
-    body.initialize(mx.init.Xavier())
+    body = ready(features(), mx.init.Xavier())
     body(data[0])
     if kind == "symbol":
         whole = mx.sym.FullyConnected(body(mx.sym.var("data")), num_hidden=2)

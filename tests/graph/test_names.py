@@ -6,8 +6,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.graph.graph import Graph
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
+from trainers import recorded
 
 PREFIXES = ("größe_", "层_", "🎉_", "x\x01\b\f\x1f\x7f_", "tab\tline\nend\r_",
             'quote"back\\slash\\u_')
@@ -23,9 +24,7 @@ def test_network_trains_and_its_files_are_loaded(prefix, policy, tmp_path):
     net.initialize()
     amp.convert(net, policy, keep=f"{re.escape(prefix)}dense1")
     trainer = amp.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = (net(x) ** 2).mean()
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: (net(x) ** 2).mean()))
     trainer.step(1)
     net.export(path)
     served = gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from gluon_amp.reports import Log, read_logs
 from mxnet import autograd, gluon, nd
+from networks import ready
 
 ARGS = Namespace(dtype="float16", seed=3)
 
@@ -18,8 +19,7 @@ ARGS = Namespace(dtype="float16", seed=3)
 def train(log, epochs=1, steps=5, loss_scale=128, bad=(), plain=False):
     """A loop of one's own, whose steps in `bad` overflow. Returns the losses and norms."""
     mx.random.seed(1)
-    net = gluon.nn.Dense(2, in_units=4)
-    net.initialize(mx.init.Xavier())
+    net = ready(gluon.nn.Dense(2, in_units=4), mx.init.Xavier())
     if plain:
         trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     else:
@@ -42,8 +42,7 @@ def train(log, epochs=1, steps=5, loss_scale=128, bad=(), plain=False):
 
 
 def trainer_of():
-    net = gluon.nn.Dense(1, in_units=1)
-    net.initialize()
+    net = ready(gluon.nn.Dense(1, in_units=1))
     return amp.Trainer(net.collect_params(), "sgd")
 
 

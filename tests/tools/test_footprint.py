@@ -11,6 +11,8 @@ from gluon_amp.tools.doctor import describe, examine, fit_width
 from gluon_amp.tools.footprint import footprint, load
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from networks import ready
+from trainers import recorded
 
 BATCH = (8, 3, 4, 4)
 
@@ -56,13 +58,10 @@ def test_bytes_of_small_network(policy, parameters, gradients, masters, activati
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_bytes_match_those_of_training(policy):
     expected = costs(net())["bytes"][policy]
-    made = net()
-    made.initialize()
+    made = ready(net())
     amp.convert(made, policy)
     trainer = amp.Trainer(made.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=1)
-    with mx.autograd.record():
-        loss = made(nd.ones(BATCH)).astype("float32").sum()
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: made(nd.ones(BATCH)).astype("float32").sum()))
     trainer.step(8)
     parameters = list(made.collect_params().values())
     assert sum(size(p.data()) for p in parameters) == expected["parameters"]
@@ -139,8 +138,7 @@ def test_report_if_all_layers_fit_tensor_cores(tmp_path):
 
 
 def test_exported_network_has_same_costs(tmp_path):
-    made = gluon.model_zoo.vision.squeezenet1_1(prefix="net_")
-    made.initialize()
+    made = ready(gluon.model_zoo.vision.squeezenet1_1(prefix="net_"))
     made.hybridize()
     made(nd.zeros((1, 3, 224, 224)))
     made.export(str(tmp_path / "net"))

@@ -5,8 +5,11 @@ import numpy as np
 import processes
 import pytest
 from gluon_amp.tools.switch import install
+from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready
+from trainers import recorded
 
 PLACES = [(mx.gluon, "Trainer"), (mx.gluon.trainer, "Trainer"), (mx.mod, "Module"),
           (mx.mod, "BucketingModule"),
@@ -62,17 +65,14 @@ def loss_fn():
 def edited(policy, kind=nn.HybridSequential, numpy=False):
     """What a script computes that is written for gluon_amp."""
     mx.random.seed(1)
-    net = network(kind)
-    net.initialize(mx.init.Xavier())
+    net = ready(network(kind), mx.init.Xavier())
     net.hybridize()
     amp.convert(net, policy)
     scale = "dynamic" if policy == "float16" else None
     trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, loss_scale=scale)
     x, y = data(numpy)
     for _ in range(3):
-        with autograd.record():
-            loss = loss_fn()(net(x), y)
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: loss_fn()(net(x), y)))
         trainer.step(5)
     return values(net), trainer.loss_scale
 
@@ -116,15 +116,13 @@ def test_script_computes_what_an_edited_one_does(policy, prepare, backward, kind
         expected, scale = edited(policy, kind, numpy)
         switch = switched(policy)
         mx.random.seed(1)
-        net = network(kind)
-        net.initialize(mx.init.Xavier())
+        net = ready(network(kind), mx.init.Xavier())
         trainer = prepare(net)
         loss = loss_fn()
         loss.hybridize()
         x, y = data(numpy)
         for _ in range(3):
-            with autograd.record():
-                losses = loss(net(x), y)
+            losses = recorded(lambda: loss(net(x), y))
             backward(losses)
             trainer.step(5)
         assert all(np.array_equal(a, b) for a, b in zip(values(net), expected))
@@ -136,11 +134,8 @@ def test_script_computes_what_an_edited_one_does(policy, prepare, backward, kind
 
 def module_of(symbol):
     x, y = data()
-    module = mx.mod.Module(symbol)
-    module.bind([("data", x.shape)], [("softmax_label", y.shape)])
-    mx.random.seed(1)
-    module.init_params(mx.init.Xavier())
-    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    module = prepared(mx.mod.Module(symbol), x.shape, y.shape, init=mx.init.Xavier(), seed=1,
+                      optimizer={"learning_rate": 0.1})
     for _ in range(3):
         module.forward_backward(mx.io.DataBatch([x], [y]))
         module.update()
@@ -197,8 +192,7 @@ def trained(net=None, hybridized=True):
 
 def loss_of(net):
     x, y = data()
-    with autograd.record():
-        return loss_fn()(net(x), y)
+    return recorded(lambda: loss_fn()(net(x), y))
 
 
 def test_second_trainer_is_refused(switched):
@@ -245,9 +239,7 @@ def test_reads_of_scaled_gradients_are_refused(read, numpy, switched):
         x, y = data(numpy)
         x.attach_grad()
         READS["norm"](net, x)  # before a backward pass
-        with autograd.record():
-            loss = loss_fn()(net(x), y)
-        loss.backward()
+        recorded(lambda: loss_fn()(net(x), y)).backward()
         refused = pytest.raises(RuntimeError, match=r"gradients.*--loss-scale none.*clip_norm=")
         with refused:
             READS[read](net, x)
@@ -295,10 +287,7 @@ def test_custom_loss_of_a_module_needs_no_loss_scale(switched):
                            op_type="square_loss_of_a_script")
 
     def module():
-        module = mx.mod.Module(symbol, label_names=None)
-        module.bind([("data", (5, 6))])
-        module.init_params(mx.init.One())
-        module.init_optimizer()
+        module = prepared(mx.mod.Module(symbol, label_names=None), (5, 6), init=mx.init.One())
         module.forward_backward(mx.io.DataBatch([data()[0]]))
         return module
 
@@ -333,8 +322,7 @@ def test_part_of_a_network_is_named(switched, capsys):
 
 def test_other_networks_stay_float32(switched):
     switched("float16")
-    teacher = network()
-    teacher.initialize()
+    teacher = ready(network())
     teacher.hybridize()
     net, trainer = trained()
     teacher(data()[0])
@@ -348,8 +336,7 @@ def test_backward_without_trainer_is_mxnets(switched):
     switched("float16")
     x = nd.ones(3)
     x.attach_grad()
-    with autograd.record():
-        y = (x * x).sum()
+    y = recorded(lambda: (x * x).sum())
     y.backward(retain_graph=True)
     y.backward()
     assert x.grad.asnumpy().tolist() == [2, 2, 2]

@@ -3,6 +3,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
@@ -46,10 +47,7 @@ def symbol(policy=None):
 
 
 def module_of(sym, **options):
-    module = amp.Module(sym, context=mx.cpu(), **options)
-    module.bind([("data", (8, 5))], [("softmax_label", (8,))])
-    module.init_params()
-    module.init_optimizer()
+    module = prepared(amp.Module(sym, context=mx.cpu(), **options), (8, 5), (8,))
     return module
 
 
@@ -210,10 +208,7 @@ def test_module_in_float32_has_the_bits_of_mxnet():
     parameters = []
     for cls in (amp.Module, mx.mod.Module):
         mx.random.seed(0)
-        module = cls(symbol(), context=mx.cpu())
-        module.bind([("data", (8, 5))], [("softmax_label", (8,))])
-        module.init_params(mx.init.Xavier())
-        module.init_optimizer()
+        module = prepared(cls(symbol(), context=mx.cpu()), (8, 5), (8,), init=mx.init.Xavier())
         for _ in range(3):
             module.forward_backward(BATCH)
             module.update()
@@ -223,9 +218,8 @@ def test_module_in_float32_has_the_bits_of_mxnet():
 
 
 def test_module_that_only_predicts_is_not_decided():
-    module = amp.Module(symbol("float16"), context=mx.cpu())
-    module.bind([("data", (8, 5))], [("softmax_label", (8,))], for_training=False)
-    module.init_params()
+    module = prepared(amp.Module(symbol("float16"), context=mx.cpu()), (8, 5), (8,), optimizer=None,
+                      for_training=False)
     module.forward(BATCH, is_train=False)
     assert module.get_outputs()[0].dtype == np.float32
     assert module.loss_scale == 1

@@ -7,6 +7,8 @@ from gluon_amp.cpu.bfloat16 import is_bfloat16
 from halves import as_bfloat16
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 pytestmark = pytest.mark.isa
 
@@ -15,10 +17,9 @@ LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def network(policy, ctx=None):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(16, 3, in_channels=3), nn.BatchNorm(in_channels=16), nn.Activation("relu"),
-            nn.GlobalAvgPool2D(), nn.Dense(4, in_units=16))
-    net.initialize(mx.init.Xavier(), ctx=ctx)
+    net = ready(sequence(nn.Conv2D(16, 3, in_channels=3), nn.BatchNorm(in_channels=16),
+                         nn.Activation("relu"), nn.GlobalAvgPool2D(), nn.Dense(4, in_units=16)),
+                mx.init.Xavier(), ctx=ctx)
     amp.convert(net, policy)
     net.hybridize(static_alloc=True, static_shape=True)
     return net
@@ -41,8 +42,7 @@ def test_network_learns_without_loss_scale(policy, name, rng):
     trainer = amp.Trainer(net.collect_params(), name, {"learning_rate": 0.02})
     losses = []
     for _ in range(30):
-        with autograd.record():
-            loss = LOSS(net(data), label)
+        loss = recorded(lambda: LOSS(net(data), label))
         trainer.backward(loss)
         assert trainer.step(16) is not False
         losses.append(loss.mean().asscalar())
@@ -68,14 +68,12 @@ def test_two_devices_have_same_weights(policy, rng):
 
 def test_gradients_of_two_devices_are_summed_in_float32():
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.One(), ctx=devices)
+    net = ready(nn.Dense(1, in_units=2, use_bias=False), mx.init.One(), ctx=devices)
     amp.convert(net, "bfloat16")
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
     numbers = [np.float32([[1, 3]]), np.float32([[2.0 ** -8, 2.0 ** -7]])]
-    with autograd.record():
-        losses = [net(nd.array(x, ctx=d)).sum() for x, d in zip(numbers, devices)]
-    trainer.backward(losses)
+    trainer.backward(recorded(
+        lambda: [net(nd.array(x, ctx=d)).sum() for x, d in zip(numbers, devices)]))
     trainer.step(1)
     expected = as_bfloat16(1 - as_bfloat16(numbers[0] + numbers[1]))
     assert np.array_equal(net.weight.data(devices[0]).asnumpy(), expected)
@@ -107,8 +105,7 @@ def test_xray_reports_that_any_loss_scale_fits(policy, rng):
 def test_parameters_of_another_type_are_cast_on_use(roles, rng):
     net, (data, label) = network(amp.Policy("mine", **roles)), batch(rng)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
-    with autograd.record():
-        loss = LOSS(net(data), label)
+    loss = recorded(lambda: LOSS(net(data), label))
     trainer.backward(loss)
     trainer.step(16)
     assert np.isfinite(loss.asnumpy()).all()

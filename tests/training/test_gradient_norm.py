@@ -3,8 +3,11 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 SIZE = 8
 KINDS = {
@@ -28,9 +31,8 @@ def batch(size=SIZE):
 def start(kind, devices=DEVICES[0], **more):
     policy, settings = KINDS[kind]
     mx.random.seed(1)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(6, in_units=4, activation="tanh"), nn.Dense(2, in_units=6))
-    net.initialize(mx.init.Xavier(), ctx=devices)
+    net = ready(sequence(nn.Dense(6, in_units=4, activation="tanh"), nn.Dense(2, in_units=6)),
+                mx.init.Xavier(), ctx=devices)
     amp.convert(net, policy)
     return net, amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1},
                             **{**settings, **more})
@@ -44,9 +46,7 @@ def losses(net, factor=1.0):
 def stepped():
     """A float32 network and its Trainer after a step."""
     net, trainer = start("float32")
-    with autograd.record():
-        loss = losses(net)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net))
     trainer.step(SIZE)
     return net, trainer
 
@@ -54,9 +54,7 @@ def stepped():
 def reference():
     """The norm of the mean gradient, in float32 by MXNet alone."""
     net, _ = start("float32")
-    with autograd.record():
-        loss = losses(net)
-    autograd.backward(loss)
+    autograd.backward(recorded(losses, net))
     return np.sqrt(sum((p.grad().asnumpy().astype("float64") ** 2).sum()
                        for p in net.collect_params().values())) / SIZE
 
@@ -66,9 +64,7 @@ def reference():
 def test_norm_is_unscaled_averaged_and_not_clipped(kind, devices):
     net, trainer = start(kind, devices)
     assert trainer.gradient_norm is None
-    with autograd.record():
-        loss = losses(net)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net))
     trainer.step(SIZE)
     assert trainer.gradient_norm == pytest.approx(reference(), rel=1e-4 if "32" in kind else 2e-2)
     assert trainer.gradient_norm == trainer.gradient_norm
@@ -77,15 +73,13 @@ def test_norm_is_unscaled_averaged_and_not_clipped(kind, devices):
 @pytest.mark.parametrize("kind", ["float16", "float32"])
 def test_norm_of_a_step_by_hand(kind):
     net, trainer = start(kind)
-    with autograd.record():
-        loss = losses(net)
+    loss = recorded(losses, net)
     trainer.backward(loss)
     trainer.allreduce_grads()
     norm = trainer.clip_norm(1e-3, SIZE)
     trainer.update(SIZE)
     assert trainer.gradient_norm == norm
-    with autograd.record():
-        loss = losses(net)
+    loss = recorded(losses, net)
     trainer.backward(loss)
     for arrays in trainer.unscale().values():
         arrays[0][:] *= 3
@@ -96,9 +90,7 @@ def test_norm_of_a_step_by_hand(kind):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_norm_of_a_skipped_step_is_not_finite(value):
     net, trainer = start("float16")
-    with autograd.record():
-        loss = losses(net, value)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net, value))
     assert not trainer.step(SIZE)
     assert not np.isfinite(trainer.gradient_norm)
 
@@ -107,9 +99,7 @@ def test_norm_of_accumulated_gradients():
     net, trainer = start("float16")
     net.collect_params().setattr("grad_req", "add")
     for _ in range(2):
-        with autograd.record():
-            loss = losses(net)
-        trainer.backward(loss)
+        trainer.backward(recorded(losses, net))
     trainer.step(2 * SIZE)
     net.collect_params().zero_grad()
     assert trainer.gradient_norm == pytest.approx(reference(), rel=2e-2)
@@ -119,13 +109,11 @@ def test_norm_of_accumulated_gradients():
 def test_overwritten_gradients_without_a_scale_are_refused(overwrite):
     net, trainer = start("float32")
     for _ in range(2):
-        with autograd.record():
-            loss = losses(net)
+        loss = recorded(losses, net)
         trainer.backward(loss)
         trainer.step(SIZE)
     if overwrite == "backward":
-        with autograd.record():
-            loss = losses(net)
+        loss = recorded(losses, net)
         trainer.backward(loss)
     else:
         for p in net.collect_params().values():
@@ -145,9 +133,8 @@ def test_norm_that_was_read_stays():
 
 def test_stale_gradients_do_not_count():
     net, trainer = stepped()
-    with autograd.record():
-        loss = net[1](mx.nd.ones((2, 6)) if not mx.util.is_np_array() else mx.np.ones((2, 6)))
-    trainer.backward(loss)
+    trainer.backward(recorded(
+        lambda: net[1](mx.nd.ones((2, 6)) if not mx.util.is_np_array() else mx.np.ones((2, 6)))))
     trainer.step(1, ignore_stale_grad=True)
     norm = trainer.gradient_norm
     expected = np.sqrt(sum((p.grad().asnumpy() ** 2).sum() for p in net[1].params.values()))
@@ -159,9 +146,7 @@ def test_reading_is_the_only_synchronization(monkeypatch):
     read = []
     monkeypatch.setattr("gluon_amp.cpu.arrays.Squares.read", lambda sums: (
         read.append(len(sums.arrays)) or np.ones(len(sums.arrays))))
-    with autograd.record():
-        loss = losses(net)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net))
     trainer.step(SIZE)
     assert read == []
     assert trainer.gradient_norm == 2 / SIZE
@@ -173,9 +158,8 @@ def test_reading_is_the_only_synchronization(monkeypatch):
 def test_norm_of_a_module(loss_scale):
     out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
     symbol = mx.sym.MakeLoss((out ** 2).sum(axis=1))
-    module = amp.Module(symbol, label_names=None, context=mx.cpu(), loss_scale=loss_scale)
-    module.bind([("data", (SIZE, 4))])
-    module.init_params(mx.init.Xavier())
+    module = prepared(amp.Module(symbol, label_names=None, context=mx.cpu(), loss_scale=loss_scale),
+                      (SIZE, 4), init=mx.init.Xavier(), optimizer=None)
     module.init_optimizer(kvstore=None, optimizer_params={"rescale_grad": 1 / SIZE})
     assert module.gradient_norm is None
     module.forward(mx.io.DataBatch([batch()]), is_train=True)

@@ -5,9 +5,11 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.cpu import library
+from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
+from networks import Calling, ready
+from trainers import recorded, with_trainer
 
 SOFTMAX = "so the loss scale: SoftmaxOutput"
 CUSTOM = "so the loss scale: Custom"
@@ -70,8 +72,7 @@ def dense(units=3):
 
 
 def network(function, kind, *layers):
-    net = Calling(function, *layers)
-    net.initialize(mx.init.Xavier())
+    net = ready(Calling(function, *layers), mx.init.Xavier())
     net(nd.ones((4, 3)))
     if kind == "float16":
         amp.convert(net)
@@ -83,9 +84,7 @@ def network(function, kind, *layers):
 def step(net, parameters=None, loss_scale=64, loss_fn=lambda out: out.astype("float32").sum()):
     """Makes one step, and returns whether it updated."""
     trainer = amp.Trainer(parameters or net.collect_params(), "sgd", loss_scale=loss_scale)
-    with autograd.record():
-        loss = loss_fn(net(nd.ones((4, 3))))
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: loss_fn(net(nd.ones((4, 3))))))
     return trainer.step(4)
 
 
@@ -108,9 +107,7 @@ def test_custom_operator_that_declares_its_incoming_gradient_is_trusted(op_type,
 
 
 def test_another_custom_operator_is_checked_after_one_that_is_no_head():
-    net = nn.Dense(3, in_units=3)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    net, trainer = with_trainer(ready(nn.Dense(3, in_units=3)), "sgd", loss_scale=64)
     for op_type in ("half_square", "half_square_head"):
         with autograd.record():
             loss = nd.Custom(net(nd.ones((4, 3))), op_type=op_type)
@@ -181,22 +178,19 @@ def test_function_is_trusted():
         def backward(self, gradient):
             return self.saved_tensors[0]
 
-    net = nn.Dense(3, in_units=3)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=3))
     assert step(net, loss_fn=lambda out: Regularized()(out).sum())
 
 
 def test_head_of_zeros_is_refused():
-    net = nn.Dense(3, in_units=3)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=3))
     with pytest.raises(ValueError, match="so the loss scale: MakeLoss"):
         step(net, loss_fn=lambda out: out.sum() + nd.MakeLoss(out * 0).sum())
     assert step(net, loss_fn=lambda out: out.sum() + nd.MakeLoss(nd.BlockGrad(out)).sum() * 0)
 
 
 def test_head_whose_gradient_is_scaled_is_accepted():
-    net = nn.Dense(3, in_units=3)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=3))
     assert step(net, loss_fn=lambda out: nd.SoftmaxOutput(out, nd.zeros(4), out_grad=True))
 
 
@@ -210,10 +204,8 @@ def test_heads_of_plain_graphs_are_refused_without_engine(monkeypatch):
 
 
 def module(symbol, loss_scale):
-    made = amp.Module(symbol, label_names=None, loss_scale=loss_scale)
-    made.bind([("data", (4, 3))], for_training=True)
-    made.init_params(mx.init.Xavier())
-    made.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    made = prepared(amp.Module(symbol, label_names=None, loss_scale=loss_scale), (4, 3),
+                    init=mx.init.Xavier(), optimizer={"learning_rate": 0.1}, for_training=True)
     return made
 
 
@@ -306,9 +298,7 @@ class ByArgument(HalfSquareProp):
 
 
 def test_custom_operator_is_checked_for_each_argument():
-    net = nn.Dense(3, in_units=3)
-    net.initialize()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    net, trainer = with_trainer(ready(nn.Dense(3, in_units=3)), "sgd", loss_scale=64)
 
     def loss(head):
         with autograd.record():
@@ -327,8 +317,7 @@ def test_operators_of_a_freed_graph_have_other_numbers():
     numbers = set()
     for _ in range(50):
         op = mx.nd.CachedOp(mx.sym.exp(mx.sym.exp(mx.sym.square(mx.sym.var("x")))))
-        with autograd.record():
-            y = op(x)
+        y = recorded(op, x)
         numbers.add(library.graph_operators([y]))
         with autograd.record():
             assert library.graph_operators([op(x)]) in numbers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from processes import printed
-from trainers import One, make, ones, recorded, values
+from trainers import One, make, ones, recorded, values, with_trainer
 
 THREADS = 3
 
@@ -75,8 +75,7 @@ RATE = {"learning_rate": 2.0 ** 10}
 def test_one_thread_steps_after_the_backward_pass_of_another(loss_scale, how, call):
     """GluonCV's `Parallel` runs the first backward pass in the main thread, later ones in another,
     and each step in the main thread."""
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", RATE, loss_scale=loss_scale)
+    net, trainer = with_trainer(One(), "sgd", RATE, loss_scale=loss_scale)
     with ThreadPoolExecutor(1) as pool:
         for done in range(3):
             if done:
@@ -93,8 +92,7 @@ def test_one_thread_steps_after_the_backward_pass_of_another(loss_scale, how, ca
 @pytest.mark.parametrize("loss_scale", [None, 64, "dynamic"])
 def test_each_device_has_a_thread_for_its_backward_pass(loss_scale, how):
     devices, together = [mx.cpu(0), mx.cpu(1)], threading.Barrier(2, timeout=60)
-    net = One(devices=devices)
-    trainer = amp.Trainer(net.collect_params(), "sgd", RATE, loss_scale=loss_scale)
+    net, trainer = with_trainer(One(devices=devices), "sgd", RATE, loss_scale=loss_scale)
 
     def work(i):
         together.wait()
@@ -125,8 +123,7 @@ def test_two_threads_with_the_same_trainers_do_not_block_each_other():
 
 def test_call_that_waits_too_long_for_another_thread_is_an_error(monkeypatch):
     monkeypatch.setattr("gluon_amp.training.gradients._LONGEST", 0.01)
-    net = One()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
+    net, trainer = with_trainer(One(), "sgd", loss_scale=64)
     loss = recorded(net, ones(), ones())
     with ThreadPoolExecutor(1) as pool, autograd.record(), amp.scale_loss(loss, trainer) as scaled:
         with pytest.raises(RuntimeError, match=r"step\(\) waited 0.01 seconds for another thread"):
