@@ -5,6 +5,7 @@ import onnx
 import onnxruntime
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
+from trainers import recorded
 
 
 def run(model, data):
@@ -87,7 +88,5 @@ def settle(net, data):
         if isinstance(block, mx.gluon.nn.BatchNorm):
             block._kwargs["momentum"] = 0.5
     net.apply(forget)
-    with mx.autograd.record():
-        made = net(data)
-    made.backward()  # in which MXNet updates them
+    recorded(net, data).backward()
     mx.nd.waitall()

@@ -13,7 +13,9 @@ from gluon_amp.cpu.arrays import dtype_name
 from gluon_amp.tools.types import types
 from mxnet import autograd, gluon, np, npx
 from mxnet.gluon import nn, rnn
+from networks import ready, sequence
 from numpy_networks import Bert, Transformer
+from trainers import recorded, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -58,8 +60,7 @@ def convolutional(policy, x):
 
 
 def step(net, trainer, x, y):
-    with autograd.record():
-        loss = LOSS(net(x), y)
+    loss = recorded(lambda: LOSS(net(x), y))
     trainer.backward(loss)
     assert trainer.step(len(y))
     return loss.mean().item()
@@ -138,9 +139,7 @@ def test_casts_and_copies_between_types():
 def test_casts_are_differentiated():
     x = np.array([1.0, 2.0])
     x.attach_grad()
-    with autograd.record():
-        y = (x.astype("bfloat16") * 3).astype("float32").sum()
-    y.backward()
+    recorded(lambda: (x.astype("bfloat16") * 3).astype("float32").sum()).backward()
     assert x.grad.tolist() == [3, 3]
 
 
@@ -209,8 +208,7 @@ def test_exported_features_are_part_of_a_network(policy, batch, tmp_path):
     convolutional(policy, batch[0]).export(str(tmp_path / "net"))
     features = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
                                          str(tmp_path / "net-0000.params"))
-    whole = nn.HybridSequential()
-    whole.add(features, nn.Dense(4))
+    whole = sequence(features, nn.Dense(4))
     whole[1].initialize(mx.init.Xavier())
     expected = whole(batch[0]).asnumpy()
     amp.convert(whole, policy)
@@ -251,17 +249,13 @@ def test_symbol_block_of_several_inputs_and_outputs_is_part_of_a_network():
 def test_no_deprecated_methods_of_arrays_are_called(policy, tmp_path):
     """Layers of MXNet whose own code calls none."""
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = nn.Dense(4, in_units=3)
-    net.initialize(ctx=devices)
-    amp.convert(net, policy)
+    net = amp.convert(ready(nn.Dense(4, in_units=3), ctx=devices), policy)
     given = [(np.ones((2, 3), ctx=device), np.zeros(2, ctx=device)) for device in devices]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copied = copy.deepcopy(net)
         trainer = amp.Trainer(net.collect_params(), "adam")
-        with autograd.record():
-            losses = [LOSS(net(x), y) for x, y in given]
-        trainer.backward(losses)
+        trainer.backward(recorded(lambda: [LOSS(net(x), y) for x, y in given]))
         assert trainer.step(4)
         net.save_parameters(str(tmp_path / "net.params"))
         trainer.save_states(str(tmp_path / "trainer.states"))
@@ -272,8 +266,7 @@ def test_no_deprecated_methods_of_arrays_are_called(policy, tmp_path):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_own_code_may_mix_weights_and_gradients_with_float32_arrays(policy):
-    net = nn.Dense(4, in_units=3)
-    net.initialize(mx.init.Normal(1))
+    net = ready(nn.Dense(4, in_units=3), mx.init.Normal(1))
     x, y = np.ones((2, 3)), np.zeros((2, 4))
     average = net.weight.data().copy()
     amp.convert(net, policy)
@@ -284,9 +277,8 @@ def test_own_code_may_mix_weights_and_gradients_with_float32_arrays(policy):
     average += net.weight.data()
     onp.testing.assert_allclose(average.asnumpy(), kept + weight, rtol=1e-6)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=4)
-    with autograd.record():
-        loss = gluon.loss.L2Loss()(net(x), y).sum() * 0 + (net.weight.data() ** 2).sum()
-    trainer.backward(loss)
+    trainer.backward(recorded(
+        lambda: gluon.loss.L2Loss()(net(x), y).sum() * 0 + (net.weight.data() ** 2).sum()))
     total = np.zeros(1) + (net.weight.grad() ** 2).sum()
     onp.testing.assert_allclose(total.asnumpy(), ((8 * weight) ** 2).sum(), rtol=0.02)
     assert trainer.step(1)
@@ -301,8 +293,7 @@ def trained(net, loss_of, steps):
     trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
     losses = []
     for _ in range(steps):
-        with autograd.record():
-            loss = loss_of(net).astype("float32")
+        loss = recorded(lambda: loss_of(net).astype("float32"))
         trainer.backward(loss)
         trainer.step(1)
         losses.append(float(loss))
@@ -320,8 +311,7 @@ def test_bert_trains(how, rng):
         loss = LOSS(masked.reshape(-1, 30), words, weights).sum() / (weights.sum() + 1e-8)
         return loss + LOSS(order, np.array([0, 1, 1, 0])).mean()
 
-    net = Bert(30)
-    net.initialize(mx.init.Xavier())
+    net = ready(Bert(30), mx.init.Xavier())
     if how == "cast":
         net.cast("bfloat16")
     else:
@@ -335,8 +325,7 @@ def test_transformer_trains_and_translates(policy, rng):
     source = np.array(rng.integers(2, 12, (6, 7)), dtype="float32")
     target = np.concatenate((np.ones((6, 1)), source[:, :-1]), axis=1)
     lengths = np.array([7, 5, 7, 6, 7, 4])
-    net = amp.convert(Transformer(12), policy)
-    net.initialize(mx.init.Xavier())
+    net = ready(amp.convert(Transformer(12), policy), mx.init.Xavier())
     losses = trained(net, lambda net: LOSS(net(source, lengths, target), source).mean(), 40)
     assert losses[-1] < losses[0] / 3
     assert len(net.translate(source[:1], lengths[:1], np.ones((1, 1)), 7)) == 7
@@ -435,10 +424,8 @@ def test_every_tool_takes_every_kind_of_network_and_data(data, kind, policy, rng
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", "mixed_bfloat16"])
 def test_empty_arrays_are_predicted(policy, hybridized):
     """MXNet's layers do not train on them, in float32 either."""
-    net = nn.HybridSequential()
-    net.add(nn.Dense(6, in_units=5), nn.HybridLambda(lambda F, x: F.np.tanh(x) * 2),
-            nn.LayerNorm(in_channels=6), nn.Dense(3, in_units=6))
-    net.initialize()
+    net = ready(sequence(nn.Dense(6, in_units=5), nn.HybridLambda(lambda F, x: F.np.tanh(x) * 2),
+                         nn.LayerNorm(in_channels=6), nn.Dense(3, in_units=6)))
     if hybridized:
         net.hybridize()
     amp.convert(net, policy)
@@ -450,9 +437,8 @@ def test_empty_arrays_are_predicted(policy, hybridized):
 @pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layer", [rnn.LSTM, rnn.GRU, rnn.RNN])
 def test_recurrent_layers_in_graphs_begin_with_zeros(layer, policy, tmp_path):
-    net = nn.HybridSequential()
-    net.add(layer(8, 2, bidirectional=True), nn.Dense(3, flatten=False))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(layer(8, 2, bidirectional=True), nn.Dense(3, flatten=False)),
+                mx.init.Xavier())
     x = np.random.normal(size=(5, 2, 6))
     expected = net(x).asnumpy()
     net.hybridize()
@@ -464,12 +450,8 @@ def test_recurrent_layers_in_graphs_begin_with_zeros(layer, policy, tmp_path):
 
 def test_states_of_other_mode_are_refused_by_its_name(tmp_path):
     def made(arrays):
-        net = nn.Dense(2, in_units=3)
-        net.initialize()
-        trainer = amp.Trainer(net.collect_params(), "adam")
-        with autograd.record():
-            loss = net(arrays.ones((1, 3))).sum()
-        trainer.backward(loss)
+        net, trainer = with_trainer(ready(nn.Dense(2, in_units=3)), "adam")
+        trainer.backward(recorded(lambda: net(arrays.ones((1, 3))).sum()))
         trainer.step(1)
         return trainer
 

@@ -7,8 +7,10 @@ from halves import as_bfloat16, bfloat16_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
+from networks import ready, sequence
+from trainers import recorded
 
 pytestmark = [pytest.mark.isa, pytest.mark.vectorized]
 
@@ -127,8 +129,7 @@ def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
     0.0054 of the norm and 0.0063 of the largest element."""
     make, shape = LAYERS[name]
     mx.random.seed(3)
-    net = make()
-    net.initialize(mx.init.Normal(0.3))
+    net = ready(make(), mx.init.Normal(0.3))
     if hybridized:
         net.hybridize(static_alloc=True, static_shape=True)
     x = rng.standard_normal(shape) if shape else np.array([1, 5, 1, 0])
@@ -139,8 +140,7 @@ def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
             dtype if shape else "float32")
         if shape:
             data.attach_grad()
-        with autograd.record():
-            out = net(data)
+        out = recorded(net, data)
         assert is_bfloat16(out.dtype) == (dtype == "bfloat16")
         if head is None:
             head = rng.standard_normal(out.shape)
@@ -155,8 +155,7 @@ def test_cast_layer_runs_forward_and_backward(name, hybridized, rng):
 
 
 def test_batch_norm_keeps_float32_parameters():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(4, 1, in_channels=2), nn.BatchNorm(in_channels=4))
+    net = sequence(nn.Conv2D(4, 1, in_channels=2), nn.BatchNorm(in_channels=4))
     net.cast("bfloat16")
     assert is_bfloat16(net[0].weight.dtype)
     assert {p.dtype for p in net[1].collect_params().values()} == {"float32"}
@@ -170,8 +169,7 @@ def test_batch_norm_keeps_float32_parameters():
 def test_dropout_scales_kept_values():
     x = nd.ones((100, 100), dtype="bfloat16")
     x.attach_grad()
-    with autograd.record():
-        y = nd.Dropout(x, p=0.5)
+    y = recorded(lambda: nd.Dropout(x, p=0.5))
     y.backward(nd.ones((100, 100), dtype="bfloat16"))
     assert set(np.unique(y.asnumpy())) == {0, 2}
     assert np.array_equal(x.grad.asnumpy(), y.asnumpy())
@@ -190,13 +188,10 @@ def test_mxnet_update_rounds_weights_once(name):
 
 
 def test_zero_grad_zeroes_bfloat16_gradients():
-    net = nn.Dense(3, in_units=2)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=2))
     net.cast("bfloat16")
     net.collect_params().setattr("grad_req", "add")
-    with autograd.record():
-        loss = net(low(np.ones((1, 2)))).sum()
-    loss.backward()
+    recorded(lambda: net(low(np.ones((1, 2)))).sum()).backward()
     gradients = [p.grad() for p in net.collect_params().values()]
     assert all((gradient.asnumpy() == 1).all() for gradient in gradients)
     net.collect_params().zero_grad()

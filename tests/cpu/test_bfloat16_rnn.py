@@ -4,6 +4,8 @@ import pytest
 from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps
 from mxnet import autograd, nd
+from networks import ready, sequence
+from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
@@ -132,8 +134,7 @@ def test_repeated_and_partial_gradients(mode, rng):
     for wanted in (values, values[1:2], values[:1]):
         for value in values:
             value.attach_grad("write" if any(value is w for w in wanted) else "null")
-        with autograd.record():
-            y = call_of(mode, 2, 2, states=False)(*values)
+        y = recorded(lambda: call_of(mode, 2, 2, states=False)(*values))
         for retain in (True, False):
             y.backward(retain_graph=retain)
             found.append([w.grad.asnumpy() for w in wanted])
@@ -146,20 +147,17 @@ def test_repeated_and_partial_gradients(mode, rng):
 @pytest.mark.parametrize("flags", [{}, {"static_alloc": True, "static_shape": True}])
 def test_results_can_overwrite_inputs(flags, rng):
     """Static graphs plan memory so: inputs must not change before they are read."""
-    block = mx.gluon.nn.HybridSequential()
-    block.add(*(mx.gluon.rnn.GRU(UNITS, 2, input_size=UNITS) for _ in range(2)))
-    block.initialize(mx.init.Uniform(0.3))
+    block = ready(sequence(*(mx.gluon.rnn.GRU(UNITS, 2, input_size=UNITS) for _ in range(2))),
+                  mx.init.Uniform(0.3))
     block.cast("bfloat16")
     x = nd.array(rng.standard_normal((TIME, BATCH, UNITS))).astype("bfloat16")
     x.attach_grad()
-    with autograd.record():
-        y = block(x * 1)
+    y = recorded(lambda: block(x * 1))
     y.backward()
     expected = [y.asnumpy(), x.grad.asnumpy()]
     block.hybridize(**flags)
     for _ in range(2):
-        with autograd.record():
-            y = block(x * 1)
+        y = recorded(lambda: block(x * 1))
         y.backward()
         assert all(np.array_equal(a, b.asnumpy()) for a, b in zip(expected, (y, x.grad)))
 

@@ -8,6 +8,7 @@ from gluon_amp.cpu import library
 from halves import assert_half, halves
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
@@ -21,8 +22,7 @@ def array(values):
 def backward(call, x, *head):
     """The result of a call with x, after a backward pass."""
     x.attach_grad()
-    with autograd.record():
-        out = call(x)
+    out = recorded(call, x)
     out.backward(*head)
     return out
 
@@ -38,8 +38,7 @@ def test_numpy_operators_accept_float16(rng):
                   mx.np.tensordot(x, y, axes=1)):
         assert_half(found.asnumpy(), exact, 1)
     x.attach_grad()
-    with autograd.record():
-        out = mx.npx.softmax(mx.np.dot(x, y))
+    out = recorded(lambda: mx.npx.softmax(mx.np.dot(x, y)))
     out.backward(mx.np.ones_like(out))
     assert x.grad.dtype == F16
     assert_half(mx.np.exp(x).asnumpy(), np.exp(a.astype(F32)), 1)
@@ -179,9 +178,7 @@ def test_gradients_accumulate(rng):
     x = array(a)
     x.attach_grad("add")
     for _ in range(2):
-        with autograd.record():
-            out = nd.relu(x) + x + x * 2
-        out.backward()
+        recorded(lambda: nd.relu(x) + x + x * 2).backward()
     assert_half(x.grad.asnumpy(), 2 * (3 + (a > 0)))
 
 

@@ -12,7 +12,8 @@ from gluon_amp.graph.operators import OPERATORS
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import contrib, nn, rnn
 from mxnet.operator import get_operator_arguments
-from networks import Calling, unrolled
+from networks import Calling, ready, unrolled
+from trainers import recorded
 
 
 def between(block, last):
@@ -103,8 +104,7 @@ def gradients(name, policy, keep=()):
     # MXNet's float32 PReLU overwrites the output gradient before it reads it for the gradient of
     # the slope, unless the user gives the output gradient.
     exact = policy == "float32"
-    net = between(make(), last=exact)
-    net.initialize(mx.init.Normal(0.5))
+    net = ready(between(make(), last=exact), mx.init.Normal(0.5))
     x = nd.array(rng.integers(0, 9, shape) * 2) if shape == WORDS else rounded(rng, shape)
     with autograd.pause():
         head = rounded(rng, net(x).shape)
@@ -115,9 +115,7 @@ def gradients(name, policy, keep=()):
         x = x.astype("float16")  # so that all operators run in it
     if shape != WORDS:
         x.attach_grad()
-    with autograd.record():
-        out = net(x)
-    out.backward(head * 2 if exact else head)
+    recorded(net, x).backward(head * 2 if exact else head)
     found = [p.grad().asnumpy().astype(np.float32) for p in net.collect_params().values()
              if p.grad_req != "null"]
     if shape != WORDS:

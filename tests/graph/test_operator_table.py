@@ -14,6 +14,7 @@ from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.policy import get_policy
 from mxnet import gluon, nd
+from networks import ready, sequence
 
 sym = mx.sym
 ALL = {name for name in mx.operator.get_all_registered_operators()
@@ -231,8 +232,7 @@ def test_constant_parameter_beyond_float16_keeps_its_value(value, apply, policy)
             return apply(F, F.relu(x), constant)
 
     x = nd.array([[1, 2], [3, 4]])
-    net = Net()
-    net.initialize()
+    net = ready(Net())
     expected = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net, policy)(x.astype("float16")).asnumpy(), expected,
                                rtol=1e-4)
@@ -301,10 +301,8 @@ def test_values_made_finite_in_float32_stay_finite_after_cast(write, policy):
         return net(mx.np.array([[np.inf], [-np.inf], [2]])).astype("float32").asnumpy().ravel()
 
     limits = [65504, -65504, 2]
-    dense = gluon.nn.Dense(1, use_bias=False, flatten=False)
-    dense.initialize(mx.init.One())
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.HybridLambda(write), dense)
+    dense = ready(gluon.nn.Dense(1, use_bias=False, flatten=False), mx.init.One())
+    net = sequence(gluon.nn.HybridLambda(write), dense)
     assert numbers(amp.convert(net, policy)).tolist() == limits
     if policy == "pure_float16":
         assert numbers(calling(write, policy)).tolist() == limits

@@ -7,7 +7,7 @@ import pytest
 from gluon_amp.inspection.session import Session
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
-from networks import Calling
+from networks import Calling, ready
 from xray_networks import LOSS, calling, check_mended, layers, named, rows
 
 pytestmark = pytest.mark.numpy
@@ -179,8 +179,7 @@ def grows_behind_a_reshape(F, x, inner):
 
 def made(fault, kind, keep=()):
     mx.random.seed(1)
-    net = Rounds(fault, kind)
-    net.initialize(mx.init.Xavier())
+    net = ready(Rounds(fault, kind), mx.init.Xavier())
     net.hybridize()
     net(rows()[0][0])
     return amp.convert(net, keep=keep)
@@ -205,8 +204,7 @@ def test_nodes_after_infinity_in_loop_are_not_blamed():
         def hybrid_forward(self, F, x):
             return super().hybrid_forward(F, (x * F.ones_like(x) * 4e5).reshape((8, 6)))
     mx.random.seed(1)
-    net = Net(lambda F, x, inner: x * 2 + inner(x), "foreach")
-    net.initialize(mx.init.Xavier())
+    net = ready(Net(lambda F, x, inner: x * 2 + inner(x), "foreach"), mx.init.Xavier())
     view = amp.xray(amp.convert(net), rows(), LOSS)
     assert [finding.node for finding in view.findings] == [named("net__mulscalar0")]
 

@@ -14,6 +14,7 @@ from gluon_amp.onnx.operators import ROWS
 from images import zoo_network
 from mxnet import gluon, nd, sym
 from mxnet.gluon import nn
+from networks import ready, sequence
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -280,8 +281,7 @@ NETWORKS = SMALL + LARGE * bool(os.environ.get("GLUON_AMP_ONNX"))
 def classifier(name):
     size = 32 if name.startswith("cifar") else 64
     mx.random.seed(1)
-    net = zoo_network(name, classes=10)
-    net.initialize(mx.init.Xavier(magnitude=2))
+    net = ready(zoo_network(name, classes=10), mx.init.Xavier(magnitude=2))
     data = nd.random.uniform(shape=(2, 3, size, size))
     settle(net, data)
     return net, data
@@ -317,10 +317,8 @@ def test_converted_and_unconverted_networks_give_same_file(tmp_path):
 
 
 def test_lstm_with_embedding_is_exported(tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Embedding(20, 6), gluon.rnn.LSTM(8, num_layers=2, bidirectional=True),
-            nn.Dense(20, flatten=False))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Embedding(20, 6), gluon.rnn.LSTM(8, num_layers=2, bidirectional=True),
+                         nn.Dense(20, flatten=False)), mx.init.Xavier())
     ids = nd.array(np.arange(10).reshape(5, 2))
     expected = net(ids).asnumpy()
     file = str(tmp_path / "words.onnx")
@@ -336,9 +334,7 @@ def test_lstm_with_embedding_is_exported(tmp_path):
 
 
 def test_kept_layers_are_float32_in_file(tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), nn.Dense(4, in_units=4))
-    net.initialize()
+    net = ready(sequence(nn.Dense(4, in_units=3), nn.Dense(4, in_units=4)))
     amp.convert(net, keep=[net[1]])
     file = str(tmp_path / "net.onnx")
     amp.export_onnx(net, file, (2, 3))
@@ -434,9 +430,8 @@ def test_network_for_any_batch_size(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_initial_lstm_states_fit_any_batch_size(dtype, tmp_path):
-    net = nn.HybridSequential()
-    net.add(gluon.rnn.LSTM(8, num_layers=2, bidirectional=True), nn.Dense(5, flatten=False))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(gluon.rnn.LSTM(8, num_layers=2, bidirectional=True),
+                         nn.Dense(5, flatten=False)), mx.init.Xavier())
     net(nd.ones((5, 2, 3)))
     file = str(tmp_path / "net.onnx")
     amp.export_onnx(net, file, (5, None, 3), dtype)
@@ -545,9 +540,7 @@ def test_calibration_result_is_valid_keep_argument(tmp_path):
 
 
 def test_large_inputs_are_kept_and_ids_are_ignored_by_calibration(tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Embedding(70_000, 4), nn.Dense(2))
-    net.initialize()
+    net = ready(sequence(nn.Embedding(70_000, 4), nn.Dense(2)))
     ids = nd.array([[1, 69_999]])
     net(ids)
     assert amp.export_onnx(net, str(tmp_path / "a.onnx"), (1, 2), calibration=[ids]) == []
@@ -608,9 +601,7 @@ def test_unsupported_operators_are_refused_and_no_file_is_left(symbol, said, tmp
 def test_numpy_mode_networks_are_exported_or_refused_by_name(tmp_path):
     mx.npx.set_np()
     try:
-        net = nn.HybridSequential()
-        net.add(nn.Dense(8, activation="relu"), nn.Dense(3))
-        net.initialize()
+        net = ready(sequence(nn.Dense(8, activation="relu"), nn.Dense(3)))
         data = mx.np.random.normal(size=(4, 5))
         net(data)
         expected = amp.convert(net)(data).asnumpy()
@@ -680,8 +671,7 @@ def test_tensor_with_wrong_shape_or_type_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shapes", [(4,), (4, 7), (None, 7)])
 def test_shapes_of_another_network_are_refused(shapes, tmp_path):
-    net = nn.Dense(3, in_units=5)
-    net.initialize()
+    net = ready(nn.Dense(3, in_units=5))
     net(nd.ones((2, 5)))
     with pytest.raises(ValueError, match=r"dense.*Shape inconsistent"):
         amp.export_onnx(net, str(tmp_path / "net.onnx"), shapes)

@@ -15,6 +15,8 @@ from gluon_amp.reports import read_logs
 from gluon_amp.reports.compare import compare, groups
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from networks import ready
+from trainers import recorded
 from training_logs import ERRORS, RECIPE, SAME_FOLDER, numbered, read_text, top1
 
 SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
@@ -233,15 +235,12 @@ def test_other_file_is_refused_with_its_first_odd_line(text, message, tmp_path):
 
 
 def test_file_of_a_monitor_is_refused_with_its_command(tmp_path):
-    net = mx.gluon.nn.Dense(2, in_units=2)
-    net.initialize()
+    net = ready(mx.gluon.nn.Dense(2, in_units=2))
     net.hybridize()
     trainer = amp.Trainer(net.collect_params(), "sgd")
     path = str(tmp_path / "log.jsonl")
     with amp.Monitor(net, trainer, path, interval=1) as monitor:
-        with mx.autograd.record():
-            loss = net(mx.nd.ones((1, 2)))
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(mx.nd.ones((1, 2)))))
         trainer.step(1)
         monitor.step()
     command = re.escape(f"gluon-amp xray {path}")

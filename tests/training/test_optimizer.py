@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from halves import halves
 from mxnet import autograd, gluon, nd
+from networks import ready, sequence
+from trainers import recorded
 
 NAMES = sorted(mx.optimizer.Optimizer.opt_registry)
 ALL = [*((name, {}) for name in NAMES),
@@ -155,8 +157,7 @@ def half_rate(base):
 def test_subclass_with_its_own_update_gets_one_weight_at_a_time(policy, base):
     ends = []
     for optimizer in (half_rate(base)(learning_rate=0.5), amp.optimizer("sgd", learning_rate=0.25)):
-        net = gluon.nn.HybridSequential()
-        net.add(gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(2, in_units=3))
+        net = sequence(gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(2, in_units=3))
         mx.random.seed(3)
         net.initialize(mx.init.Normal(1))
         amp.convert(net, policy)
@@ -222,8 +223,7 @@ WRITES = {
 
 
 def parameter(value, dtype, **kwargs):
-    made = gluon.Parameter("weight", shape=value.shape, dtype=dtype, **kwargs)
-    made.initialize()
+    made = ready(gluon.Parameter("weight", shape=value.shape, dtype=dtype, **kwargs))
     made.set_data(nd.array(value, dtype=dtype))
     return made
 
@@ -231,9 +231,7 @@ def parameter(value, dtype, **kwargs):
 def step(trainer, grad):
     """One step of a Trainer with one parameter and this gradient."""
     (param,) = trainer._params
-    with autograd.record():
-        loss = (param.data() * nd.array(grad, dtype=param.dtype)).sum()
-    loss.backward()
+    recorded(lambda: (param.data() * nd.array(grad, dtype=param.dtype)).sum()).backward()
     trainer.step(1)
 
 
@@ -288,8 +286,7 @@ def test_writes_survive_a_step_unlike_with_mxnet_master_weights(name, make, expe
 
 def test_step_after_load_parameters_starts_from_loaded_values(tmp_path, rng):
     file, x = str(tmp_path / "net.params"), nd.array(rng.standard_normal((8, 3)))
-    net = amp.convert(gluon.nn.Dense(4, in_units=3))
-    net.initialize(mx.init.Normal(1))
+    net = ready(amp.convert(gluon.nn.Dense(4, in_units=3)), mx.init.Normal(1))
     net.save_parameters(file)
     start = net.weight.data().asnumpy()
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.25))
@@ -297,9 +294,7 @@ def test_step_after_load_parameters_starts_from_loaded_values(tmp_path, rng):
         if moment == 3:
             assert (net.weight.data().asnumpy() != start).all()
             net.load_parameters(file)
-        with autograd.record():
-            loss = (net(x) ** 2).mean()
-        loss.backward()
+        recorded(lambda: (net(x) ** 2).mean()).backward()
         trainer.step(1)
     expected = start - net.weight.grad().asnumpy().astype(np.float32) * 0.25
     np.testing.assert_array_equal(net.weight.data().asnumpy(), expected.astype(np.float16))
@@ -420,14 +415,11 @@ def test_optimizer_keeps_its_class():
 @pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16"])
 def test_adamax_keeps_weights_whose_gradients_are_zero(policy):
     """MXNet's divides 0 by 0."""
-    net = gluon.nn.Dense(1, in_units=3, use_bias=False)
-    net.initialize(mx.init.One())
+    net = ready(gluon.nn.Dense(1, in_units=3, use_bias=False), mx.init.One())
     amp.convert(net, policy)
     trainer = amp.Trainer(net.collect_params(), "adamax", {"learning_rate": 0.125})
     for expected in ([1, 0.875, 1], [1, 0.75, 1]):
-        with autograd.record():
-            loss = net(mx.nd.array([[0, 1, 0]]))
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(mx.nd.array([[0, 1, 0]]))))
         assert trainer.step(1)
         np.testing.assert_allclose(net.weight.data().asnumpy()[0].astype("float32"), expected,
                                    rtol=0.01)
