@@ -6,6 +6,8 @@ import pytest
 from gluon_amp.parallel import average_statistics, consistency
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 
 def network(layers=2, in_units=4):
@@ -22,9 +24,7 @@ def trainer_for(net, store, loss_scale=256.0):
 
 
 def backward(net, trainer, rng):
-    with autograd.record():
-        loss = net(nd.array(rng.standard_normal((4, 4)))).square().sum()
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: net(nd.array(rng.standard_normal((4, 4)))).square().sum()))
 
 
 def weights(trainer):
@@ -85,8 +85,7 @@ def starts_at_scale(store, rank, initial, settled, by_hand):
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     rng = np.random.default_rng(rank)
     if by_hand:
-        with autograd.record():
-            loss = net(nd.array(rng.standard_normal((4, 4)))).square().sum()
+        loss = recorded(lambda: net(nd.array(rng.standard_normal((4, 4)))).square().sum())
         with amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
     else:
@@ -102,8 +101,7 @@ def synchronizes_before_backward(store, rank, loss_scale):
     mx.random.seed(rank)
     net = network(in_units=0)
     trainer = trainer_for(net, store, loss_scale=loss_scale)
-    with autograd.record():
-        loss = net(nd.ones((4, 4))).square().sum()
+    loss = recorded(lambda: net(nd.ones((4, 4))).square().sum())
     trainer.check_ranks()
     trainer.backward(loss)
     told = [trainer.step(8)]
@@ -130,9 +128,8 @@ def has_nan_loss(store, rank, loss_scale):
     net = network()
     trainer = trainer_for(net, store, loss_scale=loss_scale)
     for i in range(16):
-        with autograd.record():
-            loss = net(nd.ones((4, 4))).square().sum() * (np.nan if rank else 1)
-        trainer.backward(loss)
+        trainer.backward(recorded(
+            lambda: net(nd.ones((4, 4))).square().sum() * (np.nan if rank else 1)))
         if i < 15:
             trainer.step(8)
     with pytest.raises(amp.LossScaleError, match="16 steps skipped in a row: the loss itself"):
@@ -164,8 +161,7 @@ def has_two_trainers(store, rank):
 def trains_without_scale(store, rank):
     """Float32 weights before the first step; check_ranks passes after it."""
     mx.random.seed(rank)
-    net = nn.Dense(4, in_units=4)
-    net.initialize()
+    net = ready(nn.Dense(4, in_units=4))
     trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, loss_scale=None)
     before = weights(trainer)
     backward(net, trainer, np.random.default_rng(rank))
@@ -233,8 +229,7 @@ def updates_on_servers(store, rank):
     """Weights of ranks with different seeds before and after updates on servers; a second Trainer
     is refused."""
     mx.random.seed(rank)
-    net = nn.Dense(4, in_units=4)
-    net.initialize()
+    net = ready(nn.Dense(4, in_units=4))
     trainer = amp.Trainer(net.collect_params(), "sgd", kvstore=store, loss_scale=None,
                           update_on_kvstore=True)
     held = weights(trainer)
@@ -307,8 +302,7 @@ def module_changes_alone(store, rank):
 def accumulates(store, rank, ranks, devices=1, passes=1, steps=3):
     """Each rank trains on its part of each batch, split over devices and backward passes."""
     mx.random.seed(3)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(8, in_units=4, activation="relu"), nn.Dense(4, in_units=8))
+    net = sequence(nn.Dense(8, in_units=4, activation="relu"), nn.Dense(4, in_units=8))
     contexts = [mx.cpu(i) for i in range(devices)]
     net.initialize(mx.init.Xavier(), ctx=contexts)
     amp.convert(net)

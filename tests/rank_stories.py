@@ -13,6 +13,8 @@ from arrays import numbers
 from gluon_amp.parallel import average_statistics, consistency
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
+from trainers import recorded
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -47,9 +49,7 @@ def trainer_for(net, store, **kwargs):
 
 
 def backward(net, trainer, x, y):
-    with autograd.record():
-        loss = LOSS(net(nd.array(x)), nd.array(y))
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: LOSS(net(nd.array(x)), nd.array(y))))
 
 
 def step(net, trainer, rng, ranks=2):
@@ -59,10 +59,8 @@ def step(net, trainer, rng, ranks=2):
 
 def predicts_before_training(store, rank):
     """After prediction, oneDNN stores weights and gradients in its own blocked layout."""
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(32, 3, padding=1, in_channels=16), nn.Conv2D(32, 3, padding=1),
-            nn.GlobalAvgPool2D(), nn.Dense(5))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Conv2D(32, 3, padding=1, in_channels=16), nn.Conv2D(32, 3, padding=1),
+                         nn.GlobalAvgPool2D(), nn.Dense(5)), mx.init.Xavier())
     net.hybridize(static_alloc=True, static_shape=True)
     x = nd.random.normal(shape=(4, 16, 16, 16))
     net(x)
@@ -92,16 +90,13 @@ class Squared(autograd.Function):
 def counts_passes(store, rank):
     """Backward passes and updates of a moving average in ten steps."""
     mx.random.seed(rank)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(4, in_units=3), nn.BatchNorm(momentum=0.5, in_channels=4))
-    net.initialize(mx.init.Constant(1))
+    net = ready(sequence(nn.Dense(4, in_units=3), nn.BatchNorm(momentum=0.5, in_channels=4)),
+                mx.init.Constant(1))
     amp.convert(net)
     trainer = trainer_for(net, store)
     Squared.passes, seen = 0, []
     for _ in range(10):
-        with autograd.record():
-            loss = Squared()(net(nd.ones((2, 3)) * rank)).sum()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: Squared()(net(nd.ones((2, 3)) * rank)).sum()))
         trainer.step(4)
         seen.append((Squared.passes, float(net[1].running_mean.data()[0].asscalar())))
     return seen
@@ -258,8 +253,7 @@ def averages_statistics(store, rank, symbol=False):
     net = network()
     if symbol:
         x = mx.sym.var("data")
-        net = gluon.SymbolBlock(net(x), x)
-        net.initialize()
+        net = ready(gluon.SymbolBlock(net(x), x))
         amp.convert(net)(nd.zeros((1, 3, 8, 8)))
     trainer = trainer_for(net, store)
     step(net, trainer, np.random.default_rng(rank))
@@ -286,15 +280,11 @@ def module_averages_statistics(store, rank):
 
 def counts_bytes(store, rank):
     """Bytes that a rank receives for the gradients of a step, 200,100 numbers."""
-    net = nn.Dense(100, in_units=2000)
-    net.initialize()
-    amp.convert(net)
+    net = amp.convert(ready(nn.Dense(100, in_units=2000)))
     trainer = trainer_for(net, store, loss_scale=1.0)
 
     def step():
-        with autograd.record():
-            loss = net(nd.ones((1, 2000))).sum()
-        trainer.backward(loss)
+        trainer.backward(recorded(lambda: net(nd.ones((1, 2000))).sum()))
         trainer.step(2)
         nd.waitall()
 
@@ -308,8 +298,7 @@ def counts_bytes(store, rank):
 def times_steps(store, rank, dtype, ranks, steps):
     """Median seconds of a step of ResNet-18, and bytes that a rank receives in it."""
     mx.random.seed(1)
-    net = gluon.model_zoo.vision.resnet18_v1(classes=10)
-    net.initialize()
+    net = ready(gluon.model_zoo.vision.resnet18_v1(classes=10))
     if dtype == "float16":
         amp.convert(net)
     net.hybridize(static_alloc=True, static_shape=True)
@@ -361,9 +350,8 @@ def becomes_infinite(store, rank, loss_scale):
 def trains_on_its_part(store, rank, ranks, steps=20):
     """Each rank trains on its part of each batch; one process trains on all of it."""
     mx.random.seed(3)
-    net = nn.HybridSequential()
-    net.add(nn.Dense(16, in_units=12, activation="relu"), nn.Dense(5, in_units=16))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Dense(16, in_units=12, activation="relu"), nn.Dense(5, in_units=16)),
+                mx.init.Xavier())
     amp.convert(net)
     trainer = trainer_for(net, store, loss_scale=2.0 ** 8, clip_norm=1.0)
     rng = np.random.default_rng(0)
@@ -380,13 +368,9 @@ def trains_on_its_part(store, rank, ranks, steps=20):
 
 def sum_overflows(store, rank, gradient):
     """Gradients whose sum may overflow, at a scale of 1: whether they updated, and the weight."""
-    net = nn.Dense(1, in_units=2, use_bias=False)
-    net.initialize(mx.init.Zero())
-    amp.convert(net)
+    net = amp.convert(ready(nn.Dense(1, in_units=2, use_bias=False), mx.init.Zero()))
     trainer = trainer_for(net, store, loss_scale=1.0)
-    with autograd.record():
-        loss = net(nd.full((1, 2), gradient)).sum()
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: net(nd.full((1, 2), gradient)).sum()))
     return trainer.step(40000), net.weight.data().asnumpy().tolist()
 
 

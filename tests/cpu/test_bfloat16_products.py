@@ -12,6 +12,7 @@ from halves import as_bfloat16, bfloat16_ulps, generic_code
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from processes import printed, run
+from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
 
@@ -83,8 +84,7 @@ def made(call, arrays, request, rng):
     for value in values:
         value.attach_grad(request)
         value.grad[:] = int(request == "add")
-    with autograd.record():
-        out = call(*values)
+    out = recorded(call, *values)
     out.backward(nd.array(rng.standard_normal(out.shape)).astype("bfloat16"))
     return [out.asnumpy(), *(value.grad.asnumpy() for value in values)]
 
@@ -183,8 +183,7 @@ def test_matrix_products(name, a, b, request_, rng):
 def test_gradient_of_bias_alone(call, shapes, places, rng):
     x, w, b = (nd.array(rng.standard_normal(s)).astype("bfloat16") for s in shapes)
     b.attach_grad()
-    with autograd.record():
-        y = call(x, w, b)
+    y = recorded(call, x, w, b)
     y.backward(nd.ones(y.shape).astype("bfloat16"))
     assert b.grad.asnumpy().tolist() == [places] * 16
 
@@ -213,8 +212,7 @@ def test_result_can_overwrite_input(make, policy, rng):
         if convert:
             amp.convert(net, policy)
         net.hybridize(static_alloc=True, static_shape=True)
-        with autograd.record():
-            y = net(x)
+        y = recorded(net, x)
         y.backward()
         found.append([y.asnumpy(), net(x).asnumpy(), x.grad.asnumpy()])
     for exact, ours in zip(*found):

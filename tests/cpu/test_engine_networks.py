@@ -15,7 +15,9 @@ from halves import as_function, assert_half, run
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 from mxnet_alone import MXNET_ALONE
+from networks import ready, sequence
 from processes import printed
+from trainers import recorded
 
 pytestmark = pytest.mark.isa
 
@@ -40,10 +42,9 @@ class Residual(gluon.HybridBlock):
 
 
 def plain():
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(8, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"), nn.MaxPool2D(),
-            nn.Conv2D(12, 3), nn.LeakyReLU(0.1), nn.GlobalAvgPool2D(), nn.Dropout(0.3),
-            nn.Dense(4))
+    net = sequence(nn.Conv2D(8, 3, padding=1), nn.BatchNorm(), nn.Activation("relu"),
+                   nn.MaxPool2D(), nn.Conv2D(12, 3), nn.LeakyReLU(0.1), nn.GlobalAvgPool2D(),
+                   nn.Dropout(0.3), nn.Dense(4))
     return net
 
 
@@ -66,9 +67,7 @@ def converted(name, rng=None, **flags):
     make, inputs, policy = NETS[name]
     mx.random.seed(1)
     np.random.seed(1)
-    net = make()
-    net.initialize(mx.init.Xavier())
-    amp.convert(net, policy)
+    net = amp.convert(ready(make(), mx.init.Xavier()), policy)
     net.hybridize(**flags)
     inputs = inputs(rng or np.random.default_rng(7))
     net(*inputs)
@@ -85,8 +84,7 @@ def trained(name, request, flags):
     found = []
     for step in range(3):
         mx.random.seed(step)
-        with autograd.record():
-            out = net(*inputs)
+        out = recorded(net, *inputs)
         head = nd.array(np.random.default_rng(step).standard_normal(out.shape), dtype=out.dtype)
         found.append(out.asnumpy())
         for retain in (True, False):
@@ -124,8 +122,7 @@ def test_autograd_grad_matches_backward(rng):
     weight = net.stem.weight
     results = []
     for step in range(2):
-        with autograd.record():
-            loss = (net(*inputs) ** 2).sum()
+        loss = recorded(lambda: (net(*inputs) ** 2).sum())
         if step == 0:
             results.append(autograd.grad(loss, [inputs[0], weight.data()]))
         else:
@@ -215,8 +212,7 @@ def test_two_threads_can_call_one_network(rng):
 
 
 def trained_on(net, x):
-    with autograd.record():
-        return net(x)
+    return recorded(net, x)
 
 
 @pytest.mark.parametrize("other", [trained_on, lambda net, x: net(x.astype("float16"))],

@@ -20,6 +20,7 @@ from test_engine_own_code import (
     moved,
     outcome,
 )
+from trainers import recorded
 
 pytestmark = pytest.mark.isa
 
@@ -194,8 +195,7 @@ def test_deconvolution_to_one_channel_has_gradients():
         net.initialize()
         net.weight.set_data(w)
         x.attach_grad()
-        with mx.autograd.record():
-            y = net(x)
+        y = recorded(net, x)
         y.backward(mx.nd.array(np.repeat(head, channels, 1), dtype=y.dtype))
         return x.grad.asnumpy(), net.weight.grad().asnumpy()[:, :1]
 
@@ -208,8 +208,7 @@ def test_cropping_with_pad_is_a_slice(dtype):
     """Of float32 arrays, MXNet leaves parts of this gradient unwritten."""
     x = mx.nd.arange(2 * 3 * 4 * 6).reshape((2, 3, 4, 6)).astype(dtype)
     x.attach_grad()
-    with mx.autograd.record():
-        cropped = mx.nd.pad(x, mode="constant", pad_width=(0, 0, 0, 0, -1, 0, -2, -1))
+    cropped = recorded(lambda: mx.nd.pad(x, mode="constant", pad_width=(0, 0, 0, 0, -1, 0, -2, -1)))
     cropped.backward()
     assert np.array_equal(cropped.astype("float32").asnumpy(),
                           x[:, :, 1:, 2:5].astype("float32").asnumpy())
@@ -229,8 +228,7 @@ def test_slice_axis_begins_at_any_integer(begin):
     size = 2 ** 24 + 40
     x = mx.nd.tile(mx.nd.arange(64, dtype="float16"), (size // 64 + 1,))[:size]
     x.attach_grad()
-    with mx.autograd.record():
-        some = mx.nd.slice_axis(x, axis=0, begin=begin, end=begin + 5)
+    some = recorded(lambda: mx.nd.slice_axis(x, axis=0, begin=begin, end=begin + 5))
     some.backward()
     assert some.asnumpy().tolist() == [3, 4, 5, 6, 7]
     assert np.flatnonzero(x.grad.asnumpy()).tolist() == list(range(2 ** 24 + 3, 2 ** 24 + 8))

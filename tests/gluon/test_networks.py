@@ -12,7 +12,9 @@ from gluon_amp.policy import Policy
 from images import zoo_network
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import ready, sequence
 from traces import at_most_traces
+from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.long]
 
@@ -48,8 +50,7 @@ def both(make, inputs, policy="float16", **kwargs):
     for name in ("float32", policy):
         mx.random.seed(1)
         np.random.seed(1)
-        net = make()
-        net.initialize(mx.init.Xavier(), force_reinit=False)
+        net = ready(make(), mx.init.Xavier(), force_reinit=False)
         if name != "float32":
             assert amp.convert(net, name) is net
         else:
@@ -97,9 +98,7 @@ FAR = {"inceptionv3": 3e-3}
 def test_unrounded_graph_matches_float32(name, rng):
     make, inputs = ALL[name]
     inputs = inputs(rng)
-    net = make()
-    net.initialize(mx.init.Xavier())
-    amp.convert(net, Policy("not rounded", parameter="float16"))
+    net = amp.convert(ready(make(), mx.init.Xavier()), Policy("not rounded", parameter="float16"))
     net(*inputs)  # initialization draws random numbers
     results = []
     for ours in (True, False):
@@ -124,8 +123,7 @@ def test_unrounded_graph_matches_float32(name, rng):
 
 def test_cond_runs_the_chosen_branch(rng):
     x = networks.floats(3, 4)(rng)[0]
-    net = networks.Cond()
-    net.initialize()
+    net = ready(networks.Cond())
     net.hybridize()
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, rtol=5e-3, atol=1e-3)
@@ -163,9 +161,7 @@ def test_symbol_block_trains_as_in_float32(tmp_path, rng):
 
 def test_two_devices_share_the_batch(rng):
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = networks.zoo("resnet18_v1")()
-    net.initialize(mx.init.Xavier(), ctx=devices)
-    amp.convert(net)
+    net = amp.convert(ready(networks.zoo("resnet18_v1")(), mx.init.Xavier(), ctx=devices))
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.01))
     data = gluon.utils.split_and_load(networks.images(32, 8)(rng)[0], devices)
     for _ in range(2):
@@ -180,8 +176,7 @@ def test_two_devices_share_the_batch(rng):
 
 
 def test_input_can_change_shape_and_type(rng):
-    net = amp.convert(networks.zoo("resnet18_v1")())
-    net.initialize()
+    net = ready(amp.convert(networks.zoo("resnet18_v1")()))
     small, large = (nd.array(rng.standard_normal((2, 3, px, px))) for px in (32, 64))
     for x in (small, large, small):
         assert net(x).shape == (2, 10)
@@ -192,13 +187,11 @@ def test_input_can_change_shape_and_type(rng):
 
 def test_training_and_prediction_modes_differ_as_in_float32(rng):
     x = networks.images(16, 8)(rng)[0]
-    net = amp.convert(networks.Plain())
-    net.initialize()
+    net = ready(amp.convert(networks.Plain()))
     norm = net.body[1]
     predicted = net(x).asnumpy()
     assert not norm.running_mean.data().asnumpy().any()
-    with autograd.record():
-        trained = net(x).asnumpy()
+    trained = recorded(lambda: net(x).asnumpy())
     assert norm.running_mean.data().asnumpy().any()
     assert np.abs(predicted - trained).max() > 1e-3
     with autograd.record(train_mode=False):
@@ -209,13 +202,10 @@ def test_training_and_prediction_modes_differ_as_in_float32(rng):
 
 def test_gradients_accumulate_with_grad_req_add(rng):
     x = networks.images(16, 8)(rng)[0]
-    net = amp.convert(networks.Plain())
-    net.initialize()
+    net = ready(amp.convert(networks.Plain()))
 
     def backward():
-        with autograd.record():
-            loss = net(x).sum()
-        loss.backward()
+        recorded(lambda: net(x).sum()).backward()
         return {n: p.grad().asnumpy().astype(np.float32) for n, p in net.collect_params().items()
                 if p.grad_req != "null"}
 
@@ -230,16 +220,13 @@ def test_gradients_accumulate_with_grad_req_add(rng):
 
 
 def test_input_gradient_accumulates_with_grad_req_add(rng):
-    net = amp.convert(networks.Plain())
-    net.initialize()
+    net = ready(amp.convert(networks.Plain()))
     x = networks.images(16, 8)(rng)[0]
     gradients = []
     for request in ("write", "add"):
         x.attach_grad(request)
         for _ in range(2):
-            with autograd.record():
-                loss = net(x).sum()
-            loss.backward()
+            recorded(lambda: net(x).sum()).backward()
         gradients.append(x.grad.asnumpy())
     np.testing.assert_allclose(gradients[1], 2 * gradients[0], rtol=1e-5, atol=1e-6)
 
@@ -253,17 +240,13 @@ def test_input_gradient_accumulates_with_grad_req_add(rng):
     (lambda: nn.LayerNorm(in_channels=3), (5, 3))],
     ids=["dense", "large dense", "convolution", "batch norm", "layer norm"])
 def test_frozen_weight_does_not_change_gradient_of_bias(layer, shape, policy):
-    net = layer()
-    net.initialize(mx.init.Normal(0.1))
-    amp.convert(net, policy)
+    net = amp.convert(ready(layer(), mx.init.Normal(0.1)), policy)
     x, found = nd.random.normal(shape=shape), []
     weight, bias = list(net.params.values())[:2]
     for frozen in (weight, bias, None):
         for parameter in (weight, bias):
             parameter.grad_req = "null" if parameter is frozen else "write"
-        with autograd.record():
-            loss = nd.square(net(x)).mean()
-        loss.backward()
+        recorded(lambda: nd.square(net(x)).mean()).backward()
         found.append([None if p is frozen else p.grad().asnumpy() for p in (weight, bias)])
     (_, of_bias), (of_weight, _), both = found
     assert np.array_equal(of_weight, both[0])
@@ -272,8 +255,7 @@ def test_frozen_weight_does_not_change_gradient_of_bias(layer, shape, policy):
 
 
 def test_frozen_parameters_are_not_updated(rng):
-    net = amp.convert(networks.Plain())
-    net.initialize()
+    net = ready(amp.convert(networks.Plain()))
     x = networks.images(16, 8)(rng)[0]
     net(x)
     net.body.collect_params().setattr("grad_req", "null")
@@ -311,9 +293,8 @@ def test_initial_parameters_match_float32(again, rng):
 @pytest.mark.parametrize("static", [False, True])
 def test_recorded_prediction_has_gradients_through_max_pooling(policy, pooling, static):
     """As for saliency maps; MXNet stores the positions of maxima in training only."""
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(16, 3, in_channels=3), pooling(), nn.Flatten(), nn.Dense(4))
-    net.initialize(mx.init.Xavier())
+    net = ready(sequence(nn.Conv2D(16, 3, in_channels=3), pooling(), nn.Flatten(), nn.Dense(4)),
+                mx.init.Xavier())
     x = nd.random.normal(shape=(2, 3, 20, 20))
     net(x)
     if policy:

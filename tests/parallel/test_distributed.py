@@ -9,6 +9,7 @@ from gluon_amp.parallel import average_statistics
 from gluon_amp.parallel.sync import Workers
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from networks import ready
 from ranks import EITHER, RANKS, STARTS, STEPS, STORES, needs_horovod
 
 pytestmark = pytest.mark.long
@@ -182,8 +183,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("error", REFUSED)
 def test_unsupported_arguments_are_refused_before_store_exists(error):
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = ready(nn.Dense(1, in_units=1))
     with pytest.raises(ValueError, match=error):
         amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic",
                     **{"kvstore": "dist_sync", **REFUSED[error]})
@@ -192,8 +192,7 @@ def test_unsupported_arguments_are_refused_before_store_exists(error):
 def test_launched_workers_with_local_kvstore_log_warning(monkeypatch, caplog):
     for name, value in {"DMLC_ROLE": "worker", "DMLC_NUM_WORKER": "2"}.items():
         monkeypatch.setenv(name, value)
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = ready(nn.Dense(1, in_units=1))
     amp.Trainer(net.collect_params(), "sgd")
     assert "2 workers were launched, but kvstore='device' sums the gradients of one" in caplog.text
 
@@ -212,21 +211,18 @@ def test_module_refuses_unsupported_arguments(error):
 
 
 def test_row_sparse_parameters_are_refused_with_several_workers():
-    embedding = nn.Embedding(4, 2, sparse_grad=True)
-    embedding.initialize()
+    embedding = ready(nn.Embedding(4, 2, sparse_grad=True))
     with pytest.raises(ValueError, match="row_sparse"):
         amp.Trainer(embedding.collect_params(), "sgd", kvstore="dist_sync", loss_scale=8)
 
 
 def test_check_ranks_of_one_process_passes():
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = ready(nn.Dense(1, in_units=1))
     amp.Trainer(net.collect_params(), "sgd").check_ranks()
 
 
 def test_moving_averages_are_averaged_over_devices_of_one_process():
-    net = nn.BatchNorm(in_channels=2)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = ready(nn.BatchNorm(in_channels=2), ctx=[mx.cpu(0), mx.cpu(1)])
     trainer = amp.Trainer(net.collect_params(), "sgd")
     trainer.check_ranks()
     for i, array in enumerate(net.running_mean.list_data()):
@@ -236,8 +232,7 @@ def test_moving_averages_are_averaged_over_devices_of_one_process():
 
 
 def test_average_statistics_refuses_gluon_trainer():
-    net = nn.BatchNorm(in_channels=2)
-    net.initialize()
+    net = ready(nn.BatchNorm(in_channels=2))
     trainer = gluon.Trainer(net.collect_params(), "sgd")
     with pytest.raises(TypeError, match=r"a gluon_amp Trainer or Module. Received: mxnet.*Trainer"):
         average_statistics(trainer)

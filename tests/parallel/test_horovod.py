@@ -8,6 +8,7 @@ import pytest
 from gluon_amp.parallel.launch import launch_horovod
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
+from networks import ready
 from processes import printed
 from ranks import needs_horovod
 
@@ -73,12 +74,10 @@ def test_failed_rank_is_reported_in_one_line(monkeypatch, capfd):
 def test_unsupported_horovod_arguments_are_refused():
     with pytest.raises(ValueError, match='wire must be "float16" or "float32"'):
         amp.parallel.Horovod(wire="int8")
-    net = nn.Dense(1, in_units=1)
-    net.initialize()
+    net = ready(nn.Dense(1, in_units=1))
     with pytest.raises(ValueError, match="gradient compression"):
         amp.Trainer(net.collect_params(), "sgd", kvstore="horovod",
                     compression_params={"type": "2bit", "threshold": 0.5})
-    net = nn.Dense(1, in_units=1)
-    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    net = ready(nn.Dense(1, in_units=1), ctx=[mx.cpu(0), mx.cpu(1)])
     with pytest.raises(ValueError, match="one process for each device"):
         amp.Trainer(net.collect_params(), "sgd", kvstore="horovod")
