@@ -9,8 +9,10 @@ from steps import GPU, calls_of
 NOT_ON_GPUS = {"_contrib_BatchNormWithReLU", "_image_adjust_lighting", "_image_flip_left_right",
                "_image_flip_top_bottom", "_contrib_RROIAlign", "khatri_rao"}
 # The cases have no shapes for them.
-NO_CASE = {"_contrib_hawkesll", "_npi_pinv", "_npi_tensorinv", "_npi_tensorsolve",
-           "_npi_percentile"}
+NO_CASE = {"_contrib_hawkesll", "_npi_pinv", "_npi_tensorinv", "_npi_tensorsolve"}
+# MXNet checks indices or percentiles that it reads from the GPU. Memory that no kernel has written
+# holds anything.
+CHECKED = {"gather_nd", "scatter_nd", "_npi_percentile"}
 # Gradients that MXNet sums in float16: docs/gpu.md. The first three without compensation.
 ADD_IN_HALF = {
     "Embedding", "_contrib_SparseEmbedding", "take",
@@ -42,6 +44,8 @@ def in_float32(name):
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16"])
 @pytest.mark.parametrize("name", CALLED)
 def test_operator_runs_if_it_does_in_float32(name, policy):
+    if name in CHECKED:
+        pytest.skip("MXNet checks numbers that no kernel computes here")
     with mx.util.np_shape(name.startswith("_np")):
         case, goes_back = in_float32(name)
         assert (case is None) == (name in NOT_ON_GPUS | NO_CASE)
