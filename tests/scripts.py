@@ -4,7 +4,8 @@
     out, err = process.communicate()
 
 In most tests, the imports would take longer than all the rest. Each script also runs in a new
-process in some test: `new_process=True`.
+process in some test: `new_process=True`. A fork of a process with threads may hang; a script that
+does not end in time runs again in a new process.
 """
 import atexit
 import contextlib
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+LIMIT = 300  # seconds for a script in a fork
 EXAMPLES = Path(__file__).parents[1] / "example"
 
 
@@ -26,7 +28,7 @@ class Fork:
     """A running script, with the part of subprocess.Popen that tests use."""
 
     def __init__(self, server, job, folder):
-        self._server, self._out = server, Path(job["out"])
+        self._job, self._server, self._out = job, server, Path(job["out"])
         os.mkfifo(job["err"])
         server.stdin.write(json.dumps(job) + "\n")
         server.stdin.flush()
@@ -39,7 +41,14 @@ class Fork:
         with self.stderr, self._folder:
             err = self.stderr.read()
             self.returncode = int(self._server.stdout.readline())
-            return self._out.read_text(), err
+            if self.returncode != -signal.SIGALRM:
+                return self._out.read_text(), err
+        arguments, folder = self._job["arguments"], self._job["cwd"]
+        print(f"{arguments} hung in a fork", file=sys.__stderr__)
+        again = start(*arguments, cwd=folder, new_process=True)
+        results = again.communicate()
+        self.returncode = again.returncode
+        return results
 
 
 _servers = []
@@ -87,6 +96,7 @@ def serve():
 
 def become(job):
     """Runs the script as `python script` does. Its exceptions propagate."""
+    signal.alarm(LIMIT)
     for number, path, flags in ((0, os.devnull, os.O_RDONLY), (1, job["out"], os.O_CREAT),
                                 (2, job["err"], 0)):
         file = os.open(path, flags | (os.O_WRONLY if number else 0), 0o600)
