@@ -419,6 +419,10 @@ class Trainer(Trained, mx.gluon.Trainer):
         return self._workers.gather(mine)
 
     def check_ranks(self) -> None:
+        """Compares optimizer, weights, master weights and loss scale over all ranks.
+
+        See `Module.check_ranks`. Before the first step, all ranks get rank 0's weights first.
+        """
         self._broadcast_parameters()
         super().check_ranks()
 
