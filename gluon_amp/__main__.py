@@ -20,7 +20,7 @@ def _run(path: str, arguments: List[str]) -> None:
         sys.exit(f"gluon-amp: there is no script {path}")
     folder = Path(path).resolve().parent
     numpy_names.PACKAGES.update(module.stem for module in folder.iterdir()
-                           if module.suffix == ".py" or module.is_dir())
+                                if module.suffix == ".py" or module.is_dir())
     sys.argv = [path, *arguments]
     if getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, str(folder))

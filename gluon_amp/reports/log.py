@@ -70,6 +70,7 @@ class Log:
         begin = getattr(begin, "epoch", begin)
         self._epoch = 0 if begin is None else whole_number(begin, "begin", 0)
         if self.path is not None:
+            # of a checkpoint, `_load_state` removes the later lines, also within an epoch
             self._start_file(self.path, begin if state is None else sys.maxsize)
         self.steps: int = next((line["steps"] for line in reversed(self.lines)
                                 if "steps" in line), 0)

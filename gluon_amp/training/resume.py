@@ -20,7 +20,7 @@ from typing import Any, Dict, Iterable, Iterator, Optional, Union
 
 from .._mxnet import mx, np
 from ..checks import whole_number
-from ..files import must_exist, new_folder, replace_text, sha256
+from ..files import errors_of_damage, must_exist, new_folder, replace_text, sha256
 from .trainer import Trainer
 
 _INDEX, _NETWORK, _TRAINER = "checkpoint.json", "network.params", "trainer.states"
@@ -188,21 +188,24 @@ def _number(name: str) -> int:
 
 def _read(index: str) -> Dict[str, Any]:
     """Returns the contents of checkpoint.json. Raises ValueError if they are damaged."""
-    try:
-        with open(index, encoding="utf-8") as file:
-            saved = json.load(file)
-        if saved["version"] != _VERSION:
-            raise ValueError(f"version must be {_VERSION}. Received: {saved['version']!r}")
-        for name in ("epoch", "batch"):
-            whole_number(saved[name], name, 0)
-        states = [base64.b64decode(state, validate=True) for state in saved["random"]]
-        if not (_number(saved["folder"]) and len(saved["sha256"]) == 2
-                and isinstance(saved["log"], (dict, type(None))) and states
-                and all(len(state) == 2 * _RANDOM.size for state in states)):
-            raise ValueError("its fields are not those of a checkpoint")
-    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
-            ValueError) as error:
-        raise ValueError(f"{index} is damaged: {error}") from error
+    with open(index, encoding="utf-8") as file, errors_of_damage(index):
+        try:
+            return _parsed(file.read())
+        except ValueError as error:
+            raise ValueError(f"{index} is damaged: {error}") from error
+
+
+def _parsed(text: str) -> Dict[str, Any]:
+    saved = json.loads(text)
+    if saved["version"] != _VERSION:
+        raise ValueError(f"version must be {_VERSION}. Received: {saved['version']!r}")
+    for name in ("epoch", "batch"):
+        whole_number(saved[name], name, 0)
+    states = [base64.b64decode(state, validate=True) for state in saved["random"]]
+    if not (_number(saved["folder"]) and len(saved["sha256"]) == 2
+            and isinstance(saved["log"], (dict, type(None))) and states
+            and all(len(state) == 2 * _RANDOM.size for state in states)):
+        raise ValueError("its fields are not those of a checkpoint")
     return dict(saved)
 
 
