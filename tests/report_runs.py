@@ -16,8 +16,7 @@ NO_DEADLINE = settings(deadline=None, max_examples=60)
 def made(dtype="float32", errors=(0.5, 0.25), speed=1000.0, seconds=3600.0, name="", **arguments):
     """A run as `read` returns it; with `name`, one whose log has no arguments."""
     epochs = {n: Epoch(top1=e, speed=speed, seconds=seconds) for n, e in enumerate(errors)}
-    return Run(name or dtype, {} if name else {**RECIPE, "dtype": dtype, **arguments}, epochs,
-               metric="accuracy")
+    return Run(name or dtype, {} if name else {**RECIPE, "dtype": dtype, **arguments}, epochs)
 
 
 def report(folder, *texts, names="abcdefgh", **kwargs):

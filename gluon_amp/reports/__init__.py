@@ -95,17 +95,16 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
         mine = [c for c in comparisons if c.low.section == of[0].section]
         drawn = []
         if len(parts) < MOST_SECTIONS:
-            by_time = bool(mine) and all(c.claims_speed for c in mine)
-            drawn = [*forest(mine, margin), *plots(of, target, by_time)]
+            drawn = [*forest(mine, margin), *plots(of)]
         parts.append(Section(title_of if dataset else measure, headline(mine, margin),
                              group_rows(of, target), run_rows(of, target), drawn))
-    if len(parts) > 1:
-        _name_apart(parts)
+        if len(sections) > 1:
+            slug = re.sub(r"[^a-z0-9]+", "_", parts[-1].title.lower()).strip("_")[:40]
+            parts[-1].prefix = f"{len(parts)}-{slug}-"
     notes = remarks(groups, comparisons)
     if len(parts) > MOST_SECTIONS:
-        notes.append(f"Of {len(parts)} datasets the first {MOST_SECTIONS} are drawn, and the "
-                     "tables of the first 20 are on the page: give the logs of one to see its "
-                     "plots.")
+        notes.append(f"Of {len(parts)} datasets the first {MOST_SECTIONS} are drawn: give the logs "
+                     "of one to see its plots.")
     verdicts = verdict_rows(comparisons, margin)
     files = {"report.html": html_page(title, parts, verdicts, notes, groups).encode(),
              "report.md": markdown(title, parts, verdicts, notes).encode(),
@@ -117,15 +116,6 @@ def _files(runs: List[Run], title: str, accuracy: Optional[float],
             files[f"{section.prefix}{picture.name}.png"] = picture.png
             files[f"{section.prefix}{picture.name}.svg"] = picture.svg.encode()
     return files
-
-
-def _name_apart(parts: List[Any]) -> None:
-    """Makes the file names of each section's plots unique."""
-    taken = set()
-    for i, section in enumerate(parts):
-        slug = re.sub(r"[^a-z0-9]+", "_", section.title.lower()).strip("_")[:40] or "section"
-        section.prefix = f"{slug}-" if f"{slug}-" not in taken else f"{slug}_{i}-"
-        taken.add(section.prefix)
 
 
 def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from statistics import mean, median
-from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from .runs import FLOAT32, OFF, RESUMING, Run, average, plain
 from .verdict import Difference, Sample, paired, unpaired
@@ -26,7 +26,7 @@ PATH = re.compile(r"(?=.*[/\\]).*[^\W\d].*|.*\.(params|states|rec|json|ya?ml)") 
 TWICE = "two files or more have the same results of the same seed; it counts once"
 ROUNDED = 2e-6  # logs round results so
 NOT_LOGGED = "not in the log"
-MOST_NAMED, LONGEST_ARGUMENT = 2, 40  # arguments in a group's name
+MOST_NAMED, LONGEST_VALUE = 2, 40  # settings in a group's name; characters of a value
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def groups(runs: Sequence[Run]) -> List[Group]:
 
 def _each_once(runs: List[Run]) -> List[Run]:
     """Returns the runs without duplicates. Two files with the same results and seed are of one
-    training; the one with the most information stays."""
+    training; the first one stays."""
     by_results: Dict[Any, Run] = {}
     for run in runs:
         results = tuple((n, f"{epoch.top1:f}") for n, epoch in run.epochs.items()  # as in logs
@@ -228,16 +228,9 @@ def _each_once(runs: List[Run]) -> List[Run]:
         few = not results or len(results) == 1 and run.seed is None  # may be alike by chance
         key = id(run) if few else (run.seed, results)
         first = by_results.setdefault(key, run)
-        if first is not run:
-            by_results[key] = best = run if _told(run) > _told(first) else first
-            if TWICE not in best.notes:
-                best.notes.append(TWICE)
+        if first is not run and TWICE not in first.notes:
+            first.notes.append(TWICE)
     return list(by_results.values())
-
-
-def _told(run: Run) -> int:
-    return len(run.steps) + sum(value is not None for epoch in run.epochs.values()
-                                for value in vars(epoch).values())
 
 
 def sections(all_groups: Sequence[Group]) -> List[List[Group]]:
@@ -249,43 +242,39 @@ def sections(all_groups: Sequence[Group]) -> List[List[Group]]:
 
 
 def _named(section: List[Group]) -> List[Group]:
-    """Returns the groups with the shortest distinct names."""
-    for names in (*([_name(group, parts) for group in section] for parts in NAMINGS),
-                  _by_recipe(section)):
-        if len(set(names)) == len(names) and all(names):
-            return [Group(group.runs, name) for group, name in zip(section, names)]
-    return [Group(group.runs, group.first.name + (
-        f" and {len(group.runs) - 1} more" if len(group.runs) > 1 else "")) for group in section]
-
-
-def _by_recipe(section: List[Group]) -> List[str]:
-    """Returns names of the arguments in which the groups differ, if these are few: resnet18,
-    float16, wd 0.1."""
-    recipes = [recipe(group.first) for group in section]
-    arguments = dict.fromkeys(argument for each in recipes for argument in each)
-    differ = [argument for argument in arguments if argument not in ("model", "network")
-              and len({repr(each.get(argument)) for each in recipes}) > 1]
-    if not 0 < len(differ) <= MOST_NAMED:
-        return [""] * len(section)
+    """Returns the groups with distinct names: the network if there are several, the type, and as
+    many of the settings that differ as are needed. Otherwise the names are those of runs."""
     several = len({group.model for group in section}) > 1
-    return [", ".join([*([group.model] if several else []), group.dtype,
-                       *(f"{argument} {_show(each.get(argument))}"[:LONGEST_ARGUMENT]
-                         for argument in differ)])
-            for group, each in zip(section, recipes)]
+    names = [", ".join(filter(None, [group.model if several else "",
+                                     "" if group.dtype == "unknown" else group.dtype]))
+             for group in section]
+    settings = [_settings(group) for group in section]
+    for setting in _differing(section, settings)[:MOST_NAMED]:
+        if len({*names}) < len(names):
+            names = [name + (f", {setting} {_show(of[setting])}" if setting in of else "")
+                     for name, of in zip(names, settings)]
+    if len({*names}) < len(names) or not all(names):
+        names = [group.first.name + f" and {len(group.runs) - 1} more" * (len(group.runs) > 1)
+                 for group in section]
+    return [Group(group.runs, name) for group, name in zip(section, names)]
 
 
-def _name(group: Group, parts: Sequence[str]) -> str:
-    """Returns a name of these parts: "model", "dtype", "batch", "scale"."""
-    size, scale = group.first.batch_size, group.first.get("loss_scale")
-    words = {"model": group.model, "dtype": "" if group.dtype == "unknown" else group.dtype,
-            "batch": f"batch {size}" if size else "",
-            "scale": "" if group.dtype == FLOAT32 or scale is None else
-            f"scale {scale:g}" if isinstance(scale, float) else f"scale {scale}"}
-    return ", ".join(filter(None, map(words.get, parts)))
+def _settings(group: Group) -> Dict[str, Any]:
+    """Returns what may tell a group from others of its network and type."""
+    batch, scale = group.first.batch_size, group.first.get("loss_scale")
+    return {**({"batch": batch} if batch else {}),
+            **({"scale": scale} if scale is not None and group.dtype != FLOAT32 else {}),
+            **{name: value for name, value in recipe(group.first).items()
+               if name not in ("model", "network", "batch_size")}}
 
 
-NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"),
-           ("model", "dtype", "batch"), ("model", "dtype", "scale"))
+def _differing(section: List[Group], settings: List[Dict[str, Any]]) -> List[str]:
+    """Returns the settings that differ between groups of the same network and type."""
+    values: Dict[Any, Set[str]] = {}
+    for setting in dict.fromkeys(name for of in settings for name in of):
+        for group, of in zip(section, settings):
+            values.setdefault((setting, group.model, group.dtype), set()).add(repr(of.get(setting)))
+    return list(dict.fromkeys(key[0] for key, of in values.items() if len(of) > 1))
 
 
 # ---- comparisons
@@ -293,21 +282,16 @@ NAMINGS = (("dtype",), ("dtype", "batch"), ("dtype", "scale"), ("model", "dtype"
 def compare(all_groups: Sequence[Group]) -> List[Comparison]:
     """Returns a comparison for each group of lower precision with a float32 counterpart, in the
     order of the groups."""
-    high: Dict[Any, List[Group]] = {}  # by network, and also by recipe: most find theirs at once
+    high: Dict[Any, List[Group]] = {}
     for group in all_groups:
         if group.dtype == FLOAT32:
-            for key in ((group.section, group.model), (group.section, group.model, group.items)):
-                high.setdefault(key, []).append(group)
+            high.setdefault((group.section, group.model), []).append(group)
     compared: List[Comparison] = []
-    taken: Counter[int] = Counter()
     for low in all_groups:
-        items = low.items
-        candidates = high.get((low.section, low.model, items), high.get((low.section, low.model)))
-        if low.dtype in (FLOAT32, "unknown") or not candidates:
-            continue
-        nearest = min(candidates, key=lambda group: (len(group.items ^ items), taken[id(group)]))
-        taken[id(nearest)] += 1
-        compared.append(Comparison(nearest, low, _differences(nearest, low)))
+        candidates = high.get((low.section, low.model))
+        if candidates and low.dtype not in (FLOAT32, "unknown"):
+            nearest = min(candidates, key=lambda group: len(group.items ^ low.items))
+            compared.append(Comparison(nearest, low, _differences(nearest, low)))
     return compared
 
 
@@ -342,4 +326,6 @@ def _far(end: float, others: Sequence[float]) -> bool:
 
 
 def _show(value: object) -> str:
-    return "not given" if value is None else plain(value)
+    """Returns a setting's value as text."""
+    text = f"{value:g}" if isinstance(value, float) else plain(value)
+    return "not given" if value is None else text[:LONGEST_VALUE]

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 from ..checks import imports_of
-from .runs import Epoch, Run, measurable
+from .runs import STEPS, Epoch, Run, measurable
 from .tables import QUANTITIES, VALIDATION, quantity_of
 
-STEPS = ("loss", "lr", "scale", "skipped", "gradient_norm")
 Series = Dict[int, float]  # step: value
 
 
@@ -54,7 +53,7 @@ def read(path: Path, name: str) -> List[Run]:
         by_step = quantity in STEPS and not tag.startswith("epoch")
         (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
     results = of_epochs.keys() & {"top1", "top5"} or \
-        of_epochs.keys() - {*QUANTITIES, *STEPS} or of_epochs.keys() & {"validation_loss"}
+        of_epochs.keys() - {*QUANTITIES} or of_epochs.keys() & {"validation_loss"}
     steps = sorted({step for name in results for step in of_epochs[name]})
     if not steps:
         raise ValueError(f"{path} has no scalar of validation by epoch. Known: epoch/err_top1, "
@@ -95,8 +94,6 @@ def _as_column(tag: str) -> str:
 def _known(tag: str) -> Optional[Tuple[str, Any]]:
     """Returns the quantity that a tag names, and the conversion of its value."""
     name = _as_column(tag)
-    if re.search(r"grad(ient)?_norm$", name):
-        return "gradient_norm", float
     match = quantity_of(name)
     if not match:
         return None
@@ -116,14 +113,9 @@ def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
 def _add_steps(run: Run, series: Dict[str, Series]) -> None:
     last = max((step for values in series.values() for step in values), default=0)
     run.batches = max(1, math.ceil((last + 1) / run.done))
-    skipped = series.get("skipped", {})
     for quantity, values in series.items():
         for step, value in sorted(values.items()):
-            epoch, batch = divmod(step, run.batches)
-            if quantity == "scale":
-                run.follow(epoch, batch, value, skipped.get(step))
-            elif quantity != "skipped":
-                run.add_step(quantity, epoch, batch, value)
+            run.add_step(*divmod(step, run.batches), {quantity: value})
 
 
 # ---- the file

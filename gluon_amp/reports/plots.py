@@ -2,25 +2,25 @@
 
 The color is the number type, the line style the network, and markers distinguish recipes of one
 color and style. Float32 is drawn wider and below the others, so that overlapping lines are visible.
-Labels are right of the axes, in the order of the lines' ends.
 """
 import io
 import re
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator
 
 from .colors import GREY, INK, color
 from .compare import Comparison, Group
-from .curves import FEW_RUNS, FEW_SHARED, Line, Point, line, pool, reached
+from .curves import Line, Point, line
 from .runs import ACCURACY, FLOAT32, Run, headed, plain, unit_of_time
 from .verdict import in_points
 
@@ -33,78 +33,74 @@ STYLE = {  # overrides the caller's style
     "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": GREY, "grid.alpha": 0.25, "lines.linewidth": 1.6,
+    "legend.fontsize": 8, "legend.frameon": False, "legend.handlelength": 1.6,
     "path.simplify": False}
 if matplotlib.__version_info__ > (3, 8):  # newer versions measure text at the drawn size
     STYLE["figure.dpi"] = 150
 WIDTH, HEIGHT = 4.4, 3.1  # inches: readable on a phone, and two fit side by side on a screen
 LONGEST_NAME, LONGEST_ROW = 24, 34  # characters of a line's and of a difference's label
-FAR_APART, FAR = ("loss", "validation_loss", "gradient_norm"), 1000  # charts; ratio of lines
-ROOM = 0.07  # of a label, as a share of the axes' height
-HOVERED = 100  # points of each line in tooltips
+MOST_LINES = 8  # of a plot
+FAR = 1000  # ratio of lines: a diverged one would flatten the others
 FORESTED = 20  # comparisons in the plot of differences
 CAPTIONED = 5  # comparisons in its caption
-BANDS = ("95 % intervals of the mean", f"the range of fewer than {FEW_RUNS} runs")
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot; `hover` has the page's tooltips: the position of the axes, and the lines' values as
-    text."""
+    """A plot."""
     name: str
     title: str
     caption: str
     png: bytes
     svg: str
-    hover: Dict[str, Any] = field(default_factory=dict)
-
-
-class Scale(NamedTuple):
-    """The format of values, and the scale of the axis."""
-    write: Callable[[float], str]
-    from_zero: bool = True
-    logarithmic: bool = False
-    percent: bool = False
-    whole: bool = False
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-ERROR = Scale("{:.2%}".format, from_zero=False, percent=True)
-SHARE = Scale("{:.0%}".format, percent=True)
-NUMBER = Scale(_number)
-LOSS = Scale(_number, from_zero=False)
-COUNT = Scale(_number, whole=True)
-POWERS = Scale("{:,g}".format, logarithmic=True)
 
 
 class Chart(NamedTuple):
+    """What to draw of runs; `axis` is "linear", "percent", "powers" (of 2) or "whole"."""
     name: str
     title: str
-    x: str
     y: str
-    scale: Scale
     points: Callable[[Run], List[Point]]
-    steps: bool = False  # a value holds until the next one
-    always: bool = False  # drawn even if nothing in it varies
+    axis: str = "linear"
+    x: str = "epochs"
+
+    def write(self, value: float) -> str:
+        """Returns a value as text."""
+        if self.axis == "percent":
+            return f"{value:.2%}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 # ---- what runs have for each chart; epochs count from the beginning, so epoch 0 ends at 1
 
 def _epochs(name: str) -> Callable[[Run], List[Point]]:
     def points(run: Run) -> List[Point]:
-        values = [(n + 1, getattr(epoch, name)) for n, epoch in run.epochs.items()]
+        values = [(n + 1, epoch.get(name)) for n, epoch in run.epochs.items()]
         return [Point(n, n, value) for n, value in values if value is not None]
     return points
 
 
+def _series(name: str) -> Callable[[Run], List[Point]]:
+    """Returns the points of a quantity's steps, or else those of epochs."""
+    def points(run: Run) -> List[Point]:
+        times = [(epoch + (batch + 1) / max(run.batches, batch + 1), value)
+                 for epoch, batch, value in run.steps.get(name, [])]
+        return [Point(x, x, value) for x, value in times] or _epochs(name)(run)
+    return points
+
+
+def _scales(run: Run) -> List[Point]:
+    """Returns the points of the loss scale; none without a scale."""
+    points = _series("loss_scale")(run)
+    return points if any(point.y != 1 for point in points) else []
+
+
 def _measured(run: Run) -> List[Point]:
     """Returns the error after each epoch, or another measure."""
+    points = _epochs("top1")(run)
     if run.measure == ACCURACY:
-        return _epochs("top1")(run)
-    return [point._replace(y=run.told(point.y) / (100 if run.is_share else 1))
-            for point in _epochs("top1")(run)]
+        return points
+    return [point._replace(y=run.told(point.y) / (100 if run.is_share else 1)) for point in points]
 
 
 def _by_hours(run: Run) -> List[Point]:
@@ -112,145 +108,86 @@ def _by_hours(run: Run) -> List[Point]:
     return [Point(n, hours[n], y) for n, _, y in _measured(run) if n in hours]
 
 
-def _within(run: Run, points: Sequence[Tuple[int, int, Optional[float]]]) -> List[Point]:
-    times = [(epoch + (batch + 1) / max(run.batches, batch + 1), value)
-             for epoch, batch, value in points]
-    return [Point(x, x, value) for x, value in times if value is not None]
-
-
-def _series(name: str, of_epochs: str = "") -> Callable[[Run], List[Point]]:
-    def points(run: Run) -> List[Point]:
-        within = _within(run, run.steps.get(name, []))
-        return within or (_epochs(of_epochs)(run) if of_epochs else [])
-    return points
-
-
-def _trace(column: int) -> Callable[[Run], List[Point]]:
-    """Returns points of the loss scale or of skipped steps until the run's end; none without a
-    scale."""
-    def points(run: Run) -> List[Point]:
-        if all(scale == 1 for _, _, scale, _ in run.trace):
-            return []
-        within = _within(run, [(p[0], p[1], p[column]) for p in run.trace])
-        end = max(run.done, within[-1].x) if within else 0
-        return [*within, Point(end, end, within[-1].y)] if within else []
-    return points
-
-
 CHARTS = (
-    Chart("validation_error", "Validation error", "epochs", "top-1 error", ERROR, _measured,
-          always=True),
-    Chart("validation_error_by_hours", "Validation error by time of training", "hours",
-          "top-1 error", ERROR, _by_hours, always=True),
-    Chart("loss", "Training loss", "epochs", "loss", LOSS, _series("loss", "loss")),
-    Chart("validation_loss", "Validation loss", "epochs", "loss", LOSS,
-          _epochs("validation_loss")),
-    Chart("gradient_norm", "Norm of the gradient", "epochs", "norm", NUMBER,
-          _series("gradient_norm")),
-    Chart("throughput", "Throughput", "epochs", "samples per second", NUMBER, _epochs("speed")),
-    Chart("loss_scale", "Loss scale", "epochs", "loss scale", POWERS, _trace(2), steps=True),
-    Chart("skipped_steps", "Skipped steps", "epochs", "steps skipped so far", COUNT, _trace(3),
-          steps=True),
-    Chart("learning_rate", "Learning rate", "epochs", "learning rate", NUMBER,
-          _series("lr", "lr")))
-REACHED = Chart("share_reached", "Time to accuracy", "epochs", "share of runs", SHARE,
-                _measured, steps=True)
+    Chart("loss", "Training loss", "loss", _series("loss")),
+    Chart("validation_loss", "Validation loss", "loss", _epochs("validation_loss")),
+    Chart("gradient_norm", "Norm of the gradient", "norm", _series("gradient_norm")),
+    Chart("loss_scale", "Loss scale", "loss scale", _scales, "powers"),
+    Chart("skipped_steps", "Skipped steps", "steps skipped so far", _series("skipped"), "whole"))
 
 
-def plots(groups: Sequence[Group], accuracy: Optional[float] = None,
-          by_time: bool = False, charts: Sequence[Chart] = CHARTS) -> List[Plot]:
-    """Draws the charts of one section for which the groups have data."""
-    pooled, drawn = pool(groups), []
-    runs = [run for group in groups for run in group.runs]
-    for chart in [*charts, *(_metric_charts(runs) if charts is CHARTS else [])]:
+def _of_metric(name: str) -> Chart:
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    return Chart(f"validation_{slug}", f"Validation: {name}", headed(name), _epochs(name))
+
+
+def charts(runs: Sequence[Run]) -> List[Chart]:
+    """Returns the charts of runs of one measure: of that measure, those above, other metrics."""
+    first = runs[0]
+    if first.measure == ACCURACY:
+        measure = Chart("validation_error", "Validation error", "top-1 error", _measured, "percent")
+    else:
+        measure = _of_metric(first.measure.replace("validation ", ""))._replace(
+            points=_measured, axis="percent" if first.is_share else "linear")
+    by_hours = measure._replace(name=f"{measure.name}_by_hours", x="hours", points=_by_hours,
+                                title=f"{measure.title} by time of training")
+    metrics = dict.fromkeys(name for run in runs for name in run.metrics)
+    return [measure, by_hours, *CHARTS, *map(_of_metric, metrics)]
+
+
+def plots(groups: Sequence[Group]) -> List[Plot]:
+    """Draws the charts of one section in which something varies."""
+    by_type: Dict[str, List[Group]] = {}
+    for group in groups:
+        by_type.setdefault(group.dtype, []).append(group)
+    in_turn = [group for of in zip_longest(*by_type.values()) for group in of if group]
+    chosen = groups if len(groups) <= MOST_LINES else in_turn[:MOST_LINES]
+    runs = [run for group in chosen for run in group.runs]
+    drawn = []
+    for chart in charts(runs):
         points = {id(run): chart.points(run) for run in runs}
-        lines = [line(name, of, points, chart.steps) for name, of in pooled]
-        if any(lines) and (chart.always or _varies(lines)):
-            drawn.append(_draw(_worded(chart, groups[0].first), lines, runs))
-    if accuracy and runs[0].is_share and charts is CHARTS \
-            and max(len(group.runs) for group in groups) > 2:
-        end = max([hours for run in runs for hours in run.hours[-1:]] if by_time else
-                  [run.done for run in runs], default=0)
-        chart = REACHED._replace(
-            title=f"{REACHED.title}: {100 * accuracy:g} %", x="hours" if by_time else "epochs")
-        lines = [reached(name, of, accuracy, by_time, end) for name, of in pooled]
-        if any(lines):
-            drawn.insert(1, _draw(chart, lines, runs))
+        lines = [one for one in (line(group, points) for group in chosen) if one]
+        if len({y for one in lines for y in (*one.y, *(() if one.band is None else one.band.flat))
+                }) > 1:
+            drawn.append(_draw(chart, lines, len(groups) - len(chosen)))
     return drawn
 
 
-def _varies(lines: Sequence[Optional[Line]]) -> bool:
-    drawn = [y for one in lines if one for y in (one.y, one.band) if y is not None]
-    return len(np.unique(np.concatenate(drawn, axis=None))) > 1
-
-
-def _worded(chart: Chart, run: Run) -> Chart:
-    if chart.y != "top-1 error" or run.measure == ACCURACY:
-        return chart
-    if run.is_share:
-        return chart._replace(y=run.measure,
-                              title=chart.title.replace("Validation error", run.measure))
-    metric = run.measure.replace("validation ", "")
-    return chart._replace(name=chart.name.replace("validation_error", _file_of(metric)),
-                          title=chart.title.replace("Validation error", f"Validation: {metric}"),
-                          y=headed(metric), scale=LOSS)
-
-
-def _file_of(metric: str) -> str:
-    return f"validation_{re.sub(r'[^a-z0-9]+', '_', metric.lower())}"
-
-
-def _metric_charts(runs: Sequence[Run]) -> List[Chart]:
-    """Returns charts of further metrics of the runs."""
-    def points(name: str) -> Callable[[Run], List[Point]]:
-        return lambda run: [Point(n + 1, n + 1, epoch.metrics[name])
-                            for n, epoch in run.epochs.items() if name in epoch.metrics]
-    return [Chart(_file_of(name), f"Validation: {name}", "epochs", headed(name), LOSS, points(name))
-            for name in dict.fromkeys(name for run in runs for name in run.metrics)]
-
-
-def _draw(chart: Chart, all_lines: Sequence[Optional[Line]], runs: Sequence[Run]) -> Plot:
-    lines = [one for one in all_lines if one]
-    unit, factor = unit_of_time(list(runs)) if chart.x == "hours" else (chart.x, 1.0)
-    for one in lines:
-        one.x = one.x * factor
-        if chart.scale.percent and one.band is not None:
-            one.band = np.clip(one.band, 0, 1)  # no error is below 0 %
-    models = list(dict.fromkeys(one.model for one in lines))
+def _draw(chart: Chart, lines: Sequence[Line], left_out: int) -> Plot:
+    unit, factor = chart.x, 1.0
+    if chart.x == "hours":
+        unit, factor = unit_of_time([run for one in lines for run in one.group.runs])
+    models = list(dict.fromkeys(one.group.model for one in lines))
     marked: Counter[Tuple[str, str]] = Counter()
     with _style():
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
-        looks = []
+        handles = []
         for one in lines:
-            place = color(one.dtype), one.model
-            look = {"color": place[0], "linestyle": STYLES[models.index(one.model) % len(STYLES)],
-                    "marker": MARKERS[marked[place] % len(MARKERS)] or
-                    ("o" if len(one.x) == 1 else ""), "markersize": 4,
-                    "markevery": max(1, len(one.x) // 8)}
+            place, beneath = (color(one.group.dtype), one.group.model), one.group.dtype == FLOAT32
+            name = _shortened(one.group.name, LONGEST_NAME)
+            if one.runs == 1 and chart.axis == "percent":
+                name += f" {chart.write(one.y[-1])}"
+            handles += axes.plot(
+                one.x * factor, one.y, color=place[0], label=name,
+                linestyle=STYLES[models.index(one.group.model) % len(STYLES)],
+                marker=MARKERS[marked[place] % len(MARKERS)] or ("o" if len(one.x) == 1 else ""),
+                markersize=4, markevery=max(1, len(one.x) // 8),
+                linewidth=2.6 if beneath else 1.4, zorder=2 if beneath else 3)
             marked[place] += 1
-            looks.append(look)
-            beneath = one.dtype == FLOAT32
-            drawstyle = "steps-post" if chart.steps else "default"
-            axes.plot(one.x, one.y, **look, linewidth=2.6 if beneath else 1.4,
-                      zorder=2 if beneath else 3, drawstyle=drawstyle)
-            if one.band is not None and not _is_too_wide(chart, one):
-                axes.fill_between(one.x, *one.band, color=place[0], alpha=0.15, zorder=1,
-                                  linewidth=0, step="post" if chart.steps else None)
+            if one.band is not None:
+                axes.fill_between(one.x * factor, *one.band, color=place[0], alpha=0.15, zorder=1,
+                                  linewidth=0)
         axes.set_title(chart.title, loc="left", fontsize=10)
         axes.set_xlabel(unit)
         axes.set_ylabel(chart.y)
         axes.margins(x=0.02)
         _set_scales(axes, chart, lines)
-        _name_ends(figure, axes, lines, looks, chart)
+        ends = [lines[i].y[-1] for i in range(len(lines))]
+        order = sorted(range(len(lines)), key=ends.__getitem__, reverse=True)
+        figure.legend(handles=[handles[i] for i in order], loc="outside right center")
         png, svg = image(figure)
-        return Plot(chart.name, chart.title, _caption(chart, lines), png, svg,
-                    _hover(figure, axes, chart, unit, lines))
-
-
-def _is_too_wide(chart: Chart, one: Line) -> bool:
-    """Whether the band of a line would fill the plot: the interval of a share of few runs."""
-    return chart.name == REACHED.name and one.runs < FEW_SHARED
+        return Plot(chart.name, chart.title, _caption(chart, lines, left_out), png, svg)
 
 
 @contextmanager
@@ -260,130 +197,46 @@ def _style() -> Iterator[None]:
         yield
 
 
-def _set_scales(axes: Axes, chart: Chart, lines: List[Line]) -> None:
-    values = np.concatenate([one.y for one in lines])
-    banded = [one for one in lines if one.band is not None]
-    bands = np.concatenate([values, *(one.band for one in banded)], axis=None)
-    # a range's ends are values; an interval or quantile can be much wider than the values
-    inside = np.concatenate([values, *(one.band for one in banded if one.is_range)], axis=None)
-    room = 0.4 * np.ptp(inside)
+def _set_scales(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
-    if chart.scale.percent:
-        small = np.ptp(values) < 0.1
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=int(small)))
-    if chart.scale.logarithmic:
-        axes.set_yscale("log", base=2)
-        axes.set_ylim(values.min() / 2, values.max() * 2)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    elif chart.name in FAR_APART and values.min() > 0 and max(
-            np.median(one.y) for one in lines) > FAR * min(one.y.max() for one in lines):
-        axes.set_yscale("log")  # a diverged run would flatten the others
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_ylim(values.min() / 2, values.max() * 2)
-    elif room:
-        low, high = max(bands.min(), inside.min() - room), min(bands.max(), inside.max() + room)
-        edge = 0.04 * (high - low)
-        axes.set_ylim(0 if chart.scale.from_zero else low - edge, high + edge)
-    elif chart.scale.from_zero:
-        axes.set_ylim(bottom=0)
-    if chart.scale.whole:
+    values = np.concatenate([one.y for one in lines])
+    if chart.axis == "percent":
+        decimals = int(np.ptp(values) < 0.1)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.{decimals}%}")
+    elif chart.axis == "whole":
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    elif chart.axis == "powers":
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    elif values.min() > 0 and max(np.median(one.y) for one in lines) > FAR * min(
+            one.y.max() for one in lines):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _name_ends(figure: Figure, axes: Axes, lines: List[Line], looks: List[Dict[str, Any]],
-               chart: Chart) -> None:
-    """Draws labels right of the axes with a sample of their line, in the order of the lines' ends;
-    a grey leader connects a line that ends at the right edge."""
-    figure.draw_without_rendering()  # updates the transforms
-    to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [to_axes.transform((one.x[-1], one.y[-1])) for one in lines]
-    order = sorted(range(len(lines)), key=lambda i: ends[i][1])
-    for i, place in zip(order, _with_room([float(ends[i][1]) for i in order])):
-        if ends[i][0] > 0.95:
-            axes.plot([ends[i][0], 1.05], [ends[i][1], place], color=GREY, linewidth=0.6,
-                      transform=axes.transAxes, clip_on=False, in_layout=False)
-        look = {**looks[i], "markevery": None}
-        axes.plot([1.06, 1.15], [place, place], transform=axes.transAxes, clip_on=False, **look,
-                  in_layout=False)
-        value = ""
-        if lines[i].runs == 1 and chart.scale is ERROR:
-            value = f" {chart.scale.write(lines[i].y[-1])}"
-        name = re.sub(r": \d+ recipes$", "", lines[i].name)  # the caption has it
-        axes.annotate(shortened(name) + value, (1.17, place), xycoords="axes fraction",
-                      va="center", fontsize=8, annotation_clip=False)
-    figure.draw_without_rendering()  # room for names makes the axes smaller, which moves the names
+def _shortened(label: str, longest: int) -> str:
+    """Returns a label of one line without its middle if it is too long. (Legends skip labels that
+    start with _.)"""
+    label, half = plain(label), longest // 2
+    short = label if len(label) <= longest else f"{label[:longest - half]}…{label[1 - half:]}"
+    return f" {short}" if short.startswith("_") else short
 
 
-def _with_room(heights: List[float]) -> List[float]:
-    """Returns these heights, from the lowest, moved so that labels do not overlap; adjacent labels
-    are centered at the mean of their original heights."""
-    blocks: List[List[float]] = []
-
-    def bottom(block: List[float]) -> float:
-        length = ROOM * (len(block) - 1)
-        return min(max(sum(block) / len(block) - length / 2, 0), max(1 - length, 0))
-    for height in heights:
-        blocks.append([height])
-        while len(blocks) > 1 and bottom(blocks[-2]) + ROOM * len(blocks[-2]) > bottom(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    return [bottom(block) + ROOM * i for block in blocks for i in range(len(block))]
-
-
-def shortened(label: str, longest: int = LONGEST_NAME) -> str:
-    """Shortens a long label: cuts the middles of its longest parts, so that all parts remain.
-    (Legends skip labels that start with _.)"""
-    parts = plain(label).split(", ")
-    lengths = [len(part) for part in parts]
-    while sum(lengths) + 2 * len(parts) - 2 > longest and max(lengths) > 6:
-        lengths[lengths.index(max(lengths))] -= 1
-    label = _cut(", ".join(map(_cut, parts, lengths)), longest)
-    return f" {label}" if label.startswith("_") else label
-
-
-def _cut(text: str, longest: int) -> str:
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:longest - half]}…{text[1 - half:]}"
-
-
-def _words(chart: Chart, one: Line, i: int) -> str:
-    """Returns a value and its uncertainty as text."""
-    value = chart.scale.write(one.y[i])
-    if one.band is None:
-        return value
-    return f"{value} ({' to '.join(map(chart.scale.write, one.band[:, i]))})"
-
-
-def _caption(chart: Chart, lines: List[Line]) -> str:
+def _caption(chart: Chart, lines: Sequence[Line], left_out: int) -> str:
     """Returns the caption: the meaning of bands, and the ends of the lines."""
-    if chart.name == REACHED.name:
-        where = "in brackets" if all(_is_too_wide(chart, one) for one in lines) else "bands"
-        bands = f" The share of runs that had reached it by then; {where}: 95 % intervals (Wilson)."
-    elif any(one.recipes > 1 for one in lines):
-        bands = " Medians; bands: from 5 to 95 % of the runs."
-    elif any(one.runs > 1 for one in lines) and chart.steps:
-        bands = " Medians; bands: from the lowest to the highest."
-    elif any(one.runs > 1 for one in lines):
-        ranges = {one.is_range for one in lines if one.runs > 1}
-        bands = f" Means; bands: {' or '.join(BANDS[is_range] for is_range in sorted(ranges))}."
-    else:
-        bands = ""
-    ends = "; ".join(f"{one.name}{f' ({one.runs} runs)' if one.runs > 1 else ''} "
-                     f"{_words(chart, one, -1)}" for one in lines)
-    return f"{chart.title}.{bands} At the end: {ends}."
-
-
-def _hover(figure: Figure, axes: Axes, chart: Chart, unit: str,
-           lines: List[Line]) -> Dict[str, Any]:
-    box, (low, high) = axes.get_position(), axes.get_xlim()
-
-    def points(one: Line) -> List[List[Any]]:
-        chosen = np.unique(np.linspace(0, len(one.x) - 1, min(HOVERED, len(one.x))).astype(int))
-        return [[float(f"{one.x[i]:.5g}"), _words(chart, one, i)] for i in chosen]
-    return {"left": round(box.x0, 4), "right": round(box.x1, 4), "from": round(low, 4),
-            "to": round(high, 4), "unit": unit, "steps": chart.steps,
-            "lines": [{"name": one.name, "points": points(one)} for one in lines]}
+    parts = [f"{chart.title}."]
+    if any(one.runs > 1 for one in lines):
+        parts.append("Means; bands: from the lowest to the highest run.")
+    if left_out:
+        parts.append(f"{len(lines)} of {len(lines) + left_out} groups.")
+    ends = []
+    for one in lines:
+        runs = f" ({one.runs} runs)" if one.runs > 1 else ""
+        band = "" if one.band is None else f" ({' to '.join(map(chart.write, one.band[:, -1]))})"
+        ends.append(f"{one.group.name}{runs} {chart.write(one.y[-1])}{band}")
+    return f"{' '.join(parts)} At the end: {'; '.join(ends)}."
 
 
 # ---- differences
@@ -409,7 +262,7 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> List[Plot]:
             axes.plot(each, [row + 0.22] * len(each), "|", color=ink, alpha=0.6, markersize=5)
             axes.plot([difference.mean], [row], "o" if not comparison.differences else "x",
                       color=ink, markersize=6)
-        axes.set_yticks(range(len(shown)), [shortened(c.low.name, LONGEST_ROW) for c, _ in shown],
+        axes.set_yticks(range(len(shown)), [_shortened(c.low.name, LONGEST_ROW) for c, _ in shown],
                         fontsize=8)
         axes.set_ylim(len(shown) - 0.5, -0.6)
         axes.set_title("Difference to float32", loc="left", fontsize=10)

@@ -24,9 +24,8 @@ import os
 import re
 from collections import Counter
 from functools import lru_cache, partial
-from itertools import product
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from ..checks import counted, iterator
 from . import events, tables
@@ -45,7 +44,6 @@ MEAN_PRECISION = re.compile(rb"mAP=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
 LOSS = ("loss", "cross-entropy")
 SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
-STEPS = ("loss", "gradient_norm", "lr")
 EPOCH_LINE = '{"epoch": 0, "err_top1": 0.4, "loss": 1.2}'
 STEP_LINE = '{"epoch": 0, "batch": 19, "loss": 2.1}'
 # A number that was cut off must not pass for a shorter number nor, if another log continues in the
@@ -54,7 +52,7 @@ WHOLE = re.compile(rb"\.\d{6}$|Time cost=\d+\.\d{3}$")
 VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
                    r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
-ENDING = r"\.(log|jsonl?|csv|txt|out\.tfevents\..*)$"  # of a file's name: no part of a run's
+ENDING = r"\.(log|jsonl?|csv|txt)$"  # of a file's name: no part of a run's
 # Names of errors, and of accuracies.
 TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
         ("accuracy", "acc", "top1-acc", "val", "val-acc", "acc-top1"))
@@ -101,7 +99,6 @@ def read_logs(paths: Union[Iterable[Any], str, os.PathLike[str]]) -> List[Run]:
             runs[-1].go_on(runs_in_file[0])
         else:
             runs += runs_in_file
-    _tell_datasets_apart(runs)
     same: Counter[str] = Counter()
     for run in runs:
         run.name = plain(run.name)
@@ -123,28 +120,16 @@ def _check(run: Run, path: Path) -> None:
             epoch.speed = None
 
 
-def _tell_datasets_apart(runs: List[Run]) -> None:
-    """Distinguishes datasets by folder: cifar10/train.rec and cifar100/train.rec differ. Files in
-    folders of the same name are one dataset, because paths differ between machines."""
-    folders: Dict[str, Set[str]] = {}
-    for run in runs:
-        if len(run.dataset_path) > 1:
-            folders.setdefault(run.dataset, set()).add(run.dataset_path[-2])
-    several = {name for name, of in folders.items() if len(of) > 1}
-    for run in runs:
-        run.folders = int(run.dataset in several)
-
-
 def _names(paths: List[Path]) -> List[str]:
-    """Returns a name for each file: the last part of its path without the ending, and further parts
-    if names are not unique."""
-    distinct = len({path.parent if ".out.tfevents." in path.name else path for path in paths})
-    for ending, parts in product((ENDING, "$"), range(1, 20)):
-        names = [re.sub(ending, "", "/".join(path.parts[-parts:])) for path in paths]
-        if len(set(names)) == distinct and not {"log", "events"} & set(names):
+    """Returns a name for each file: its own without the ending, or that of its folder for a log.*
+    and for TensorBoard's files; with further folders if names are not unique."""
+    places = [path.absolute().parent if re.match(r"log\.|events\.", path.name) else
+              path.parent / re.sub(ENDING, "", path.name) for path in paths]
+    for parts in range(1, 20):
+        names = ["/".join(place.parts[-parts:]) for place in places]
+        if len({*names}) == len({*places}):
             break
-    names = [re.sub(r"/events$", "", name) for name in names]
-    return [name[:-len("/log")] if name.endswith("/log") else name for name in names]
+    return names
 
 
 def read_log(path: Path, name: str) -> List[Run]:
@@ -174,8 +159,6 @@ def read_log(path: Path, name: str) -> List[Run]:
             ". Known: logs of GluonCV and MXNet's Module, log.jsonl, TensorBoard's event files, "
             f"CSV with a column epoch{json_lines}")
     for i, run in enumerate(runs):
-        if run.counts_from_1 and reader.version < 2:
-            run.count_from_0()
         run.name += f" ({i + 1})" if len(runs) > 1 and run.name == name else ""
     return runs
 
@@ -197,7 +180,6 @@ class _Reader:
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments before the first epoch
         self.given = ""  # the run's name, if the line of its arguments has one
-        self.version = 0  # of log.jsonl; since version 2, epochs count from 0
         self.shares: List[Tuple[Epoch, str, float]] = []  # JSON's, which may be percent
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
@@ -211,13 +193,13 @@ class _Reader:
         number, batch, rate, speed, tail = match.groups()
         self._go_to(int(number))
         run, values = self.runs[-1], _values(rate + b" " + tail)
-        run.batches = max(run.batches, int(batch) + 1)
         if float(speed) > 0:
             self.intervals += 1
             self.inverse += 1 / float(speed)
         self.epoch.lr = values.get("lr", self.lr)
-        self.epoch.scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
-        run.follow(self.number, int(batch), self.epoch.scale, self.epoch.skipped)
+        self.epoch.loss_scale, self.epoch.skipped = values.get("loss-scale"), values.get("skipped")
+        run.add_step(self.number, int(batch), {
+            "loss_scale": self.epoch.loss_scale, "skipped": self.epoch.skipped})
 
     def other(self, line: bytes) -> bool:
         """Parses any other line; returns whether it has information."""
@@ -272,24 +254,16 @@ class _Reader:
                 raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
             self.header, self.given = entry["arguments"], str(entry.get("run", ""))
-            self.version = version
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
             values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
             if "batch" in entry:
-                self._step(values)
+                self.runs[-1].add_step(self.number, int(values["batch"] or 0), values)
             else:
                 self._epoch(values, entry)
         else:
             return False
         return True
-
-    def _step(self, values: Dict[str, Optional[float]]) -> None:
-        run, batch = self.runs[-1], int(values["batch"] or 0)
-        run.batches = max(run.batches, batch + 1)
-        for name in STEPS:
-            run.add_step(name, self.number, batch, values.get(name))
-        run.follow(self.number, batch, values.get("loss_scale"), values.get("skipped"))
 
     def _epoch(self, values: Dict[str, Optional[float]], entry: Dict[str, Any]) -> None:
         run = self.runs[-1]
@@ -305,8 +279,6 @@ class _Reader:
                     epoch.metrics[tables.VALIDATION.sub("", key, 1)] = value
         epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
                                     if isinstance(entry.get(name), float)]
-        run.metric = "accuracy" if "accuracy" in entry else ""
-        run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
 
     def add_shares(self) -> None:
         """Adds the accuracies and errors of JSON lines to their epochs. If one is above 1, all are
@@ -323,9 +295,6 @@ class _Reader:
         run.epochs[self.number] = epoch
         if self.inverse and epoch.speed is None:  # each line's images are as many
             epoch.speed = self.intervals / self.inverse
-        named = "train" in values or "train-acc" in values
-        if named or kind.startswith(b"train"):
-            run.metric = run.metric or ("accuracy" if named else next(iter(values)))
         validated = kind.startswith(b"validation")
         if validated or "val" in values or "val-acc" in values:
             epoch.top1 = _error(values, *TOP1, epoch.top1)
@@ -338,8 +307,7 @@ class _Reader:
         epoch.seconds = _first(values, SECONDS, epoch.seconds)
         epoch.speed = values.get("speed", epoch.speed)
         if "loss-scale" in values:
-            epoch.scale, epoch.skipped = values["loss-scale"], values.get("skipped")
-            run.follow(self.number, run.batches - 1, epoch.scale, epoch.skipped)
+            epoch.loss_scale, epoch.skipped = values["loss-scale"], values.get("skipped")
 
     def _go_to(self, number: int) -> None:
         """Sets the current epoch, of the current run or of a new one."""

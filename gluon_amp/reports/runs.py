@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import itemgetter
 from statistics import median
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Tuple
 
 from ..checks import counted
 from ..policy import APEX
@@ -20,7 +20,7 @@ LOWER = frozenset("""perplexity ppl loss entropy nll mae mse rmse mape err error
 HIGHER = frozenset("""accuracy acc f1 fbeta mcc pcc pearson pearsonr spearman spearmanr correlation
                       similarity cos sim auc map ap iou dice bleu psnr ssim recall precision ndcg
                       r2 score""".split())
-MOST_STEPS = 2000  # kept of each series, evenly
+STEPS = ("loss", "gradient_norm", "lr", "loss_scale", "skipped")  # series
 RESUMING = re.compile(r"resume(_\w+)?|(load|start|begin)_epoch")  # arguments that go on with a run
 OFF: Tuple[Any, ...] = (None, False, 0, "", [], "none", "None", "False")  # values of arguments
 
@@ -57,10 +57,11 @@ class Epoch:
     speed: Optional[float] = None  # samples per second
     seconds: Optional[float] = None
     lr: Optional[float] = None
-    scale: Optional[float] = None  # at its end
+    loss_scale: Optional[float] = None  # at its end
     skipped: Optional[float] = None  # steps of the run up to its end
     loss: Optional[float] = None  # of training
     validation_loss: Optional[float] = None
+    gradient_norm: Optional[float] = None
     # whether the log says of no loss that it is infinite or NaN
     finite: bool = field(default=True, init=False)
     metrics: Dict[str, float] = field(default_factory=dict, init=False)  # others, of validation
@@ -90,22 +91,16 @@ class Run:
         arguments: its flags by name.
         epochs: an `Epoch` for each number, from 0 on, with `top1` (an error), `loss`, `lr` and
             others.
-        trace: the loss scale and the skipped steps whenever they changed: (epoch, batch, scale,
-            skipped).
-        steps: what was logged between epochs (loss, gradient_norm, lr), each as (epoch, batch,
-            value).
+        steps: what was logged between epochs (loss, gradient_norm, lr, loss_scale, skipped), each
+            as (epoch, batch, value).
         notes: remarks on the log: where it was resumed, what its source is.
     """
     name: str
     arguments: Dict[str, Any] = field(default_factory=dict)
     epochs: Dict[int, Epoch] = field(default_factory=dict)
-    trace: List[Tuple[int, int, float, Optional[float]]] = field(default_factory=list)
     batches: int = 1  # the most of an epoch that were logged
     steps: Dict[str, List[Tuple[int, int, float]]] = field(default_factory=dict)
-    thinned: Dict[str, Tuple[int, int]] = field(default_factory=dict)  # seen; every how many kept
-    metric: str = ""  # of training
     measure: str = ACCURACY  # of validation: see Epoch.top1
-    folders: int = 0  # that stand in the dataset's name, where another one's file has its name
     notes: List[str] = field(default_factory=list)
 
     def get(self, *names: str) -> Any:
@@ -117,42 +112,18 @@ class Run:
         return all(self.arguments.get(key) == arguments.get(key)
                    for key in {*self.arguments, *arguments} if not RESUMING.fullmatch(key))
 
-    @property
-    def counts_from_1(self) -> bool:
-        """Whether its log starts with arguments and numbers the first epoch 1."""
-        resumed = any(self.arguments.get(name) not in OFF for name in self.arguments
-                      if RESUMING.fullmatch(name))
-        return bool(self.arguments and self.epochs) and min(self.epochs) == 1 and not resumed
-
-    def count_from_0(self) -> None:
-        """Renumbers epochs to start at 0, as in other logs."""
-        self.epochs = {n - 1: epoch for n, epoch in self.epochs.items()}
-        for series in (self.trace, *self.steps.values()):  # type: Any
-            series[:] = [(n - 1, *rest) for n, *rest in series]
-
-    def follow(self, epoch: int, batch: int, scale: Optional[float],
-               skipped: Optional[float]) -> None:
-        """Adds changes to the trace."""
-        if scale and scale > 0 and (not self.trace or self.trace[-1][2:] != (scale, skipped)):
-            self.trace.append((epoch, batch, scale, skipped))
-
-    def add_step(self, name: str, epoch: int, batch: int, value: Optional[float]) -> None:
-        """Adds a value to one of the series, if it is known."""
-        if value is None:
-            return
-        series = self.steps.setdefault(name, [])
-        seen, every = self.thinned.get(name, (0, 1))
-        if seen % every == 0:
-            series.append((epoch, batch, value))
-        if len(series) > MOST_STEPS:
-            series[:] = series[::2]
-            every *= 2
-        self.thinned[name] = seen + 1, every
+    def add_step(self, epoch: int, batch: int, values: Mapping[str, Optional[float]]) -> None:
+        """Adds the values of a step to their series."""
+        self.batches = max(self.batches, batch + 1)
+        for name in STEPS:
+            value = values.get(name)
+            if value is not None:
+                self.steps.setdefault(name, []).append((epoch, batch, value))
 
     def forget_from(self, epoch: int) -> None:
         """Removes this epoch and all later ones, because the run was resumed there."""
         self.epochs = {n: e for n, e in self.epochs.items() if n < epoch}
-        for series in (self.trace, *self.steps.values()):  # type: Any
+        for series in self.steps.values():
             series[:] = [point for point in series if point[0] < epoch]
 
     def go_on(self, later: Run) -> None:
@@ -161,8 +132,6 @@ class Run:
         self.forget_from(first)
         self.arguments.update(later.arguments)
         self.epochs.update(later.epochs)
-        for point in later.trace:
-            self.follow(*point)
         for name, series in later.steps.items():
             self.steps[name] = self.steps.get(name, []) + series
         self.batches = max(self.batches, later.batches)
@@ -312,14 +281,18 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        """The name of its dataset, or an empty string."""
-        return plain("/".join(self.dataset_path[-1 - self.folders:]))
+        """The name of its dataset, or an empty string. A file has its folder's name, too:
+        cifar10/train.rec and cifar100/train.rec differ. Other folders depend on the machine."""
+        name = str(self.get("dataset", "data_train", "rec_train") or "")
+        parts = [part for part in re.split(r"[\\/]", name) if part not in ("", ".", "..")]
+        return plain("/".join(parts[-2:] if parts and "." in parts[-1] else parts[-1:]))
 
     @property
-    def dataset_path(self) -> List[str]:
-        """The folders and the name of its dataset."""
-        name = self.get("dataset", "data_train", "rec_train") or ""
-        return [part for part in re.split(r"[\\/]", str(name)) if part not in ("", ".", "..")]
+    def skipped(self) -> Optional[float]:
+        """The number of steps that were skipped; None if the log has no loss scale."""
+        at_ends = [epoch.skipped for epoch in self.epochs.values() if epoch.skipped is not None]
+        within = [value for *_, value in self.steps.get("skipped", [])]
+        return max([*at_ends, *within], default=None)
 
     def reached(self, accuracy: float, by_time: bool = False) -> Optional[float]:
         """Returns the epochs, or the hours, of training until this validation accuracy."""

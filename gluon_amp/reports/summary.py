@@ -6,11 +6,10 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 import numpy as np
 
 from ..checks import counted, listed
-from .compare import Comparison, Group, recipe
+from .compare import Comparison, Group
 from .runs import Run, average, headed, unit_of_time
 from .verdict import LEVEL, from_float32, outcome, p_number, sentence
 
-SMOOTHED = ("label_smoothing", "mixup")
 MOST_SENTENCES = 5
 # In the order of the headline, if there are many.
 OUTCOMES = ("different", "different, within the margin", "undecided", "the same", "too few runs",
@@ -147,7 +146,6 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
     rows = []
     for group in groups:
         first, ends, speeds = group.first, group.ends, group.speeds
-        several = len(speeds) > 1
         row = {"runs": group.name, "dataset": first.dataset, "model": group.model,
                "dtype": group.dtype, "batch size": _text(first.batch_size, "d"),
                "n": str(len(group.runs)), "epochs": str(max(run.done for run in group.runs)),
@@ -158,8 +156,6 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
                                                      for run in group.runs)), ".4g")
                   for name in _metrics(runs)},
                "samples/s": _speed_text(average(median, speeds)),
-               "slowest": _speed_text(speeds[0] if several else None),
-               "fastest": _speed_text(speeds[-1] if several else None),
                unit: _text(average(median, group.hours), ".3g", per_hour)}
         if accuracy and groups[0].first.is_share:
             tried = group.finished or group.runs
@@ -193,7 +189,7 @@ def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
                 _value(run, run.told(best[1]) if best else None),
             "after epochs": _text(best[0] + 1 if best else None, "d"),
             **{headed(name): _text(run.metric_at_end(name), ".4g") for name in _metrics(runs)},
-            "skipped": _text(run.trace[-1][3] if run.trace else None, ".0f"),
+            "skipped": _text(run.skipped, ".0f"),
             "samples/s": _speed_text(run.speed),
             unit: _text(run.hours[-1] if run.hours else None, ".3g", per_hour),
             f"{unit} to {100 * (accuracy or 0):g} %": _text(reached, ".3g", per_hour)})
@@ -270,10 +266,6 @@ def _one(count: int, singular: str, plural: str) -> str:
 def _remarks(run: Run) -> List[str]:
     """Returns remarks on a run; {} is replaced by the names of runs."""
     lines = []
-    smoothed = [name for name in SMOOTHED if run.arguments.get(name) and name in recipe(run)]
-    if smoothed and run.metric:
-        lines.append(f"{{}}: trained with {' and '.join(smoothed)}, so the training "
-                     f"{run.metric} in its log is of modified labels, and is left out.")
     lost = [number for number, epoch in run.epochs.items() if not epoch.finite]
     if lost:
         lines.append(f"{{}}: the loss is not finite in {len(lost)} of {len(run.epochs)} epochs, "

@@ -28,7 +28,8 @@ QUANTITIES = {
     "lr": r"lr|learning_rate",
     "validation_loss": r"(val|valid|validation|test|eval)_loss",
     "loss": r"(?:train(?:ing)?_)?loss",
-    "scale": r"loss_scale",
+    "gradient_norm": r"grad(ient)?_norm",
+    "loss_scale": r"loss_scale",
     "skipped": r"skipped"}
 VALIDATION = re.compile(r"(^|_)(val|valid|validation|test|eval)_", re.IGNORECASE)
 

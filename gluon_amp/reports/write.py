@@ -3,28 +3,21 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import re
 from dataclasses import dataclass
 from html import escape
-from typing import List, Sequence
+from typing import Any, List, Sequence
 
 from .colors import COLORS
 from .compare import Group
-from .page import cell, page, part, table
+from .page import cell, page, table
 from .plots import Plot
 from .runs import plain
 from .summary import Cells, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
-FOLDED = 20  # a table of more rows is folded
-FOLDED_PLOTS = "learning_rate", "throughput"
-IN_MARKDOWN = 50  # runs
-MOST_ARGUMENTS = 60  # groups whose arguments are told
+MOST_ROWS = 200  # of each table of the page, and of groups whose arguments are told
 LONGEST_VALUE = 200
-LONGEST_VERDICT = 1500
-MOST_ROWS, MOST_RUNS = 200, 3000  # of the page's tables
-MOST_TABLES = 20  # datasets
 CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their colors
 
 
@@ -44,69 +37,39 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
     """Returns the page, with plots, style and script in one file."""
     several = len(sections) > 1
     body = ["<ul class=verdicts>", *(_verdict(verdict, section.title if several else "")
-                                     for section in sections[:MOST_TABLES]
-                                     for verdict in section.verdicts), "</ul>"]
+                                     for section in sections for verdict in section.verdicts),
+            "</ul>"]
     if verdicts:
-        body.append(_details(f"Table of verdicts ({len(verdicts):,})", _table(verdicts)))
-    for section in sections[:MOST_TABLES]:
-        if several:
-            body.append(f"<h2>{escape(section.title[:LONGEST_VALUE])}</h2>")
-        folded = [plot for plot in section.plots if plot.name in FOLDED_PLOTS]
-        shown = [plot for plot in section.plots if plot.name not in FOLDED_PLOTS]
-        body.append(_plots(shown, section.prefix))
-        body.append(_details(" and ".join(plot.title for plot in folded),
-                             _plots(folded, section.prefix)) if folded else "")
-        groups_of = _table(section.groups)
-        if len(section.groups) > FOLDED:
-            groups_of = _details(f"Groups ({len(section.groups):,})", groups_of)
-        body += ["" if several else "<h2>Groups of runs</h2>", groups_of]
-    left = MOST_RUNS
-    for section in sections[:MOST_TABLES]:
-        name = f"Runs: {section.title}" if several else "Runs"
-        body.append(_details(f"{name} ({len(section.runs)})",
-                             _table(section.runs, len(section.runs) > 5, left),
-                             is_open=len(section.runs) <= FOLDED))
-        left = max(0, left - len(section.runs))
+        body.append(_folded("Table of verdicts", verdicts))
+    for section in sections:
+        title_of = escape(section.title[:LONGEST_VALUE]) if several else "Groups of runs"
+        figures = "\n".join(_figure(plot, section.prefix) for plot in section.plots)
+        body += [f"<h2>{title_of}</h2>", f"<div class=plots>\n{figures}\n</div>",
+                 _table(section.groups), _folded("Runs", section.runs)]
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
     body += ["<h2>Arguments</h2>", _arguments(groups)]
-    return page(title, "\n".join(body), part("report.js"))
+    return page(title, "\n".join(body), "")
 
 
 def _verdict(verdict: Verdict, section: str) -> str:
     name = f"{section[:LONGEST_VALUE]}: " if section else ""
     head = f"<b>{escape(name + verdict.title)}</b> " if name or verdict.outcome else ""
-    kind = CLASSES.get(verdict.outcome, "open")
-    text = verdict.text
-    if len(text) > LONGEST_VERDICT:
-        text = f"{text[:LONGEST_VERDICT]}…"
-    return f"<li class={kind}>{head}{escape(text)}</li>"
+    return f"<li class={CLASSES.get(verdict.outcome, 'open')}>{head}{escape(verdict.text)}</li>"
 
 
-def _table(rows: List[Cells], search: bool = False, most: int = MOST_ROWS) -> str:
-    """Returns a table, with a field that filters its rows."""
-    if not rows:
-        return ""
-    field = '<input type=search placeholder="Filter" aria-label="Filter the rows by text">\n'
-    more = f"<p>{len(rows) - most:,} more rows: the CSV files have all.</p>" \
-        if len(rows) > most else ""
-    return f"<div>\n{field if search else ''}{table(rows, TEXT, most)}{more}\n</div>"
+def _table(rows: List[Cells]) -> str:
+    more = f"<p>{len(rows) - MOST_ROWS:,} more rows: the CSV files have all.</p>" \
+        if len(rows) > MOST_ROWS else ""
+    return table(rows, TEXT, MOST_ROWS) + more
 
 
-def _details(summary: str, inside: str, is_open: bool = False) -> str:
-    return f"<details{' open' * is_open}><summary>{escape(summary)}</summary>\n{inside}</details>"
+def _folded(summary: str, rows: List[Cells]) -> str:
+    return f"<details><summary>{summary} ({len(rows):,})</summary>\n{_table(rows)}</details>"
 
 
-def _plots(plots: Sequence[Plot], prefix: str) -> str:
-    figures = "\n".join(figure(plot, prefix) for plot in plots)
-    return f"<div class=plots>\n{figures}\n</div>"
-
-
-def figure(plot: Plot, prefix: str) -> str:
-    """Returns a plot with its caption as HTML."""
-    text = escape(json.dumps(plot.hover), quote=False).replace("'", "&#x27;")
-    hover = f" data-hover='{text}'" if plot.hover else ""
-    return f"<figure{hover}>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \
+def _figure(plot: Plot, prefix: str) -> str:
+    return f"<figure>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \
            "</figcaption>\n</figure>"
 
 
@@ -117,16 +80,14 @@ def _arguments(groups: Sequence[Group]) -> str:
     shared = {name: value for name, value in each[0].items()
               if all(other.get(name) == value for other in each)}
     several = len({group.section for group in groups}) > 1
-    parts = [("Of all groups" if len(groups) > 1 else groups[0].name, shared)]
-    for group, arguments in zip(groups[:MOST_ARGUMENTS] if len(groups) > 1 else [], each):
+    parts: List[Any] = [("Of all groups", shared)]
+    for group, arguments in zip(groups[:MOST_ROWS], each):
         parts.append((group.named(several), {name: value for name, value in arguments.items()
                                              if name not in shared}))
-    text = "\n".join(
+    return "\n".join(
         f"<details><summary>{escape(name)}</summary><dl>" + "".join(
             f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in of.items())
         + "</dl></details>" for name, of in parts if of)
-    more = len(groups) - MOST_ARGUMENTS
-    return text + (f"\n<p>{more} more groups: their logs have theirs.</p>" if more > 0 else "")
 
 
 def _inline(plot: Plot, prefix: str) -> str:
@@ -163,8 +124,6 @@ def markdown(title: str, sections: Sequence[Section], verdicts: List[Cells],
         for plot in section.plots:
             lines += [f"![{_escaped(plot.caption)}]({section.prefix}{plot.name}.png)", ""]
         lines += _markdown_table(section.groups)
-        if 1 < len(section.groups) < len(section.runs) <= IN_MARKDOWN or len(section.groups) == 1:
-            lines += _markdown_table(section.runs)
     lines += [f"- {_escaped(note)}" for note in notes]
     return "\n".join(lines).rstrip() + "\n"
 

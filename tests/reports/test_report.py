@@ -13,11 +13,11 @@ from gluon_amp.reports import Run
 from gluon_amp.reports.compare import groups
 from gluon_amp.reports.plots import CHARTS, plots
 from gluon_amp.reports.runs import Epoch, plain
-from gluon_amp.reports.summary import remarks, run_rows
+from gluon_amp.reports.summary import run_rows
 from gluon_amp.reports.write import Section, html_page, markdown, table_csv
 from hypothesis import example, given
 from hypothesis import strategies as st
-from report_runs import NO_DEADLINE, RECIPE, Page, made, report, seeds
+from report_runs import NO_DEADLINE, RECIPE, Page, made, report
 
 ODD = ["$x_1$", "_under", "<script>alert(1)</script>", "<!--<script>", "</svg>", "a--b -->", "a|b",
        "a\nb\rc", "\x00\x07\x1b", "*a* [b](c) `d` &amp;", "模型", "\ud800", "\"'", ""]
@@ -79,22 +79,6 @@ def test_accuracies_of_0_and_1_are_valid(errors, tmp_path):
     assert reached == (["minutes to 100 %"] if errors[0] == 0 else [])
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    ({"label_smoothing": True}, "label_smoothing"), ({"mixup": True}, "mixup"),
-    ({"label_smoothing": 0.1, "mixup": True}, "label_smoothing and mixup")])
-def test_training_on_changed_labels_is_noted(
-        arguments, words, tmp_path):
-    page, _ = report(tmp_path, logs.gluoncv([0.5], model="net", **arguments))
-    said = f"a: trained with {words}, so the training accuracy in its log is of modified labels"
-    assert said in " ".join(Page(page.read_text()).texts["li"])
-    assert said in (page.parent / "report.md").read_text().replace("\\", "")
-
-
-@pytest.mark.parametrize("value", [False, 0, 0.0, None])
-def test_training_on_true_labels_is_not_noted(value):
-    assert remarks(groups([made(label_smoothing=value, mixup=value)]), []) == []
-
-
 def test_stopped_and_resumed_runs_are_noted(tmp_path):
     page, _ = report(
         tmp_path, logs.gluoncv([0.5, 0.4], model="a", num_epochs=9),
@@ -127,7 +111,8 @@ def test_report_files_are_complete_and_self_contained(tmp_path):
     texts = [logs.steps([0.5, 0.4 - seed / 100], dtype=dtype, seed=seed) for seed in range(3)
              for dtype in ("float32", "float16")]
     page, _ = report(tmp_path, *texts)
-    names = {*(chart.name for chart in CHARTS), "differences", "share_reached"}
+    names = {"validation_error", "validation_error_by_hours", *(chart.name for chart in CHARTS),
+             "differences"}
     assert {path.name for path in page.parent.iterdir()} == {
         "report.html", "report.md", "summary.csv", "groups.csv", "verdicts.csv",
         *(f"{name}.{kind}" for name in names for kind in ("png", "svg"))}
@@ -144,15 +129,6 @@ def test_report_files_are_complete_and_self_contained(tmp_path):
         assert (page.parent / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         ElementTree.parse(page.parent / f"{name}.svg")
         assert f"]({name}.png)" in (page.parent / "report.md").read_text()
-
-
-def test_hover_data_matches_plot_lines():
-    found = groups(seeds("float32", [70, 80]) + seeds("float16", [75, 75]))
-    hover = plots(found)[0].hover
-    assert [line["name"] for line in hover["lines"]] == ["float32", "float16"]
-    assert hover["lines"][1]["points"][-1] == [2.0, "25.00% (25.00% to 25.00%)"]
-    assert 0 < hover["left"] < hover["right"] < 1
-    assert hover["from"] == 0
 
 
 def test_report_files_are_reproducible_under_any_matplotlib_style(tmp_path):
@@ -230,14 +206,14 @@ def test_any_text_is_escaped(table, notes, title):
         assert [{name: cell.lstrip("'") for name, cell in row.items()}
                 for row in csv.DictReader(file)] == [
             {name: cell.lstrip("'") for name, cell in row.items()} for row in table]
-    text = markdown(title, [Section(title, [], [{"n": "1"}], table, [])], [], notes)
+    text = markdown(title, [Section(title, [], table, [], [])], [], notes)
     markdown_it = pytest.importorskip("markdown_it")
     rendered = Page(markdown_it.MarkdownIt("commonmark").enable("table").render(text))
     assert "".join(rendered.texts.get("h1", "")).strip() == title.strip()
     cells = [tag for tag, _ in rendered.tags]
-    assert cells.count("td") == 1 + len(texts)
+    assert cells.count("td") == len(texts)
     assert set(cells) <= {"h1", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "p"}
-    assert [cell.strip() for cell in rendered.cells[4:]] == texts
+    assert [cell.strip() for cell in rendered.cells[2:]] == texts
 
 
 # ---- size

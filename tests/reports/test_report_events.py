@@ -69,9 +69,9 @@ def test_steps_within_epochs_become_series(tmp_path):
         step__loss_scale={0: 1024, 4: 512}, step__skipped={0: 0, 4: 1}))
     assert [epoch.validation_loss for epoch in run.epochs.values()] == [2, 1.5]
     assert run.batches == 5
-    assert run.steps == {"loss": [(0, 0, 3), (0, 4, 2), (1, 4, 1)],
-                         "gradient_norm": [(0, 0, 1.5)]}
-    assert run.trace == [(0, 0, 1024, 0), (0, 4, 512, 1)]
+    assert run.steps == {"loss": [(0, 0, 3), (0, 4, 2), (1, 4, 1)], "gradient_norm": [(0, 0, 1.5)],
+                         "loss_scale": [(0, 0, 1024), (0, 4, 512)],
+                         "skipped": [(0, 0, 0), (0, 4, 1)]}
 
 
 def test_truncated_last_record_is_ignored(tmp_path):

@@ -34,7 +34,6 @@ def test_gluoncv_logs_are_read(prefix, metric, tmp_path):
     assert top1(run) == numbered(ERRORS)
     epoch = run.epochs[1]
     assert (epoch.top5, epoch.speed, epoch.seconds, epoch.lr) == (0.128086, 1000, 100, 0.05)
-    assert run.metric == metric
     assert run.best == (2, 0.3)
     assert run.hours == pytest.approx([1 / 36, 2 / 36, 3 / 36])
 
@@ -69,9 +68,8 @@ def test_own_jsonl_is_read(tmp_path):
     run, = read_text(tmp_path, logs.jsonl(ERRORS, scales=[1024, 512, 512], **RECIPE), "log.jsonl")
     assert top1(run) == numbered(ERRORS)
     assert run.arguments == RECIPE
-    assert [(epoch.scale, epoch.skipped) for epoch in run.epochs.values()] == [
+    assert [(epoch.loss_scale, epoch.skipped) for epoch in run.epochs.values()] == [
         (1024, 0), (512, 2), (512, 4)]
-    assert run.metric == "accuracy"
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -99,9 +97,9 @@ def test_changes_of_loss_scale_are_read(write, tmp_path):
     text = write([0.5], tail="\tloss-scale=1024\tskipped=1") \
         + write([0.4], start=1, tail="\tloss-scale=512\tskipped=2")
     run, = read_text(tmp_path, text)
-    assert [(epoch, scale, skipped) for epoch, _, scale, skipped in run.trace] == [
-        (0, 1024, 1), (1, 512, 2)]
-    assert [epoch.scale for epoch in run.epochs.values()] == [1024, 512]
+    assert {(epoch, scale) for epoch, _, scale in run.steps["loss_scale"]} == {(0, 1024), (1, 512)}
+    assert {(epoch, skipped) for epoch, _, skipped in run.steps["skipped"]} == {(0, 1), (1, 2)}
+    assert [epoch.loss_scale for epoch in run.epochs.values()] == [1024, 512]
 
 
 @pytest.mark.parametrize(("batch", "rate"), [
@@ -126,7 +124,7 @@ def test_gluoncv_fine_tuning_logs_are_read(tmp_path):
                    "time: 35.1\n" for n, error in enumerate((0.5, 0.25)))
     run, = read_text(tmp_path, text)
     assert top1(run) == {0: 0.5, 1: 0.25}
-    assert (run.epochs[1].loss, run.epochs[1].seconds, run.metric) == (1.234, 35.1, "accuracy")
+    assert (run.epochs[1].loss, run.epochs[1].seconds) == (1.234, 35.1)
 
 
 def test_steps_of_own_jsonl_are_read(tmp_path):
@@ -136,7 +134,7 @@ def test_steps_of_own_jsonl_are_read(tmp_path):
     assert (run.epochs[1].loss, run.epochs[1].validation_loss) == (0.5, pytest.approx(0.6))
     assert run.steps["loss"][:2] == [(0, 0, 2), (0, 1, 1.8)]
     assert run.steps["gradient_norm"][0] == (0, 1, 2)  # no entry for the skipped step
-    assert run.trace[:2] == [(0, 0, 2048, 1), (0, 1, 1024, 1)]
+    assert run.steps["loss_scale"][:2] == [(0, 0, 2048), (0, 1, 1024)]
 
 
 def test_runs_of_one_file_are_named_by_run_field(tmp_path):
@@ -161,15 +159,6 @@ def test_event_files_without_tensorboard_are_refused_in_one_line(tmp_path, monke
 def test_other_version_of_own_jsonl_is_refused(version, tmp_path):
     with pytest.raises(ValueError, match=r"a\.log: log.jsonl of version .* Valid: 1 to 2"):
         read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', f'"version": {version}'))
-
-
-def test_long_series_is_thinned_evenly(tmp_path):
-    lines = [json.dumps({"epoch": 0, "batch": n, "loss": 1.0}) for n in range(10_000)]
-    run, = read_text(tmp_path, "\n".join([*lines, '{"epoch": 0, "err_top1": 0.5}', ""]))
-    series = run.steps["loss"]
-    assert 1000 < len(series) <= 2000
-    gaps = {b[1] - a[1] for a, b in zip(series, series[1:])}
-    assert (series[0][1], gaps) == (0, {8})
 
 
 @given(speeds=st.lists(st.integers(1, 10 ** 7).map(lambda n: n / 100), min_size=1, max_size=9))
@@ -205,7 +194,7 @@ def test_dtype_comes_from_file_name_without_arguments(name, dtype, tmp_path):
 
 @pytest.mark.parametrize(("files", "names"), [
     (["a.log", "b.log"], ["a", "b"]), (["a/log.jsonl", "b/log.jsonl"], ["a", "b"]),
-    (["x/a.log", "y/a.log"], ["x/a", "y/a"]), (["a.log", "a.jsonl"], ["a.log", "a.jsonl"]),
+    (["x/a.log", "y/a.log"], ["x/a", "y/a"]), (["a.log", "a.jsonl"], ["a", "a [2]"]),
     (["lr0.1", "lr0.2"], ["lr0.1", "lr0.2"]), (["a.log", "a.log"], ["a", "a [2]"])])
 def test_runs_are_named_by_shortest_distinct_paths(files, names, tmp_path):
     for name in files:
@@ -447,13 +436,6 @@ def test_log_with_crlf_line_ends_is_read(tmp_path):
 
 # ---- valid and invalid values
 
-@pytest.mark.parametrize("write", [logs.gluoncv, logs.jsonl])
-def test_epochs_numbered_from_1_are_shifted(write, tmp_path):
-    run, = read_text(tmp_path, write([0.5, 0.4, 0.3], start=1, model="a", num_epochs=4))
-    assert (run.done, list(run.epochs)) == (3, [0, 1, 2])
-    resumed, = read_text(tmp_path, write([0.5, 0.4], start=1, model="a", resume_epoch=1))
-    assert list(resumed.epochs) == [1, 2]
-
 
 @pytest.mark.parametrize("error", [-0.5, 1.5, 25.3])
 def test_error_outside_0_to_1_is_refused(error, tmp_path):
@@ -493,8 +475,10 @@ def test_tables_of_other_tools_are_read(text, tmp_path):
 def values(run):
     """(epoch, value) pairs, and (epoch, loss scale) for each change."""
     return {(number, value) for number, epoch in run.epochs.items()
-            for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr, epoch.scale)
-            if value is not None} | {(number, scale) for number, _, scale, _ in run.trace}
+            for value in (epoch.top1, epoch.top5, epoch.seconds, epoch.speed, epoch.lr,
+                          epoch.loss_scale)
+            if value is not None} | {(number, scale) for number, _, scale in
+                                     run.steps.get("loss_scale", [])}
 
 
 FORMATS = pytest.mark.parametrize(("write", "arguments"), [
@@ -558,7 +542,7 @@ def test_later_epochs_of_resumed_run_win(write, parts, headers, tmp_path):
     run, = read_text(tmp_path, text)
     assert top1(run) == expected
     assert list(run.epochs) == sorted(run.epochs)
-    assert run.trace == [point for point in run.trace if point[0] in run.epochs]
+    assert all(point[0] in run.epochs for of in run.steps.values() for point in of)
 
 
 def test_resumption_is_noted(tmp_path):
