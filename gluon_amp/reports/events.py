@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 from ..checks import imports_of
 from .runs import STEPS, Epoch, Run, measurable
-from .tables import QUANTITIES, VALIDATION, quantity_of
+from .tables import QUANTITIES, VALIDATION, known, put_all
 
 Series = Dict[int, float]  # step: value
 
@@ -37,24 +37,21 @@ def read(path: Path, name: str) -> List[Run]:
     run = Run(name, arguments)
     of_epochs: Dict[str, Series] = {}
     of_steps: Dict[str, Series] = {}
-    quantities = _all_known({tag: tag for tag in scalars})
+    columns = {tag: _as_column(tag) for tag in scalars}
+    quantities = known(columns)
     if not quantities and len(scalars) == 1:
-        quantities = _all_known(dict.fromkeys(scalars, path.parent.name))
-    validated = {of[0] for tag, of in quantities.items() if VALIDATION.search(_as_column(tag))}
-    for tag, (quantity, value_of) in quantities.items():
-        if quantity in ("top1", "top5") and not VALIDATION.search(_as_column(tag)):
-            if quantity in validated:  # if there is a val_acc, acc is of training
-                continue
-            if re.fullmatch("train(ing)?", path.parent.name) and value_of is not float:
-                raise ValueError(f"{path}: {tag} is of training, as the folder's name says. Give "
-                                 "the file of validation")
-        series = scalars[tag]
-        values = {step: value_of(value) for step, value in series.items() if measurable(value)}
+        quantities = known(dict.fromkeys(scalars, path.parent.name))
+    for tag, (_, quantity) in quantities.items():
+        if "accuracy" in quantity and not VALIDATION.search(columns[tag]) \
+                and re.fullmatch("train(ing)?", path.parent.name):
+            raise ValueError(f"{path}: {tag} is of training, as the folder's name says. Give the "
+                             "file of validation")
         by_step = quantity in STEPS and not tag.startswith("epoch")
-        (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(values)
-    results = of_epochs.keys() & {"top1", "top5"} or \
-        of_epochs.keys() - {*QUANTITIES} or of_epochs.keys() & {"validation_loss"}
-    steps = sorted({step for name in results for step in of_epochs[name]})
+        (of_steps if by_step else of_epochs).setdefault(quantity, {}).update(
+            {step: value for step, value in scalars[tag].items() if measurable(value)})
+    results = [quantity for quantity in of_epochs if quantity.startswith("top")] or \
+        of_epochs.keys() - QUANTITIES.keys() or of_epochs.keys() & {"validation_loss"}
+    steps = sorted({step for quantity in results for step in of_epochs[quantity]})
     if not steps:
         raise ValueError(f"{path} has no scalar of validation by epoch. Known: epoch/err_top1, "
                          "validation/accuracy, val_acc and the like. Its tags: "
@@ -63,12 +60,14 @@ def read(path: Path, name: str) -> List[Run]:
     if max(steps) > len(steps) and list(numbers.values()) == list(range(len(steps))):
         run.notes.append(f"its {len(steps)} results stand at steps {steps[0]:,} to {steps[-1]:,}; "
                          "each is taken for an epoch")
-    for quantity, series in of_epochs.items():
-        for step, value in series.items():
-            if step in numbers:
-                run.epochs.setdefault(numbers[step], Epoch()).put(quantity, value)
-    run.epochs = dict(sorted(run.epochs.items()))
-    _add_steps(run, of_steps)
+    run.epochs = {number: Epoch() for number in numbers.values()}
+    put_all((run.epochs[numbers[step]], quantity, value) for quantity, series in of_epochs.items()
+            for step, value in series.items() if step in numbers)
+    last = max((step for values in of_steps.values() for step in values), default=0)
+    run.batches = max(1, math.ceil((last + 1) / run.done))
+    for quantity, values in of_steps.items():
+        for step, value in sorted(values.items()):
+            run.add_step(*divmod(step, run.batches), {quantity: value})
     return [run]
 
 
@@ -79,26 +78,10 @@ def continues(run: Run, former: Run) -> bool:
     return 0 < min(run.epochs) <= former.done and which(run) == which(former)
 
 
-def _all_known(names: Dict[str, str]) -> Dict[str, Tuple[str, Any]]:
-    """Returns the result of `_known` for each tag that names a quantity."""
-    runs = {tag: _known(name) for tag, name in names.items()}
-    return {tag: of for tag, of in runs.items() if of}
-
-
 def _as_column(tag: str) -> str:
     """Returns the name of a tag's quantity in tables: val_accuracy for Accuracy/val."""
     name = re.sub(r"\W+", "_", tag.lower())
     return re.sub(r"^(.+)_(train|training|val|valid|validation|test|eval)$", r"\2_\1", name)
-
-
-def _known(tag: str) -> Optional[Tuple[str, Any]]:
-    """Returns the quantity that a tag names, and the conversion of its value."""
-    name = _as_column(tag)
-    match = quantity_of(name)
-    if not match:
-        return None
-    quantity = match[1]
-    return quantity.split()[0], (lambda value: 1 - value) if "accuracy" in quantity else float
 
 
 def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
@@ -108,14 +91,6 @@ def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
     if steps == list(range(steps[0], steps[0] + len(steps))):
         return {step: step - begin if begin else step for step in steps}
     return {step: number for number, step in enumerate(steps)}
-
-
-def _add_steps(run: Run, series: Dict[str, Series]) -> None:
-    last = max((step for values in series.values() for step in values), default=0)
-    run.batches = max(1, math.ceil((last + 1) / run.done))
-    for quantity, values in series.items():
-        for step, value in sorted(values.items()):
-            run.add_step(*divmod(step, run.batches), {quantity: value})
 
 
 # ---- the file
@@ -136,29 +111,30 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
 
 
 def _events(path: Path) -> Iterator[Any]:
-    """Yields the file's complete records; a killed run leaves a partial one at the end."""
+    """Yields the file's complete records; a killed run leaves a partial one at the end. A record
+    is a length and its checksum, and an event and its checksum."""
     try:
         from google.protobuf.message import DecodeError
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
     except ImportError as error:
         raise ValueError(f"{path} is TensorBoard's, whose package reads it: pip install "
                          f"tensorboard ({error})") from None
-    end = 0
-    for record in RawEventFileLoader(str(path)).Load():
-        try:
-            yield Event.FromString(record)
-        except DecodeError:
-            raise ValueError(f"{path} is damaged at byte {end}") from None
-        end += len(record) + 16  # a length and two checksums
-    with open(path, "rb") as file:  # the loader stops at partial and at damaged records
-        file.seek(end)
-        head = file.read(12)
-    length, checksum = struct.unpack("<QI", head.ljust(12, b"\0"))
-    if len(head) == 12 and (checksum != masked_crc32c(head[:8])
-                            or end + length + 16 <= path.stat().st_size):
-        raise ValueError(f"{path} is damaged at byte {end}")
+    with open(path, "rb") as file:
+        begin = 0
+        while len(head := file.read(12)) == 12:
+            length, checksum = struct.unpack("<QI", head)
+            right = checksum == masked_crc32c(head[:8])
+            record, checksum = (file.read(length), file.read(4)) if right else (b"", b"")
+            if right and len(checksum) < 4:
+                return
+            try:
+                if not right or checksum != struct.pack("<I", masked_crc32c(record)):
+                    raise DecodeError
+                yield Event.FromString(record)
+            except DecodeError:
+                raise ValueError(f"{path} is damaged at byte {begin}") from None
+            begin = file.tell()
 
 
 def _content(tensor: Any) -> Optional[Any]:

@@ -75,7 +75,6 @@ class Log:
         self.steps: int = next((line["steps"] for line in reversed(self.lines)
                                 if "steps" in line), 0)
         self._last: Any = None  # the Trainer or Module of the last step
-        self._skipped = 0
         self._start_epoch()
         if state is not None:
             self._load_state(state)
@@ -149,14 +148,9 @@ class Log:
             RuntimeError: the log is closed.
         """
         self._check_open()
-        mean = _mean(loss)
-        skipped = getattr(trainer, "skipped", 0)
-        if trainer is self._last:
-            updated = skipped == self._skipped
-        else:  # MXNet's Trainers skip no step
-            updated = getattr(trainer, "updated", True)
-        self._last, self._skipped = trainer, skipped
-        self._losses.append(mean)
+        self._losses.append(_mean(loss))
+        updated = getattr(trainer, "updated", True)  # MXNet's Trainers skip no step
+        self._last = trainer
         self._batch += 1
         self._samples += samples
         self.steps += 1
@@ -288,25 +282,24 @@ class Log:
         """
         with open(path, encoding="utf-8", errors="replace") as file:
             texts = file.read().splitlines(keepends=True)
+        if len(texts) > 1 and not texts[-1].endswith("\n"):
+            del texts[-1]
         parsed: List[Any] = []
         for number, text in enumerate(texts, 1):
             try:
-                parsed.append(json.loads(text))
-            except (ValueError, RecursionError):
-                if number == len(texts) > 1 and not text.endswith("\n"):
-                    break
-                raise ValueError(f"{path} is damaged: line {number} is not JSON") from None
-        if not parsed or not isinstance(parsed[0], dict):
-            raise ValueError(f"{path} is damaged: it must have a run's arguments, and then a line "
-                             "for each step and epoch")
-        for number, line in enumerate(parsed[1:], 2):
-            if not isinstance(line, dict) or type(line.get("epoch")) is not int \
-                    or type(line.get("err_top1", 0.0)) not in (int, float, type(None)):
-                raise ValueError(f"{path} is damaged: line {number} is neither a step nor an epoch")
-        arguments = parsed[0].get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise ValueError(f"{path} is damaged: its first line must have a run's arguments")
-        return arguments, parsed[1:]
+                line = json.loads(text)
+                right = isinstance(line.get("arguments", {}), dict) if number == 1 else \
+                    type(line["epoch"]) is int and isinstance(
+                        line.get("err_top1"), (int, float, type(None)))
+            except (ValueError, RecursionError, AttributeError, KeyError):
+                right = False
+            if not right:
+                raise ValueError(f"{path} is damaged at line {number}: its first line has a run's "
+                                 "arguments, each other one a step or an epoch")
+            parsed.append(line)
+        if not parsed:
+            raise ValueError(f"{path} is damaged: it is empty")
+        return parsed[0].get("arguments", {}), parsed[1:]
 
 
 def _plain(value: Any) -> Any:

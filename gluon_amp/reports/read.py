@@ -145,7 +145,7 @@ def read_log(path: Path, name: str) -> List[Run]:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
                 of_monitor = _is_of_monitor(line)
-    reader.add_shares()
+    tables.put_all(reader.shares)
     began = bool(reader.runs or reader.header)
     runs = [run for run in reader.runs if run.epochs]
     if not runs and of_monitor:
@@ -279,16 +279,6 @@ class _Reader:
                     epoch.metrics[tables.VALIDATION.sub("", key, 1)] = value
         epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
                                     if isinstance(entry.get(name), float)]
-
-    def add_shares(self) -> None:
-        """Adds the accuracies and errors of JSON lines to their epochs. If one is above 1, all are
-        percent."""
-        whole = 100 if any(value > 1 for *_, value in self.shares) else 1
-        for epoch, quantity, value in self.shares:
-            name = quantity.split()[0]
-            if epoch.get(name) is None:
-                error = value / whole
-                epoch.put(name, 1 - error if quantity.endswith("accuracy") else error)
 
     def _results(self, kind: bytes, values: Dict[str, float]) -> None:
         epoch, run = self.epoch, self.runs[-1]

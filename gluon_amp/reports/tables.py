@@ -14,10 +14,11 @@ remarks of the report.
 import csv
 import re
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple, TypeVar
 
 from .runs import Epoch, Run, measurable
 
+Key = TypeVar("Key")
 QUANTITIES = {
     "top5": r"top5_err(or)?|err(or)?_top5",
     "top5 accuracy": r"top5_acc(uracy)?|acc(uracy)?_top5",
@@ -54,7 +55,7 @@ def read(path: Path, name: str) -> List[Run]:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
     header = [cell.strip() for cell in rows.pop(0)[1]]
     at = [cell.lower() for cell in header].index("epoch")
-    columns = _columns(header, at)
+    columns = known({i: cell for i, cell in enumerate(header) if i > at})
     if not columns:
         raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "
                          f"{header}. Known: top1_err, top5_err, accuracy, img_s, seconds, lr, "
@@ -70,40 +71,50 @@ def read(path: Path, name: str) -> List[Run]:
     columns = {i: of for i, of in columns.items() if of[1] in QUANTITIES or _are_numbers(i, rows)}
     cells = {i: [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
              for i in columns}
-    whole = 100 if any(value is not None and value > 1 for i, (_, quantity) in columns.items()
-                       if quantity.startswith("top") for value in cells[i]) else 1
     runs: Dict[Tuple[str, ...], Run] = {}
+    values: Dict[Any, float] = {}
+    results: List[Tuple[Epoch, str, float]] = []
     for i, (prefix, quantity) in columns.items():
         for (line, row), number, value in zip(rows, numbers, cells[i]):
             given = [cell.strip() for cell in row[:at]]
             if (*given, prefix) not in runs:
                 arguments = dict(zip(map(str.lower, header), given))
                 runs[(*given, prefix)] = _run(arguments, prefix, name, remarks)
-            if value is not None and quantity.startswith("top"):
-                value = 1 - value / whole if "accuracy" in quantity else value / whole
-                if not 0 <= value <= 1:
-                    raise ValueError(f"{path}, line {line}: {header[i]} {row[i].strip()} is no "
-                                     "share and no percentage")
             epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
-            earlier = epoch.get(quantity.split()[0])
-            if None not in (earlier, value) and earlier != value:
+            if value is None:
+                continue
+            results.append((epoch, quantity, value))
+            if values.setdefault((*given, prefix, number, quantity), value) != value:
                 raise ValueError(f"{path}, line {line}: epoch {row[at].strip()} has another "
                                  f"{header[i]} than a line before. What tells runs apart stands "
                                  "left of the column epoch")
-            epoch.put(quantity.split()[0], earlier if value is None else value)
+    put_all(results)
     for run in runs.values():
         run.epochs = dict(sorted(run.epochs.items()))
     return list(runs.values())
 
 
-def _columns(header: List[str], at: int) -> Dict[int, Tuple[str, str]]:
-    """Returns the run's name and the quantity of each column right of `epoch` that has one. If
-    there are both `val_acc` and `acc`, `acc` is of training and is left out."""
-    quantities = {i: quantity_of(cell) for i, cell in enumerate(header[at + 1:], at + 1)}
-    columns = {i: of for i, of in quantities.items() if of}
-    validated = {of for i, of in columns.items() if VALIDATION.search(header[i])}
-    return {i: of for i, of in columns.items() if not (
-        of[1].startswith("top") and of in validated and not VALIDATION.search(header[i]))}
+def known(names: Mapping[Key, str]) -> Dict[Key, Tuple[str, str]]:
+    """Returns the run's name and the quantity of each column that has one. If there are both
+    `val_acc` and `acc`, `acc` is of training and is left out."""
+    quantities = {key: quantity_of(name) for key, name in names.items()}
+    columns = {key: of for key, of in quantities.items() if of}
+    validated = {of for key, of in columns.items() if VALIDATION.search(names[key])}
+    return {key: of for key, of in columns.items() if not (
+        of[1].startswith("top") and of in validated and not VALIDATION.search(names[key]))}
+
+
+def put_all(values: Iterable[Tuple[Epoch, str, float]]) -> None:
+    """Puts values into their epochs, by the quantities of `quantity_of`; accuracies become errors,
+    and an epoch's earlier error stays. If an error or accuracy is above 1, all are percent."""
+    values = list(values)
+    whole = 100 if any(value > 1 for _, name, value in values if name.startswith("top")) else 1
+    for epoch, quantity, value in values:
+        name, _, accuracy = quantity.partition(" ")
+        if not name.startswith("top"):
+            epoch.put(name, value)
+        elif epoch.get(name) is None:
+            epoch.put(name, 1 - value / whole if accuracy else value / whole)
 
 
 def quantity_of(column: str) -> Optional[Tuple[str, str]]:

@@ -340,8 +340,8 @@ def test_arbitrary_csv_is_read_or_refused_with_line(cells, tmp_path):
     ("epoch,top1_err\n-1,0.5\n", "a.csv, line 2: '-1' is no number of an epoch"),
     ("epoch,top1_err\n", "a.csv has no rows under its header"),
     (f"epoch,top1_err\n0,{'1' * 200000}\n", "a.csv, line 2: field larger than field limit"),
-    ("epoch,top1_acc\n0,150\n", "a.csv, line 2: top1_acc 150 is no share"),
-    ("epoch,top1_err\n0,150\n", "a.csv, line 2: top1_err 150 is no share"),
+    ("epoch,top1_acc\n0,150\n", "a.csv: epoch 0 has an error of -0.5"),
+    ("epoch,top1_err\n0,150\n", "a.csv: epoch 0 has an error of 1.5"),
     ("epoch,seed,top1_err\n0,0,0.5\n0,1,0.4\n",
      "a.csv, line 3: epoch 0 has another top1_err .* left of"),
     ("epoch,mood\n0,1\n", r"a.csv has a column epoch, but right of it no quantity that is known")])
