@@ -362,9 +362,8 @@ def add_log_flags(parser):
 
 
 def start_log(args, path, interval, begin, rank=0):
-    """Returns the log of a run with these flags. It shows no progress, which `Progress` does."""
-    return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
-                   rank=rank, progress=False)
+    """Returns the log of a run with these flags."""
+    return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin, rank=rank)
 
 
 # ---- the folder of a run

@@ -13,7 +13,7 @@ from .log import Log
 from .read import read_logs
 from .runs import Run
 
-__all__ = ["Log", "read_logs", "report"]
+__all__ = ["Log", "Run", "read_logs", "report"]
 
 MARGIN = 0.5  # points
 MOST_SECTIONS = 4  # sections with plots
@@ -127,5 +127,3 @@ def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
     error = best[len(best) - 1 - len(best) // 10] if best else 1
     return (math.floor(100 * (1 - error) + 1e-9) / 100 if error < 1 else 0) or None
 
-
-__all__ = ["Run", "read_logs", "report"]

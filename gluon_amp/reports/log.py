@@ -34,7 +34,7 @@ class Log:
                 log.step(trainer, loss, len(label))
             log.epoch(validation_accuracy=accuracy)
 
-    Each line is written when it is complete. On a terminal, one line shows the progress.
+    Each line is written when it is complete.
 
     Args:
         path: the file; None writes none.
@@ -46,7 +46,6 @@ class Log:
             `load_checkpoint` returned: their lines in the file stay, and later ones are removed.
             By default the file must not exist.
         rank: the rank of this worker. Only rank 0 writes.
-        progress: whether to show the progress; by default if stderr is a terminal.
 
     Raises:
         FileExistsError: the file exists, and `begin` is not given.
@@ -56,14 +55,12 @@ class Log:
 
     def __init__(self, path: Union[str, os.PathLike[str], None], arguments: Any = None, *,
                  interval: int = 20, tensorboard: Optional[str] = None,
-                 begin: Any = None, rank: int = 0,
-                 progress: Optional[bool] = None) -> None:
+                 begin: Any = None, rank: int = 0) -> None:
         """See the class for the arguments."""
         given = {} if arguments is None else arguments
         self.arguments: Dict[str, Any] = dict(given if isinstance(given, Mapping) else vars(given))
         self.path = None if path is None or rank else os.fspath(path)
         self._interval = whole_number(interval, "interval", 1)
-        self._shows = rank == 0 and (sys.stderr.isatty() if progress is None else progress)
         self.lines: List[Dict[str, Any]] = []
         self._resumes = self._closed = False
         state = getattr(begin, "log", None)
@@ -169,7 +166,7 @@ class Log:
                 **{name: value() if callable(value) else value for name, value in fields.items()}}
         if not updated:
             line["skip"] = True
-        self._show(self._add("step", line, self.steps - 1))
+        self._add("step", line, self.steps - 1)
 
     def _read_losses(self) -> float:
         """Reads the losses since the last line, and returns their mean."""
@@ -216,8 +213,6 @@ class Log:
                         "norms' moving averages, which lag in the first steps: a deep float16 "
                         "network may exceed 65504 until they have converged", self._epoch)
         line = self._add("epoch", {**fields, "steps": self.steps}, self._epoch)
-        if self._shows:
-            print(file=sys.stderr)
         self._epoch += 1
         self._start_epoch()
         return line
@@ -238,17 +233,6 @@ class Log:
                 if name not in _NOT_DRAWN and isinstance(value, (int, float)):
                     self._events.add(at, f"{kind}/{name}", value)
         return line
-
-    def _show(self, line: Dict[str, Any]) -> None:
-        """Shows the progress in the terminal's last line."""
-        if self._shows:
-            seconds = max(time.time() - self._began, 1e-9)
-            names = ("loss", "loss_scale", "skipped", "gradient_norm")
-            shown = [f"{name} {line[name]:.4g}" for name in names if line.get(name) is not None]
-            if self._samples:
-                shown.append(f"{self._samples / seconds:.0f} samples/s")
-            print(f"\r\x1b[Kepoch {self._epoch}, step {self._batch}: {', '.join(shown)}", end="",
-                  file=sys.stderr, flush=True)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,5 +1,4 @@
 """`Log`: what it writes, and what reports read of it."""
-import io
 import json
 import logging
 import sys
@@ -171,21 +170,6 @@ def test_predictions_that_are_not_finite_are_logged(loss, caplog):
     with caplog.at_level(logging.WARNING, logger="gluon_amp"):
         Log(None).epoch(validation_loss=loss)
     assert ("predictions are not finite" in caplog.text) == (loss not in (2.0, None))
-
-
-@pytest.mark.mx_nd("its loop is of mx.nd")
-def test_progress_is_one_line_of_a_terminal(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", shown)
-    train(Log(None, interval=1), steps=2)
-    assert shown.getvalue() == ""
-    monkeypatch.setattr(shown, "isatty", lambda: True)
-    train(Log(None, interval=1), steps=2)
-    first, second = shown.getvalue().split("\r\x1b[K")[1:]
-    assert first.startswith("epoch 0, step 1: loss ")
-    assert "loss_scale 128, skipped 0, gradient_norm " in second
-    assert "samples/s" in second
-    assert "\n" not in first
 
 
 @pytest.mark.mx_nd("its loop is of mx.nd")
