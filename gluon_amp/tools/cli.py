@@ -186,7 +186,6 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
         default=["float32", "float16", "bfloat16"],
         help="values of --dtype (float32,float16,bfloat16)")
     add("--seeds", type=positive, default=5, metavar="N", help="number of seeds, from 0 on (5)")
-    add("-j", "--jobs", type=positive, default=1, metavar="N", help="number of runs at a time (1)")
     add("--flags", type=shlex.split, default=[], metavar="TEXT", help="further flags of the "
         "script, such as --flags='--epochs 5 --lr 0.1'")
     add = parser.add_argument_group("output").add_argument
@@ -199,7 +198,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 def _compare(options: argparse.Namespace) -> None:
     from .compare import compare, verdicts
     page = compare(options.script, options.policies, options.seeds, options.flags, options.output,
-                   options.jobs, options.margin)
+                   options.margin)
     print(f"{verdicts(page)}\n{page}")
 
 

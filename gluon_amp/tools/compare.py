@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, List, Sequence
@@ -20,7 +18,7 @@ _LAST = 2000  # characters of a failed run's output in the error
 
 
 def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[str], folder: str,
-            jobs: int = 1, margin: float = 0.5) -> Path:
+            margin: float = 0.5) -> Path:
     """Runs a script once for each policy and seed, and writes a report.
 
     A run is `python SCRIPT --dtype POLICY --seed N --save-dir FOLDER/POLICY-seedN FLAGS`, and
@@ -33,7 +31,6 @@ def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[st
         seeds: the number of seeds, from 0 on.
         flags: further flags of the script.
         folder: the folder of all runs and of the report.
-        jobs: the number of runs at a time.
         margin: as for `report`.
 
     Returns:
@@ -53,24 +50,9 @@ def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[st
     left = [path for path in runs if not path.exists()]
     print(f"{counted(len(runs), 'run')}: {len(runs) - len(left)} finished, {len(left)} left",
           flush=True)
-    stop = threading.Event()
-
-    def run(path: Path) -> None:
-        if stop.is_set():
-            return
-        try:
-            _run(script, *runs[path], flags, path, jobs)
-        except BaseException:
-            stop.set()
-            raise
+    for path in left:
+        _run(script, *runs[path], flags, path)
         print(f"finished {path.name}", flush=True)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            for done in as_completed([pool.submit(run, path) for path in left]):
-                done.result()
-        finally:
-            stop.set()
     logs = [path / "log.jsonl" for path in runs]
     return report(logs, Path(folder, "report"), f"{Path(script).name}: {', '.join(policies)}",
                   margin=margin)
@@ -110,15 +92,12 @@ def _remember(folder: Path, script: str, flags: Sequence[str]) -> None:
     replace_text(str(record), json.dumps(mine, indent=2) + "\n")
 
 
-def _run(script: str, policy: str, seed: int, flags: Sequence[str], folder: Path,
-         jobs: int) -> None:
+def _run(script: str, policy: str, seed: int, flags: Sequence[str], folder: Path) -> None:
     """Runs the script into a new folder, which gets its name when the run has finished."""
     command: List[str] = [sys.executable, script, "--dtype", policy, "--seed", str(seed)]
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max((os.cpu_count() or 1) // jobs, 1))
     with new_folder(str(folder)) as beside:
         with open(os.path.join(beside, "output.txt"), "w+b") as output:
             done = subprocess.run([*command, "--save-dir", beside, *flags], check=False,
-                                  env={**os.environ, "OMP_NUM_THREADS": threads},
                                   stdin=subprocess.DEVNULL, stdout=output,
                                   stderr=subprocess.STDOUT, preexec_fn=ending_with_parent())
             output.seek(0)

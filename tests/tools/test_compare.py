@@ -50,7 +50,7 @@ def calls():
 
 
 def test_all_runs_and_their_verdicts(capsys):
-    compare("-j", "2")
+    compare()
     assert sorted(calls()) == sorted(f"{dtype}-{seed}" for seed in range(3)
                                      for dtype in ("float32", "float16", "bfloat16"))
     out = capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_trainings_end_with_their_comparison(number):
                                 "print('started', file=alive, flush=True)\n"
                                 "signal.alarm(120); signal.pause()\n")
     alive = os.open("alive", os.O_RDONLY | os.O_NONBLOCK)
-    process = subprocess.Popen([sys.executable, "-m", "gluon_amp", "compare", *FLAGS, "-j", "1"])
+    process = subprocess.Popen([sys.executable, "-m", "gluon_amp", "compare", *FLAGS])
 
     def received():
         select.select([alive], [], [], 60)
