@@ -3,7 +3,6 @@
 If MXNet cannot be imported, the command prints the error of `gluon_amp/_mxnet.py` in one line to
 stderr, and exits with 1.
 """
-import json
 import sys
 
 
@@ -16,8 +15,6 @@ def main() -> None:
     except ImportError as error:
         if "--debug" in arguments:
             raise
-        if "doctor" in arguments and "--json" in arguments:
-            print(json.dumps({"trains": False, "reason": str(error)}))
         sys.exit(f"gluon-amp: {error}")
     sys.exit(command(arguments))
 

@@ -69,7 +69,7 @@ def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
     assert np.median(names["ours"] / names["alone"]) == pytest.approx(1, rel=0.01)
     assert names["scores"]["accuracy"] > 0.9
     assert names["scores"]["mse"] < 0.5 * names["ink_label"].var()
-    subprocess.run([Path(sys.executable).with_name("gluon-amp"), "xray", "--model",
+    subprocess.run([Path(sys.executable).with_name("gluon-amp"), "xray",
                     "digits32-symbol.json", "--params", "digits-0003.params", "--data",
                     "batch.npz", "--output", "xray"], check=True, stdout=subprocess.DEVNULL)
     assert Path("xray", "xray.html").exists()

@@ -92,43 +92,27 @@ def _add_debug(parser: argparse.ArgumentParser) -> None:
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("input").add_argument
     add("--model", metavar="NAME",
-        help="a network of MXNet's model zoo, or an exported NAME-symbol.json")
-    add("--batch-size", type=positive, default=32, metavar="N", help="batch size (32)")
-    add("--image-shape", type=_shape, default=(3, 224, 224), metavar="C,H,W",
-        help="channels, height and width (3,224,224)")
+        help="a network of MXNet's model zoo, or an exported NAME-symbol.json: lists layers that "
+        "do not fit Tensor Cores")
+    add("--image-shape", default=(3, 224, 224), metavar="C,H,W", help="channels, height and width "
+        "(3,224,224)", type=lambda text: tuple(map(positive, text.split(","))))
     add = parser.add_argument_group("output").add_argument
     add("--verify", nargs="?", const="gluon-amp-verify.json", metavar="FILE", help="compare GPU "
         "0's results with the CPU's, in two minutes; writes FILE (%(const)s) for a bug report")
-    add("--json", action="store_true", help="print JSON")
-
-
-def _shape(text: str) -> Tuple[int, ...]:
-    try:
-        return tuple(map(positive, text.split(",")))
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError("must be integers >= 1, such as 3,224,224. Received: "
-                                         f"{text!r}") from None
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from . import doctor
-    if options.verify:
-        return _verify(options)
-    facts = doctor.examine(options.model, options.batch_size, options.image_shape)
-    print(json.dumps(facts, indent=2) if options.json else doctor.fit_width(doctor.describe(facts)))
-    return 0 if facts["trains"] else 1
-
-
-def _verify(options: argparse.Namespace) -> int:
     from . import doctor, verify
-    machine = doctor.examine()
+    trains, text = doctor.examine(options.model, options.image_shape)
+    if not options.verify:
+        print(text)
+        return 0 if trains else 1
     if not mx.context.num_gpus():
-        raise ValueError("--verify needs a GPU that MXNet finds: "
-                         f"{machine['why_no_gpus'] or 'this MXNet is a CPU build'}")
-    facts = {**verify.verify(mx.gpu(0)), "machine": machine}
-    text = json.dumps(facts, indent=2)
-    replace_text(options.verify, f"{text}\n")
-    print(text if options.json else f"{verify.describe(facts)}\n\nwrote {options.verify}")
+        raise ValueError("--verify needs a GPU that MXNet finds; gluon-amp doctor tells why it "
+                         "finds none")
+    facts = {**verify.verify(mx.gpu(0)), "machine": text.splitlines()}
+    replace_text(options.verify, json.dumps(facts, indent=2) + "\n")
+    print(f"{verify.describe(facts)}\n\nwrote {options.verify}")
     return 1 if facts["failed"] else 0
 
 
@@ -140,7 +124,7 @@ def _types_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _types(options: argparse.Namespace) -> None:
-    from .footprint import load
+    from .layers import load
     from .types import types_of_file
     rows = types_of_file(load(options.network), options.policy)
     print(json.dumps([vars(row) for row in rows], indent=2) if options.json else rows)
@@ -234,57 +218,47 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _xray_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="an exported symbol, net-symbol.json, for a "
+                        "new X-ray; or a folder that view.save or --output wrote; or a file of "
+                        "gluon_amp.Monitor, whose page is written beside it")
     add = parser.add_argument_group("a saved X-ray").add_argument
-    add("saved", nargs="?", metavar="PATH", help="a folder that view.save or --output wrote; or a "
-        "file of gluon_amp.Monitor, whose page is written beside it")
     add("--format", metavar="NAME", help="evaluate this format on the same run, and write "
         "xray-NAME.html to the folder, or FILE-NAME.html")
-    add = parser.add_argument_group("a new X-ray: model").add_argument
-    add("--model", metavar="FILE", help="an exported symbol, such as net-symbol.json")
-    add("--params", metavar="FILE", help="its parameters, such as net-0000.params")
-    add("--policy", metavar="NAME", help="a policy of convert, such as mixed_float16 (float16)")
-    add("--loss", metavar="NAME", help="loss for a symbol without one: softmax, sigmoid, l1 or "
-        "l2 (softmax, the cross entropy of logits)")
-    add = parser.add_argument_group("a new X-ray: data").add_argument
+    add = parser.add_argument_group("a new X-ray").add_argument
+    add("--params", metavar="FILE", help="the symbol's parameters, such as net-0000.params")
     add("--data", nargs="+", metavar="NPZ", help="files of numpy.savez with an array for each "
         "input, such as data, and the label; one batch per file")
     add("--label", metavar="NAME", help="name of the label array (label)")
+    add("--loss", metavar="NAME", help="loss for a symbol without one: softmax, sigmoid, l1 or "
+        "l2 (softmax, the cross entropy of logits)")
+    add("--policy", metavar="NAME", help="a policy of convert, such as mixed_float16 (float16)")
     add("--batch-size", type=positive, metavar="N", help="split each file into batches of N, "
         "without an incomplete last batch")
     add("--steps", type=positive, metavar="N", help="maximum number of batches (20)")
-    add = parser.add_argument_group("a new X-ray: output").add_argument
     add("-o", "--output", metavar="DIR", help="new folder for xray.html and its tables (xray)")
 
 
-_MODEL_FLAGS = ("params", "policy", "loss", "data", "label", "batch_size", "steps", "output")
-
-
 def _xray(options: argparse.Namespace) -> None:
-    given = {name: getattr(options, name) for name in _MODEL_FLAGS if getattr(options, name)}
-    flags = ", ".join("--" + name.replace("_", "-") for name in given)
-    valid = "Valid: PATH, or --model FILE --params FILE --data NPZ. "
-    if options.saved and options.model:
-        raise ValueError(f"PATH and --model exclude each other. {valid}Received: "
-                         f"{options.saved} and --model {options.model}")
-    if not options.model:
-        if flags:
-            raise ValueError(f"{flags}: only with --model. {valid}Received: no --model")
-        if not options.saved:
-            raise ValueError(f"nothing to show. {valid}Received: neither")
+    names = ("params", "data", "label", "loss", "policy", "batch_size", "steps", "output")
+    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    if not options.path.endswith(".json"):
+        if given:
+            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{flags}: only for a new X-ray, whose PATH is an exported symbol, "
+                             f"such as net-symbol.json. Received: {options.path}")
         _saved_xray(options)
         return
     if options.format:
-        raise ValueError("--format is for a PATH; a new X-ray takes --policy. Received: --format "
-                         f"{options.format} and --model")
+        raise ValueError("--format is for a saved X-ray; a new one takes --policy. Received: "
+                         f"--format {options.format} and {options.path}")
     missing = [f"--{name}" for name in ("params", "data") if name not in given]
     if missing:
-        raise ValueError(f"--model needs {' and '.join(missing)}. {valid}"
-                         f"Received: {', '.join(['--model', *filter(None, [flags])])}")
+        raise ValueError(f"an X-ray of {options.path} needs {' and '.join(missing)}")
     output = given.pop("output", "xray")
     if os.path.exists(output):
         raise ValueError(f"--output must be a new folder. Received: {output}, which exists")
     from .xray_files import xray_files
-    view = xray_files(options.model, **given)
+    view = xray_files(options.path, **given)
     print(f"{view}\n{view.save(output)}")
 
 
@@ -292,12 +266,12 @@ def _saved_xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
     from ..inspection import monitored, saved
     format_ = None if options.format is None else get_format(options.format, "--format")
-    if os.path.isfile(options.saved):
-        print(monitored.draw(options.saved, format_))
+    if os.path.isfile(options.path):
+        print(monitored.draw(options.path, format_))
     elif format_ is None:
-        print(saved.summary(options.saved))
+        print(saved.summary(options.path))
     else:
-        print(saved.redraw(options.saved, format_))
+        print(saved.redraw(options.path, format_))
 
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
@@ -335,10 +309,10 @@ COMMANDS = (
         "gluon-amp report float32.log float16.log -o report",
         "gluon-amp report runs/*/log.jsonl -o report --accuracy 0.76 --margin 0.25",
     ), _report_arguments, _report),
-    _Command("doctor", "check float16 on this machine, and a network's costs", (
+    _Command("doctor", "check float16 on this machine, and a network's sizes", (
         "gluon-amp doctor",
-        "gluon-amp doctor --model resnet50_v1 --batch-size 64",
-        "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28 --json",
+        "gluon-amp doctor --model resnet50_v1",
+        "gluon-amp doctor --model net-symbol.json --image-shape 1,28,28",
         "gluon-amp doctor --verify",
     ), _doctor_arguments, _doctor),
     _Command("types", "list the type of each operator of a network, with the reason", (
@@ -350,8 +324,8 @@ COMMANDS = (
         "gluon-amp demo --epochs 2",
     ), _demo_arguments, _demo),
     _Command("xray", "show the effect of a format on every tensor of a model, new or saved", (
-        "gluon-amp xray --model net-symbol.json --params net-0000.params --data batch.npz",
-        "gluon-amp xray --model net-symbol.json --params net-0000.params --data train.npz "
+        "gluon-amp xray net-symbol.json --params net-0000.params --data batch.npz",
+        "gluon-amp xray net-symbol.json --params net-0000.params --data train.npz "
         "--batch-size 32 --policy mixed_float16 -o folder",
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",

@@ -16,7 +16,6 @@ from ..annotations import Array, Block
 from ..checks import imports_of
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
-from .footprint import footprint
 
 TYPES = ("float32", "float16", "bfloat16")
 IMAGES, PIXELS = 8, 128  # of MobileNetV2
@@ -137,34 +136,16 @@ def accuracy(data: Tuple[Any, Any, Any, Any], epochs: int, seed: int, batch: int
                 for run in runs.values():
                     run.step(data, target)
                 bar.update()
-    warm = steps // 2  # the first steps compile
-    pairs = list(zip(*(run.seconds[warm:] for run in runs.values())))
-    used = footprint(network()(mx.sym.var("data")), (batch, *images.shape[1:]))["bytes"]
-    print(f"{'dtype':8} {'test accuracy':>14} {'activations':>14} {'memory of a step':>19} "
-          f"{'ms per step':>17}")
-    medians = [median(seconds) for seconds in zip(*pairs)]
-    for (dtype, run), seconds in zip(runs.items(), medians):
-        milliseconds = f"{1e3 * seconds:.1f} ({seconds / medians[0]:.2f})"
-        print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%} "
-              f"{_of_float32(used, dtype, 'activations'):>14} "
-              f"{_of_float32(used, dtype, 'total'):>19} {milliseconds:>17}")
-    print("\nIn brackets: over float32. Memory (calculated): parameters, gradients, master weights,"
-          "\nactivations. A step of so small a network is mostly overhead.\n" + _expected())
-
-
-def _of_float32(used: Any, dtype: str, what: str) -> str:
-    """Returns megabytes, and their ratio to float32's."""
-    ratio = used[dtype][what] / used["float32"][what]
-    return f"{used[dtype][what] / 1e6:.1f} MB ({ratio:.2f})"
+    print("dtype     test accuracy")
+    for dtype, run in runs.items():
+        print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%}")
+    print(f"\n{_expected()}")
 
 
 def _expected() -> str:
     """What to expect of larger networks on this processor."""
-    try:
-        fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        fast = False
-    if fast:
-        return "This processor has AVX512_BF16: in larger networks, bfloat16 saves more time."
+    with suppress(OSError):
+        if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+            return "This processor has AVX512_BF16: in large networks, bfloat16 saves more time."
     return "This processor lacks AVX512_BF16: products run in float32. 16 bits save memory, and " \
            "the time\nof passes over it."

@@ -21,7 +21,7 @@ TYPES = ("float32", "float16")
 # The largest difference, relative to the largest number of the reference. Float32 products may
 # round their inputs to TF32, and losses of a network sum the errors of all its layers.
 _BOUNDS = {"float32": 4e-3, "float16": 2e-2}
-_STEPS, _TIMED = 4, 10
+_STEPS = 4
 
 
 def _operators() -> List[Tuple[str, Callable[..., Array], Sequence[Tuple[int, ...]]]]:
@@ -97,21 +97,21 @@ def _networks() -> List[Tuple[str, Callable[[], Any], Tuple[int, ...]]]:
 def verify(device: Context) -> Dict[str, Any]:
     """Returns the facts of all cases as JSON-serializable values.
 
-    Each row has `case`, `type`, the `difference` from the CPU and its `bound`, `ms`, and `error`:
-    None, or why it fails. Networks have the time of a step.
+    Each row has `case`, `type`, the `difference` from the CPU and its `bound`, and `error`: None,
+    or why it fails.
     """
     begin = time.monotonic()
     rows: List[Dict[str, Any]] = []
     for case, dtype, run in _cases(device):
         bound = _BOUNDS[dtype]
         row: Dict[str, Any] = {"case": case, "type": dtype, "bound": bound, "difference": None,
-                               "ms": None, "error": None}
+                               "error": None}
         rows.append(row)
         if time.monotonic() - begin > SECONDS:
             row["error"] = f"not run: {SECONDS:g} s have passed"
             continue
         try:
-            row["difference"], row["ms"] = run()
+            row["difference"] = run()
         except Exception as error:  # any error is the result
             row["error"] = message(error)
             continue
@@ -122,7 +122,7 @@ def verify(device: Context) -> Dict[str, Any]:
             "failed": sum(row["error"] is not None for row in rows)}
 
 
-def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], Tuple[float, float]]]]:
+def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], float]]]:
     for name, operator, shapes in _operators():
         for dtype in TYPES:
             yield name, dtype, partial(_compare, operator, shapes, dtype, device)
@@ -134,20 +134,12 @@ def _cases(device: Context) -> Iterator[Tuple[str, str, Callable[[], Tuple[float
 
 
 def _compare(operator: Callable[..., Array], shapes: Sequence[Tuple[int, ...]], dtype: str,
-             device: Context) -> Tuple[float, float]:
-    """Returns the largest difference of results and gradients from the CPU's, and the milliseconds
-    of a forward and a backward pass, the first one included."""
+             device: Context) -> float:
+    """Returns the largest difference of results and gradients from the CPU's."""
     rng = np.random.default_rng(0)
     inputs = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
     wanted = _passes(operator, [each.astype("float32") for each in inputs], mx.cpu())
-    passes, milliseconds = _timed(lambda: _passes(operator, inputs, device))
-    return max(_distance(a, b) for a, b in zip(passes, wanted)), milliseconds
-
-
-def _timed(run: Callable[[], Any]) -> Tuple[Any, float]:
-    """Returns a result, and the milliseconds that it takes."""
-    begin = time.perf_counter()
-    return run(), 1e3 * (time.perf_counter() - begin)
+    return max(map(_distance, _passes(operator, inputs, device), wanted))
 
 
 def _passes(operator: Callable[..., Array], inputs: Sequence[Any], device: Context) -> List[Any]:
@@ -165,74 +157,58 @@ def _distance(computed: Any, wanted: Any) -> float:
     return float(np.abs(computed - wanted).max() / max(np.abs(wanted).max(), 1e-6))
 
 
-def _sorted(device: Context) -> Tuple[float, float]:
+def _sorted(device: Context) -> float:
     values = np.random.default_rng(0).standard_normal((64, 1000)).astype("float32")
-    ordered, milliseconds = _timed(
-        lambda: mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy())
-    return _distance(ordered, np.sort(values, 1)), milliseconds
+    return _distance(mx.nd.sort(mx.nd.array(values, device), axis=1).asnumpy(), np.sort(values, 1))
 
 
-def _drawn(device: Context) -> Tuple[float, float]:
+def _drawn(device: Context) -> float:
     """Devices draw different numbers: compares the standard deviation of a million with 1."""
-    drawn, milliseconds = _timed(
-        lambda: mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy())
-    return abs(float(drawn.std()) - 1), milliseconds
+    drawn = mx.nd.random.normal(shape=(1000, 1000), ctx=device).asnumpy()
+    return abs(float(drawn.std()) - 1)
 
 
-def _train(make: Callable[[], Any], shape: Tuple[int, ...], dtype: str,
-           device: Context) -> Tuple[float, float]:
-    """Returns the largest difference of the losses of some steps from the CPU's in float32, and the
-    milliseconds of a step."""
+def _train(make: Callable[[], Any], shape: Tuple[int, ...], dtype: str, device: Context) -> float:
+    """Returns the largest difference of the losses of some steps from the CPU's in float32."""
     rng = np.random.default_rng(0)
     data = rng.standard_normal(shape).astype("float32")
     label = rng.integers(10, size=len(data))
     initial = make()
     initial.initialize(mx.init.Xavier())
     initial(mx.nd.array(data))  # infers shapes
-    weights = [p.data() for p in initial.collect_params().values()]
 
-    def losses(kind: str, where: Context) -> Tuple[List[float], float]:
+    def losses(kind: str, where: Context) -> Any:
         net = make()
         net.initialize(ctx=where)
         x, y = mx.nd.array(data, where), mx.nd.array(label, where)
         net(x)
-        for parameter, weight in zip(net.collect_params().values(), weights):
-            parameter.set_data(weight)
+        for parameter, first in zip(net.collect_params().values(),
+                                    initial.collect_params().values()):
+            parameter.set_data(first.data())
         convert(net, kind)
         net.hybridize(static_alloc=True, static_shape=True)
         loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9},
                           loss_scale=128 if kind == "float16" else None)
-
-        def step() -> Array:
+        computed = []
+        for _ in range(_STEPS):
             with mx.autograd.record():
                 loss = loss_fn(net(x), y)
             trainer.backward(loss)
             trainer.step(len(data))
-            return loss.mean()
+            computed.append(loss.mean().asscalar())
+        return np.array(computed)
 
-        computed = [float(step().asscalar()) for _ in range(_STEPS)]
-
-        def steps() -> None:
-            for _ in range(_TIMED if where != mx.cpu() else 0):
-                step()
-            mx.nd.waitall()
-
-        return computed, _timed(steps)[1] / _TIMED
-
-    wanted, _ = losses("float32", mx.cpu())
-    computed, milliseconds = losses(dtype, device)
-    return _distance(np.array(computed), np.array(wanted)), milliseconds
+    return _distance(losses(dtype, device), losses("float32", mx.cpu()))
 
 
 def describe(facts: Dict[str, Any]) -> str:
     """Returns the facts as a table, the conclusion first."""
-    rows = [("case", "type", "difference", "bound", "ms", "")]
+    rows = [("case", "type", "difference", "bound", "")]
     for row in facts["cases"]:
         rows.append((row["case"], row["type"],
                      "" if row["difference"] is None else f"{row['difference']:.1e}",
-                     f"{row['bound']:.0e}", "" if row["ms"] is None else f"{row['ms']:.2f}",
-                     row["error"] or "ok"))
+                     f"{row['bound']:.0e}", row["error"] or "ok"))
     failed, total = facts["failed"], counted(len(facts["cases"]), "case")
     verdict = f"{failed} of {total} fail" if failed else f"all {total} agree with the CPU"
     conclusion = f"{facts['device']}: {verdict} ({facts['seconds']:g} s)."

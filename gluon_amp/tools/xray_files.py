@@ -19,7 +19,7 @@ from ..inspection.xray import xray
 from ..policy import Policy, get_policy
 from ..symbolic.convert import convert_symbol, declared_types, parameter_names
 from ..symbolic.module import Module
-from .footprint import load
+from .layers import load
 
 Arrays = Dict[str, Any]
 _LOSSES = {"softmax": "SoftmaxCrossEntropyLoss", "sigmoid": "SigmoidBinaryCrossEntropyLoss",
@@ -89,9 +89,6 @@ def xray_files(model: str, params: str, data: Sequence[str], label: str = "label
 
 
 def _model(path: str, params: str) -> _Model:
-    if not path.endswith(".json"):
-        raise ValueError("--model is an exported symbol, such as net-symbol.json. "
-                         f"Received: {path}")
     symbol = load(path)
     graph = Graph.read(symbol)
     if {*TYPES_16BIT} & {*declared_types(graph).values()}:

@@ -86,18 +86,9 @@ def test_demo_prints_measurements_and_a_table():
     time = "less" if float(time_ratio) < 1 else "more"
     assert words == f"On this processor, float16 takes {time} time and less memory than float32."
     rows = [line.split() for line in (float32, float16, bfloat16)]
-    assert (header.split()[0], empty, note[:3]) == ("dtype", "", "In ")
+    assert (header.split()[0], empty, note[:4]) == ("dtype", "", "This")
     assert [row[0] for row in rows] == ["float32", "float16", "bfloat16"]
     assert all(float(row[1].rstrip("%")) > 80 for row in rows)
-    ratios = [[float(ratio) for ratio in re.findall(r"\((.*?)\)", " ".join(row))] for row in rows]
-    assert ratios[0] == [1, 1, 1]
-    for activations, total, _ in ratios[1:]:
-        assert (activations, total) == (0.50, 0.65)
-    # a ratio is that of the numbers beside it
-    times = [[float(number) for number in re.search(r"([\d.]+) \(([\d.]+)\)$", line).groups()]
-             for line in (float32, float16, bfloat16)]
-    for time, ratio in times[1:]:
-        assert abs(ratio - time / times[0][0]) < 0.006 + 0.1 * ratio / times[0][0]
 
 
 def test_demo_without_scikit_learn_names_install_command(capsys, monkeypatch):
@@ -145,9 +136,8 @@ def test_help_of_subcommand_has_valid_examples(name, capsys):
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["train"], "train"), (["doctr"], "Did you mean doctor?"),
-    (["doctor", "--batch-size", "0"], "an integer >= 1. Received: '0'"),
-    (["doctor", "--image-shape", "3,x"], "integers >= 1, such as 3,224,224. Received: '3,x'"),
-    (["doctor", "--image-shape", "3,,4"], "such as 3,224,224. Received: '3,,4'"),
+    (["doctor", "--image-shape", "3,x"], "--image-shape: must be an integer >= 1. Received: 'x'"),
+    (["doctor", "--image-shape", "3,,4"], "--image-shape: must be an integer >= 1. Received: ''"),
     (["demo", "--epochs", "-1"], "an integer >= 1. Received: '-1'"),
     (["demo", "--epochs", "many"], "an integer >= 1. Received: 'many'"),
     (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs? ")])
@@ -196,17 +186,11 @@ def test_missing_model_is_named(model, said, capsys):
 # ---- the doctor
 
 
-def test_doctor_json_matches_its_text(capsys):
-    arguments = ["doctor", "--model", "squeezenet1.1", "--batch-size", "8"]
-    assert main([*arguments, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert main(arguments) == 0
+def test_doctor_prints_a_report(capsys):
+    assert main(["doctor", "--model", "squeezenet1.1"]) == 0
     text = capsys.readouterr().out
-    assert facts["trains"]
     assert text.startswith("float16 trains here")
-    assert "squeezenet1.1, batches of 8x3x224x224" in text
-    assert facts["network"]["batch"] == [8, 3, 224, 224]
-    assert f"{facts['network']['bytes']['float16']['activations'] / 1e6:.1f}" in text
+    assert "squeezenet1.1: 1 of 26 layers are slower" in text
 
 
 def test_doctor_exits_with_1_and_reason_if_float16_does_not_train():
@@ -220,10 +204,6 @@ def test_doctor_without_mxnet_reports_reason_in_one_line():
     assert (code, out) == (1, "")
     assert err.startswith("gluon-amp: gluon_amp needs MXNet 1.9.1: pip install ")
     assert err.count("\n") == 1
-
-    code, out, err = run("doctor", "--json", before=WITHOUT_MXNET)
-    assert code == 1
-    assert json.loads(out) == {"trains": False, "reason": err.strip().partition(": ")[2]}
 
 
 def test_doctor_debug_without_mxnet_shows_traceback():
@@ -274,7 +254,7 @@ def files(tmp_path_factory):
 def xray(files, tmp_path, model="net", data="batch", *others):
     """The arguments of the command."""
     data = [str(files / f"{name}.npz") for name in data.split()]
-    return ["xray", "--model", str(files / f"{model}-symbol.json"), "--params",
+    return ["xray", str(files / f"{model}-symbol.json"), "--params",
             str(files / f"{model}-0000.params"), "--data", *data, "-o", str(tmp_path / "out"),
             *others]
 
@@ -324,10 +304,9 @@ def test_xray_of_files_prints_nodes_to_keep(files, tmp_path, capsys):
     ("ends", "batch", "", "takes logits, and the symbol ends in softmax"),
     ("net", "batch", "--policy float32", "such as float16. Received: --policy float32"),
     ("net", "batch", "--policy float17", "unknown policy. Valid: float32, float16,"),
-    ("net", "batch", "--format bfloat16", "a new X-ray takes --policy"),
+    ("net", "batch", "--format bfloat16", "a new one takes --policy"),
     ("net", "batch", "--params nothing", "no such file: nothing"),
-    ("none", "batch", "", "No such file"), ("resnet18_v1", "batch", "--model resnet18_v1",
-                                            "such as net-symbol.json. Received: resnet18_v1")])
+    ("none", "batch", "", "No such file")])
 def test_xray_refuses_unfit_files(model, data, others, said, files, tmp_path,
                                                     capsys):
     assert main([*xray(files, tmp_path, model, data), *others.split()]) == 1
@@ -361,12 +340,10 @@ def test_existing_output_is_refused(files, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    ("", "nothing to show. Valid: PATH, or --model FILE --params FILE --data NPZ. Received:"),
-    ("folder --model a.json", "exclude each other. Valid: PATH, or --model"),
-    ("--model a.json", "--model needs --params and --data. Valid: PATH, or --model FILE"),
-    ("--model a.json --params b", "--model needs --data. Valid: PATH, or --model FILE"),
-    ("folder --steps 3 --policy float16", "--policy, --steps: only with --model. Valid: PATH")])
-def test_mutually_exclusive_xray_flags_are_refused(arguments, said, capsys):
+    ("a.json", "an X-ray of a.json needs --params and --data"),
+    ("a.json --params b", "an X-ray of a.json needs --data"),
+    ("folder --steps 3 --policy float16", "--policy, --steps: only for a new X-ray")])
+def test_flags_of_new_and_saved_xrays_are_not_mixed(arguments, said, capsys):
     assert main(["xray", *arguments.split()]) == 1
     assert said in error_line(capsys)
 

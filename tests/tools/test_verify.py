@@ -90,14 +90,14 @@ def test_command_writes_table_and_file(few, monkeypatch, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == f"wrote {path}"
     facts = json.loads(path.read_text())
     assert facts["failed"] == 0
-    assert facts["machine"]["mxnet"]["version"] == "1.9.1"
+    assert facts["machine"][0].startswith("float16 trains here")
     monkeypatch.setattr(verify, "SECONDS", -1.0)
-    assert cli.main(["doctor", "--verify", str(path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["failed"] > 0
+    assert cli.main(["doctor", "--verify", str(path)]) == 1
+    assert json.loads(path.read_text())["failed"] > 0
 
 
 @pytest.mark.skipif(mx.context.num_gpus() > 0, reason="this machine has a GPU")
 def test_command_without_gpu_is_refused(capsys, tmp_path):
     assert cli.main(["doctor", "--verify", str(tmp_path / "facts.json")]) == 1
-    assert "--verify needs a GPU that MXNet finds: " in capsys.readouterr().err
+    assert "--verify needs a GPU that MXNet finds" in capsys.readouterr().err
     assert not (tmp_path / "facts.json").exists()
