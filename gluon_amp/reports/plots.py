@@ -33,7 +33,6 @@ STYLE = {  # overrides the caller's style
     "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.color": GREY, "grid.alpha": 0.25, "lines.linewidth": 1.6,
-    "legend.fontsize": 8, "legend.frameon": False, "legend.handlelength": 1.6,
     "path.simplify": False}
 if matplotlib.__version_info__ > (3, 8):  # newer versions measure text at the drawn size
     STYLE["figure.dpi"] = 150
@@ -185,7 +184,8 @@ def _draw(chart: Chart, lines: Sequence[Line], left_out: int) -> Plot:
         _set_scales(axes, chart, lines)
         ends = [lines[i].y[-1] for i in range(len(lines))]
         order = sorted(range(len(lines)), key=ends.__getitem__, reverse=True)
-        figure.legend(handles=[handles[i] for i in order], loc="outside right center")
+        figure.legend(handles=[handles[i] for i in order], loc="outside right center", fontsize=8,
+                      frameon=False, handlelength=1.6)
         png, svg = image(figure)
         return Plot(chart.name, chart.title, _caption(chart, lines, left_out), png, svg)
 

@@ -281,8 +281,11 @@ class Run:
 
     @property
     def dataset(self) -> str:
-        """The name of its dataset, or an empty string. A file has its folder's name, too:
-        cifar10/train.rec and cifar100/train.rec differ. Other folders depend on the machine."""
+        """The name of its dataset, or an empty string.
+
+        A file has its folder's name, too: cifar10/train.rec and cifar100/train.rec differ. Other
+        folders depend on the machine.
+        """
         name = str(self.get("dataset", "data_train", "rec_train") or "")
         parts = [part for part in re.split(r"[\\/]", name) if part not in ("", ".", "..")]
         return plain("/".join(parts[-2:] if parts and "." in parts[-1] else parts[-1:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gluon_amp.reports import read_logs, report
+from gluon_amp.reports import read_logs
 from gluon_amp.reports.colors import COLORS, DARK
 from PIL import Image
 
@@ -174,31 +174,6 @@ def test_clicks_on_header_sort_table(tmp_path):
             values = sorted((row[column] for row in rows), key=kind, reverse=order[0] == "d")
             expected += [order, *values]
     assert title.split(";") == expected
-
-
-@IN_BROWSER
-def test_filter_hides_rows_and_pointer_shows_values(tmp_path):
-    logs = [RESULTS.parent / "digits.jsonl"]
-    page = report(logs, tmp_path / "out")
-    page.write_text(page.read_text().replace("</body>", """<script>
-      const field = document.querySelector("input[type=search]");
-      field.value = "FLOAT32 seed3";
-      field.dispatchEvent(new Event("input"));
-      const left = [...field.parentNode.querySelectorAll("tbody tr")].filter(row => !row.hidden);
-      const svg = document.querySelectorAll("figure[data-hover] svg")[0];
-      const box = svg.getBoundingClientRect();
-      svg.dispatchEvent(new PointerEvent("pointermove", {
-        clientX: box.left + box.width * JSON.parse(svg.parentNode.dataset.hover).right - 1,
-        clientY: box.top + box.height / 2, bubbles: true}));
-      document.title = left.map(row => row.cells[0].textContent).join(";") + "|"
-        + document.querySelector(".tip").innerText.replaceAll("\\n", ";");
-    </script></body>"""))
-    title = re.search(r"<title>(.*?)</title>", browse(page, tmp_path, "--dump-dom"))[1]
-    rows, tip = title.split("|")
-    assert rows == "float32-seed3"
-    assert re.fullmatch(r"epochs: 10\S*;float32: 1\.30% \(1\.15% to 1\.44%\);"
-                        r"bfloat16: 1\.32% \(1\.18% to 1\.45%\);"
-                        r"float16: 1\.33% \(1\.17% to 1\.48%\);?", tip)
 
 
 @IN_BROWSER
