@@ -140,29 +140,42 @@ def verdict_rows(comparisons: Sequence[Comparison], margin: float) -> List[Cells
 
 
 def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
-    """Returns one row for each group: means over its runs."""
+    """Returns one row for each group: means over its finished runs, median speeds over epochs, and
+    times of training without validation."""
     runs = [run for group in groups for run in group.runs]
     unit, per_hour = unit_of_time(runs)
+    several = len(runs) > len(groups)
+    metrics = dict.fromkeys(name for run in runs for name in run.metrics)
     rows = []
     for group in groups:
-        first, ends, speeds = group.first, group.ends, group.speeds
-        row = {"runs": group.name, "dataset": first.dataset, "model": group.model,
-               "dtype": group.dtype, "batch size": _text(first.batch_size, "d"),
-               "n": str(len(group.runs)), "epochs": str(max(run.done for run in group.runs)),
+        first, tried = group.first, group.finished or group.runs
+        last, best = (first.last, first.best) if len(group.runs) == 1 else (None, None)
+        top5 = None if last is None or last.top5 is None else 1 - last.top5
+        ends = [run.final for run in tried if run.final is not None]
+        row = {"runs" if several else "run": group.name, "dataset": first.dataset,
+               "model": group.model, "dtype": group.dtype,
+               "batch size": _text(first.batch_size, "d"),
+               "n": str(len(group.runs)) if several else "",
+               "epochs": str(max(run.done for run in group.runs)),
                first.heading: _value(first, float(np.mean(ends)) if ends else None),
                "standard deviation": _value(
                    first, float(np.std(ends, ddof=1)) if len(ends) > 1 else None),
+               "top-5 %": _text(top5, ".2f", 100),
+               "best %" if first.is_share else f"best {first.measure}":
+                   _value(first, first.told(best[1]) if best else None),
+               "after epochs": _text(best[0] + 1 if best else None, "d"),
                **{headed(name): _text(average(mean, (run.metric_at_end(name)
                                                      for run in group.runs)), ".4g")
-                  for name in _metrics(runs)},
-               "samples/s": _speed_text(average(median, speeds)),
+                  for name in metrics},
+               "skipped": _text(average(mean, (run.skipped for run in group.runs)), ".4g"),
+               "samples/s": _speed_text(average(median, group.speeds)),
                unit: _text(average(median, group.hours), ".3g", per_hour)}
-        if accuracy and groups[0].first.is_share:
-            tried = group.finished or group.runs
+        if accuracy and first.is_share:
             name = f"{100 * accuracy:g} %"
             epochs, hours = ([run.reached(accuracy, by_time) for run in tried]
                              for by_time in (False, True))
-            row[f"reach {name}"] = f"{len(tried) - epochs.count(None)} of {len(tried)}"
+            row[f"reach {name}"] = f"{len(tried) - epochs.count(None)} of {len(tried)}" \
+                if several else ""
             row[f"epochs to {name}"] = _text(average(median, epochs), "g")
             row[f"{unit} to {name}"] = _text(average(median, hours), ".3g", per_hour)
         rows.append(row)
@@ -170,30 +183,8 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
 
 
 def run_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells]:
-    """Returns one row for each run: the measure of the last validated epoch, the median speed over
-    epochs, and times of training without validation."""
-    runs = [run for group in groups for run in group.runs]
-    unit, per_hour = unit_of_time(runs)
-    several = len({run.dataset for run in runs}) > 1
-    rows = []
-    for run in runs:
-        last, best = run.last, run.best
-        reached = run.reached(accuracy, by_time=True) if accuracy else None
-        rows.append({
-            "run": run.name, "model": run.model, "dataset": run.dataset if several else "",
-            "batch size": _text(run.batch_size, "d"), "dtype": run.dtype, "epochs": str(run.done),
-            run.heading: _value(run, run.final),
-            "top-5 %": _text(100 * (1 - last.top5) if last and last.top5 is not None else None,
-                             ".2f"),
-            "best %" if run.is_share else f"best {run.measure}":
-                _value(run, run.told(best[1]) if best else None),
-            "after epochs": _text(best[0] + 1 if best else None, "d"),
-            **{headed(name): _text(run.metric_at_end(name), ".4g") for name in _metrics(runs)},
-            "skipped": _text(run.skipped, ".0f"),
-            "samples/s": _speed_text(run.speed),
-            unit: _text(run.hours[-1] if run.hours else None, ".3g", per_hour),
-            f"{unit} to {100 * (accuracy or 0):g} %": _text(reached, ".3g", per_hour)})
-    return _table(rows)
+    """Returns one row for each run."""
+    return group_rows([Group((run,), run.name) for group in groups for run in group.runs], accuracy)
 
 
 def _table(rows: List[Cells]) -> List[Cells]:
@@ -202,10 +193,6 @@ def _table(rows: List[Cells]) -> List[Cells]:
     columns = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
     filled = [name for name in columns if any(row.get(name) for row in rows)]
     return [{name: row.get(name, "") for name in filled} for row in rows]
-
-
-def _metrics(runs: Sequence[Run]) -> List[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.metrics))
 
 
 def _value(run: Run, value: Optional[float]) -> str:

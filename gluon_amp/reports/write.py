@@ -45,7 +45,9 @@ def html_page(title: str, sections: Sequence[Section], verdicts: List[Cells], no
         title_of = escape(section.title[:LONGEST_VALUE]) if several else "Groups of runs"
         figures = "\n".join(_figure(plot, section.prefix) for plot in section.plots)
         body += [f"<h2>{title_of}</h2>", f"<div class=plots>\n{figures}\n</div>",
-                 _table(section.groups), _folded("Runs", section.runs)]
+                 _table(section.groups)]
+        if len(section.runs) > len(section.groups):
+            body.append(_folded("Runs", section.runs))
     if notes:
         body += ["<h2>Notes</h2>", "<ul>", *(f"<li>{escape(note)}</li>" for note in notes), "</ul>"]
     body += ["<h2>Arguments</h2>", _arguments(groups)]

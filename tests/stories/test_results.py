@@ -167,7 +167,7 @@ def test_clicks_on_header_sort_table(tmp_path):
       document.title = shown.join(";");
     </script></body>"""))
     title = re.search(r"<title>(.*?)</title>", browse(page, tmp_path, "--dump-dom"))[1]
-    rows = table(RESULTS / "gluoncv" / "summary.csv")
+    rows = table(RESULTS / "gluoncv" / "groups.csv")
     expected = []
     for column, kind in (("top-1 %", float), ("run", str)):
         for order in ("ascending", "descending"):
