@@ -87,9 +87,8 @@ def _as_column(tag: str) -> str:
 def _epoch_numbers(steps: List[int]) -> Dict[int, int]:
     """Returns the epoch of each step: consecutive steps are epochs; otherwise the first step is
     epoch 0, the second epoch 1, and so on."""
-    begin = steps[0] if steps[0] in (0, 1) else 0
     if steps == list(range(steps[0], steps[0] + len(steps))):
-        return {step: step - begin if begin else step for step in steps}
+        return {step: step - (steps[0] == 1) for step in steps}
     return {step: number for number, step in enumerate(steps)}
 
 

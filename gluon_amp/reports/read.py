@@ -25,7 +25,7 @@ import re
 from collections import Counter
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 from ..checks import counted, iterator
 from . import events, tables
@@ -41,8 +41,6 @@ RESULTS = re.compile(rb"\[Epoch (\d{1,9})\] (training: |validation: )?(.*)|"
                      rb"(Train-|Validation-)?((?:\S+|Time cost)=.*|Speed: .*)")
 RATE = re.compile(rb"(?:Update\[\d+\]: Change|\[Epoch \d+\] Set) learning rate to (\S+)")
 MEAN_PRECISION = re.compile(rb"mAP=(\d{1,3}(?:\.\d+)?(?:e-\d+)?)")
-LOSS = ("loss", "cross-entropy")
-SECONDS = ("time cost", "time", "training cost")
 VERSION = 2  # of log.jsonl
 EPOCH_LINE = '{"epoch": 0, "err_top1": 0.4, "loss": 1.2}'
 STEP_LINE = '{"epoch": 0, "batch": 19, "loss": 2.1}'
@@ -53,13 +51,9 @@ VALUE = re.compile(r"([A-Za-z][\w-]*(?: cost)?)(?:=|: )"
                    r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))(?=s?(?:[\s,;)]|$))")
 ARGUMENT = re.compile(r"""(\w+)=('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\[[^]]*\]|\([^)]*\)|[^,]*)""")
 ENDING = r"\.(log|jsonl?|csv|txt)$"  # of a file's name: no part of a run's
-# Names of errors, and of accuracies.
-TOP1 = (("err-top1", "top1-err", "err_top1", "top1_err"),
-        ("accuracy", "acc", "top1-acc", "val", "val-acc", "acc-top1"))
-TOP5 = (("err-top5", "top5-err", "err_top5", "top5_err"),
-        ("top_k_accuracy_5", "top5-acc", "acc-top5"))
-PERCENT = ("acc-top1", "acc-top5")  # as GluonCV's train_recognizer.py logs them
-NO_METRICS = {*sum(TOP1 + TOP5, ()), *LOSS, *SECONDS, "speed", "lr", "loss-scale", "skipped"}
+# Names in lines of GluonCV and of MXNet's Module, and those of the same quantities in tables.
+COLUMNS = {"val": "val_acc", "train": "train_acc", "top_k_accuracy_5": "top5_acc",
+           "cross-entropy": "loss", "time": "seconds", "training cost": "seconds"}
 # Other formats than logs of lines: functions that detect and read them.
 READERS = ((events.is_events, events.read), (tables.is_table, tables.read))
 
@@ -145,7 +139,7 @@ def read_log(path: Path, name: str) -> List[Run]:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
                 of_monitor = _is_of_monitor(line)
-    tables.put_all(reader.shares)
+    tables.put_all(reader.results)
     began = bool(reader.runs or reader.header)
     runs = [run for run in reader.runs if run.epochs]
     if not runs and of_monitor:
@@ -180,7 +174,7 @@ class _Reader:
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments before the first epoch
         self.given = ""  # the run's name, if the line of its arguments has one
-        self.shares: List[Tuple[Epoch, str, float]] = []  # JSON's, which may be percent
+        self.results: List[Tuple[Epoch, str, float]] = []  # which may be percent
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
         self.lr: Optional[float] = None
@@ -274,7 +268,8 @@ class _Reader:
             if value is not None and tables.VALIDATION.match(key):
                 prefix, quantity = tables.quantity_of(key) or ("", "")
                 if quantity.startswith("top") and not prefix:
-                    self.shares.append((epoch, quantity, value))
+                    if epoch.get(quantity.split()[0]) is None:  # beside err_top1
+                        self.results.append((epoch, quantity, value))
                 elif quantity != "validation_loss":
                     epoch.metrics[tables.VALIDATION.sub("", key, 1)] = value
         epoch.finite = None not in [values[name] for name in ("loss", "validation_loss")
@@ -285,19 +280,12 @@ class _Reader:
         run.epochs[self.number] = epoch
         if self.inverse and epoch.speed is None:  # each line's images are as many
             epoch.speed = self.intervals / self.inverse
-        validated = kind.startswith(b"validation")
-        if validated or "val" in values or "val-acc" in values:
-            epoch.top1 = _error(values, *TOP1, epoch.top1)
-            epoch.top5 = _error(values, *TOP5, epoch.top5)
-        if validated:
-            epoch.validation_loss = _first(values, LOSS, epoch.validation_loss)
-            epoch.metrics.update({name: v for name, v in values.items() if name not in NO_METRICS})
-        else:
-            epoch.loss = _first(values, LOSS, epoch.loss)
-        epoch.seconds = _first(values, SECONDS, epoch.seconds)
-        epoch.speed = values.get("speed", epoch.speed)
-        if "loss-scale" in values:
-            epoch.loss_scale, epoch.skipped = values["loss-scale"], values.get("skipped")
+        prefix = "val_" if kind.startswith(b"validation") else ""
+        for name, value in values.items():
+            column = prefix + COLUMNS.get(name, name)
+            quantity = (tables.quantity_of(column) or ("", ""))[1]
+            if quantity and (tables.VALIDATION.match(column) or not quantity.startswith("top")):
+                self.results.append((epoch, quantity, value))
 
     def _go_to(self, number: int) -> None:
         """Sets the current epoch, of the current run or of a new one."""
@@ -322,7 +310,7 @@ def _values(text: bytes) -> Dict[str, float]:
     for name, value in VALUE.findall(text.decode("ascii", "replace")):
         number = _number(value)
         if number is not None:
-            values[name.lower()] = number / 100 if name in PERCENT else number
+            values[name.lower()] = number
     return values
 
 
@@ -334,18 +322,6 @@ def _number(value: Any) -> Optional[float]:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if measurable(number) else None
-
-
-def _first(values: Dict[str, float], names: Sequence[str],
-           default: Optional[float]) -> Optional[float]:
-    """Returns the value of the first of these names, or else the known value."""
-    return next((values[name] for name in names if name in values), default)
-
-
-def _error(values: Dict[str, float], errors: Sequence[str], accuracies: Sequence[str],
-           default: Optional[float]) -> Optional[float]:
-    accuracy = _first(values, accuracies, None)
-    return _first(values, errors, default if accuracy is None else 1 - accuracy)
 
 
 @lru_cache(maxsize=10_000)  # runs have most of their arguments in common

@@ -32,7 +32,7 @@ QUANTITIES = {
     "gradient_norm": r"grad(ient)?_norm",
     "loss_scale": r"loss_scale",
     "skipped": r"skipped"}
-VALIDATION = re.compile(r"(^|_)(val|valid|validation|test|eval)_", re.IGNORECASE)
+VALIDATION = re.compile(r"(^|_)(val|valid|validation|test|eval)[_-]", re.IGNORECASE)
 
 
 def is_table(path: Path) -> bool:
@@ -105,28 +105,28 @@ def known(names: Mapping[Key, str]) -> Dict[Key, Tuple[str, str]]:
 
 
 def put_all(values: Iterable[Tuple[Epoch, str, float]]) -> None:
-    """Puts values into their epochs, by the quantities of `quantity_of`; accuracies become errors,
-    and an epoch's earlier error stays. If an error or accuracy is above 1, all are percent."""
+    """Puts values into their epochs, by the quantities of `quantity_of`, the last one of each;
+    accuracies become errors. If an error or accuracy is above 1, all are percent."""
     values = list(values)
     whole = 100 if any(value > 1 for _, name, value in values if name.startswith("top")) else 1
     for epoch, quantity, value in values:
         name, _, accuracy = quantity.partition(" ")
-        if not name.startswith("top"):
-            epoch.put(name, value)
-        elif epoch.get(name) is None:
-            epoch.put(name, 1 - value / whole if accuracy else value / whole)
+        if name.startswith("top"):
+            value = 1 - value / whole if accuracy else value / whole
+        epoch.put(name, value)
 
 
 def quantity_of(column: str) -> Optional[Tuple[str, str]]:
     """Returns the run's name, if it precedes the quantity, and the quantity: one of QUANTITIES, or
     the name of another validation metric."""
+    name = re.sub("[ -]", "_", column)
     for quantity, pattern in QUANTITIES.items():
         match = re.fullmatch(r"(?!(?:.+_)?train(?:ing)?_(?!loss$))(?:(.+?)_)??"
-                             rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", column,
+                             rf"(?:(?:val|valid|validation|test|eval)_)?(?:{pattern})", name,
                              re.IGNORECASE)
         if match:
             return match[1] or "", quantity
-    match = re.fullmatch(r"(?:(.+?)_)??(?:val|valid|validation|test|eval)_(\w+)", column,
+    match = re.fullmatch(r"(?:(.+?)_)??(?:val|valid|validation|test|eval)_([\w-]+)", column,
                          re.IGNORECASE)
     return (match[1] or "", match[2].lower()) if match else None
 
