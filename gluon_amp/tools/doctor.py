@@ -155,8 +155,10 @@ def _notes(found: Sequence[GPU], steps: Sequence[Step], is_cuda: bool) -> Iterat
             yield f"{gpu.name} has no Tensor Cores: float16 saves memory, not time"
     if is_cuda and not found:
         yield "this MXNet is a CUDA build, and there is no GPU; float16 runs on the CPU"
-    if any(step.error is None for step in steps):
-        yield from (f"not on {step.device}: {step.error}" for step in steps if step.error)
+    trains = any(step.error is None for step in steps)
+    for step in steps if trains else steps[:-1]:  # the conclusion has the last one
+        if step.error:
+            yield f"not on {step.device}: {step.error}"
 
 
 def _machine(found: Sequence[GPU], why_none: str, features: Set[str]) -> Iterator[Tuple[str, str]]:
