@@ -41,14 +41,12 @@ LONGEST_NAME, LONGEST_ROW = 24, 34  # characters of a line's and of a difference
 MOST_LINES = 8  # of a plot
 FAR = 1000  # ratio of lines: a diverged one would flatten the others
 FORESTED = 20  # comparisons in the plot of differences
-CAPTIONED = 5  # comparisons in its caption
 
 
 @dataclass(frozen=True)
 class Plot:
     """A plot."""
     name: str
-    title: str
     caption: str
     png: bytes
     svg: str
@@ -187,7 +185,7 @@ def _draw(chart: Chart, lines: Sequence[Line], left_out: int) -> Plot:
         figure.legend(handles=[handles[i] for i in order], loc="outside right center", fontsize=8,
                       frameon=False, handlelength=1.6)
         png, svg = image(figure)
-        return Plot(chart.name, chart.title, _caption(chart, lines, left_out), png, svg)
+        return Plot(chart.name, _caption(chart, lines, left_out), png, svg)
 
 
 @contextmanager
@@ -270,13 +268,11 @@ def forest(comparisons: Sequence[Comparison], margin: float) -> List[Plot]:
         axes.grid(axis="y", visible=False)
         png, svg = image(figure)
     words = "; ".join(f"{c.low.name} {d.mean:+.2f} {unit} ({d.interval()[0]:+.2f} to "
-                      f"{d.interval()[1]:+.2f})" for c, d in shown[:CAPTIONED])
-    more = f"; and {len(shown) - CAPTIONED} more" if len(shown) > CAPTIONED else ""
+                      f"{d.interval()[1]:+.2f})" for c, d in shown)
     crosses = " Crosses: recipes differ." if any(c.differences for c, _ in shown) else ""
-    return [Plot("differences", "Difference to float32",
-                 f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small "
-                 f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} "
-                 f"{words}{more}.", png, svg)]
+    caption = f"Difference to float32 in {measured}. Lines: 95 % intervals, thick: 90 %; small " \
+              f"strokes: single seeds; shaded: within {in_points(margin, unit)}.{crosses} {words}."
+    return [Plot("differences", caption, png, svg)]
 
 
 def image(figure: Figure) -> Tuple[bytes, str]:

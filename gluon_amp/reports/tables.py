@@ -68,7 +68,6 @@ def read(path: Path, name: str) -> List[Run]:
     numbers = [_epoch(row[at], f"{path}, line {line}") for line, row in rows]
     if min(numbers) == 1:
         numbers = [number - 1 for number in numbers]
-    columns = {i: of for i, of in columns.items() if of[1] in QUANTITIES or _are_numbers(i, rows)}
     cells = {i: [_number(row[i], f"{path}, line {line}, {header[i]}") for line, row in rows]
              for i in columns}
     runs: Dict[Tuple[str, ...], Run] = {}
@@ -138,13 +137,6 @@ def _run(arguments: Dict[str, str], prefix: str, name: str, remarks: List[str]) 
     if prefix and "dtype" not in given:
         run.arguments["dtype"] = Run(prefix).dtype
     return run
-
-
-def _are_numbers(i: int, rows: List[Tuple[int, List[str]]]) -> bool:
-    try:
-        return all(_number(row[i], "") is not None for _, row in rows if row[i].strip())
-    except ValueError:
-        return False
 
 
 def _epoch(cell: str, place: str) -> int:

@@ -496,7 +496,7 @@ def test_finished_perplexity_runs_are_compared(tmp_path):
     first, *_ = group_rows(found, None)
     assert first["perplexity (lower is better)"] == "101"
     drawn = {plot.name: plot for plot in plots(found)}
-    assert drawn["validation_perplexity"].title == "Validation: perplexity"
+    assert drawn["validation_perplexity"].caption.startswith("Validation: perplexity")
     assert "101" in drawn["validation_perplexity"].caption
     assert drawn["validation_perplexity_by_hours"]
     page, _ = report(tmp_path, *(path.read_text() for path in paths))
@@ -523,7 +523,7 @@ def test_metrics_beside_accuracy_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("text", [
-    "epoch,dtype,fp32_val_perplexity,fp16_val_perplexity,val_note\n",
+    "epoch,dtype,fp32_val_perplexity,fp16_val_perplexity,note\n",
     '{"arguments": {"dtype": "float32"}}\n'])
 def test_metrics_of_csv_and_json_lines_are_reported(text, tmp_path):
     path = tmp_path / ("a.csv" if "," in text.split(":")[0] else "a.jsonl")

@@ -333,6 +333,7 @@ def test_arbitrary_csv_is_read_or_refused_with_line(cells, tmp_path):
 
 
 @pytest.mark.parametrize(("text", "message"), [
+    ("epoch,val_mood\n0,good\n", "a.csv, line 2, val_mood: 'good' is not a number"),
     ("epoch,top1_err\n0,0.5\n1,half\n", "a.csv, line 3, top1_err: 'half' is not a number"),
     ("epoch,top1_err\n\n# x\n0,0.5\n1\n", "a.csv, line 5: 1 cells under 2 columns"),
     ("epoch,top1_err\n,0.5\n", "a.csv, line 2: '' is no number of an epoch"),
