@@ -75,7 +75,7 @@ def test_log_jsonl_has_steps_and_none_is_skipped_at_start(tmp_path):
     assert not any(line.get("skip") for line in steps)
     assert [line["batch"] for line in steps] == [4, 9, 14, 19, 4, 9, 14, 19]
     assert all(0 < line["gradient_norm"] < 100 for line in steps)
-    assert {line["loss_scale"] for line in steps} == {run_read.epochs[1].scale}
+    assert {line["loss_scale"] for line in steps} == {run_read.epochs[1].loss_scale}
     assert steps[-1]["loss"] < steps[0]["loss"]
     assert len(run_read.steps["loss"]) == len(steps)
 
