@@ -64,8 +64,9 @@ void run_engine(const Call& call, const Watch& watch, F generic) {
 }
 
 void run_plain(const Call& call) {
-  const Watch watch(call);
+  Watch watch(call);
   run_engine(call, watch, [&] { run(call); });
+  watch.record();
 }
 
 // Runs an operator's hand-written kernel on arrays in oneDNN's layout. False if there is none for this case.
@@ -140,8 +141,9 @@ struct OperatorState {
            const std::vector<OpReqType>& req, const std::vector<TBlob>& out) {
     static const std::vector<int> inputs{0, 1, 2, 3, 4, 5, 6, 7};
     Call call{code, attrs(), settings, context, in, req, out, &inner};
-    const Watch watch(call, forward ? nullptr : &inputs);
+    Watch watch(call, forward ? nullptr : &inputs);
     run_engine(call, watch, [&] { forward ? run_forward(call) : run_backward(call); });
+    watch.record();
   }
 
  private:

@@ -53,9 +53,12 @@ Watch::Watch(const Call& call, const std::vector<int>* inputs)
 }
 
 Watch::~Watch() {
-  if (call_.settings.counts.what == Counting::kNothing) return;
   current = nullptr;
   floats_too = false;
+}
+
+void Watch::record() {
+  if (call_.settings.counts.what == Counting::kNothing) return;
   const std::string name = watched_name(call_.attrs);
   for (size_t i = 0; i < call_.out.size(); ++i) {
     const TBlob& out = call_.out[i];

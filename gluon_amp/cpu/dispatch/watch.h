@@ -20,6 +20,9 @@ class Watch {
   ~Watch();
   Watch(const Watch&) = delete;
 
+  // Adds the counts to the table, at the end of the call.
+  void record();
+
   // Whether it counts.
   explicit operator bool() const { return call_.settings.counts.what == Counting::kAll; }
 

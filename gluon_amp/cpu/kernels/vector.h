@@ -415,10 +415,8 @@ template <typename F> inline void vectors(int64_t n, F f) {
 // Scratch memory for one call.
 template <typename T> struct Scratch {
   T* data;
-  explicit Scratch(int64_t n) : data(static_cast<T*>(std::malloc((n + 1) * sizeof(T)))) {
-    if (data == nullptr) std::abort();
-  }
-  ~Scratch() { std::free(data); }
+  explicit Scratch(int64_t n) : data(static_cast<T*>(::operator new(n * sizeof(T)))) {}
+  ~Scratch() { ::operator delete(data); }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 };

@@ -45,7 +45,12 @@ onednn::Memory memory(const dnnl_memory_desc_t& layout, void* at) {
 
 onednn::Primitive primitive(const onednn::Handle& description) {
   onednn::Primitive result;
-  onednn::make_primitive(&result, description.get());
+  try {
+    onednn::make_primitive(&result, description.get());
+  } catch (const mkldnn::error& error) {
+    CHECK_NE(error.status, mkldnn_out_of_memory) << "oneDNN failed to allocate memory: " << error.what();
+    throw;
+  }
   return result;
 }
 
