@@ -125,28 +125,14 @@ class Window(NamedTuple):
             f"ends at {training.ends}: larger ones would overflow"]
 
     @property
-    def _is_near_the_smallest(self) -> bool:
-        """Whether gradients may overflow at the smallest loss scale of loss_scale="dynamic"."""
-        return self.high < _MARGIN * Training().smallest
-
-    @property
-    def scale(self) -> float:
-        """A loss scale that fits, within those of loss_scale="dynamic" if possible."""
-        if self._is_near_the_smallest:
-            return self.high
-        low = max(self.low, Training().smallest)
-        high = self.high if low > Training().largest else min(self.high, Training().largest)
-        return 2.0 ** ((math.log2(low) + math.log2(high)) // 2)
-
-    @property
     def remedy(self) -> str:
-        """The argument with which a training has a loss scale that fits."""
-        scale = _in_python(self.scale)
-        if self._is_near_the_smallest:
-            return f"use amp.DynamicLossScale({scale}, minimum={_in_python(SMALLEST_SCALE)})"
-        if self.scale > Training().largest:
-            return f"use amp.DynamicLossScale({scale}, maximum={scale})"
-        return f'use loss_scale="dynamic", or a static one such as {scale}'
+        """The argument with which a training has a loss scale that fits, with headroom."""
+        if self.high < _MARGIN * Training().smallest:
+            least = min(SMALLEST_SCALE, self.high / _MARGIN)
+            return f"use amp.DynamicLossScale({_in_python(self.high)}, minimum={_in_python(least)})"
+        if self.low > Training().largest:
+            return f"use amp.DynamicLossScale(maximum={_in_python(self.high)})"
+        return 'use loss_scale="dynamic"'
 
     def __str__(self) -> str:
         if self.low <= 1 and self.high > _BEYOND_FLOAT16:
