@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from ..checks import counted
@@ -21,7 +21,7 @@ SMALLEST_SCALE = 2.0 ** -24  # the last one: float16's smallest number
 # those of reported.csv.
 _MOST_LOST = 0.1  # the share of a gradient's norm that rounding removes
 _STANDS_OUT = 4  # a tensor's effect on the loss over the products' upper quartile
-_BEGINS_TO_LOSE = 0.01  # the share of a norm that underflow removes
+_LOST = 0.01  # the share of a norm that underflow removes at a loss scale that fits
 _CANCELS = 20  # the loss of a difference in dB
 _JUMPS = 12  # powers of two between the gradients of a node's output and input
 _LITTLE_IS_LEFT = 0.25  # the share of the forward pass in the format
@@ -66,6 +66,7 @@ class Finding:
         return f"{self.detail}: {self.remedy}" if self.remedy else self.detail
 
 
+_ERROR: Dict[str, Any] = {"certain": True, "severity": "error"}  # of a value that is not finite
 _BEYOND_FLOAT16 = 2.0 ** 40  # float16's largest over its smallest number: only wider formats
 
 
@@ -150,16 +151,11 @@ def _in_python(scale: float) -> str:
 
 
 def window(tensors: Iterable[Tensor], steps: Iterable[Tuple[float, Mapping[Key, Counts]]],
-           underflow: float) -> Optional[Window]:
-    """Returns the loss scales at which no gradient overflows in any step, and none loses more than
-    `underflow` in any step.
+           underflow: float = _LOST) -> Optional[Window]:
+    """Returns the loss scales at which no gradient overflows in any of these steps, and none loses
+    more than this share of its norm in any. A step is its loss scale and its counts.
 
     Low is above high if no scale fits. Returns None if no gradient is less than float32.
-
-    Args:
-        tensors: the tensors.
-        steps: the loss scale and the counts of each step.
-        underflow: the share of a gradient's norm.
     """
     low, high = SMALLEST_SCALE, math.inf
     low_tensor = high_tensor = ""
@@ -181,8 +177,7 @@ def window(tensors: Iterable[Tensor], steps: Iterable[Tuple[float, Mapping[Key, 
 def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
     """Returns a note if few tensors remain in the format after nodes are kept."""
-    count, left = (sum(t.is_low and not t.key.backward and t.counts is not None for t in some)
-                   for some in (before, after))
+    count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
     if left >= _LITTLE_IS_LEFT * count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
@@ -195,16 +190,11 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
 
 def findings(layout: Layout, scale: float, training: Training,
              parameters: Iterable[Tensor] = ()) -> Tuple[List[Finding], List[str]]:
-    """Returns the findings and notes, sorted by kind and then in order of computation.
+    """Returns the findings and notes of counted tensors and 16-bit parameters, sorted by kind and
+    then in order of computation. Gradients were counted at this loss scale.
 
     The kinds are overflow, underflow of forward tensors, cancellation, tensors whose rounding
     moves the loss (sorted by how much), and gradients that no scale fits.
-
-    Args:
-        layout: the graph's nodes and counted tensors.
-        scale: the loss scale at which they were counted.
-        training: the training.
-        parameters: the 16-bit parameters.
     """
     first: Dict[str, Finding] = {}
     judge = _Judge(layout, scale, training, parameters)
@@ -236,10 +226,7 @@ class _Judge:
 
     def findings(self) -> List[Finding]:
         endless = [t for t in self.forward if not t.counts.stay_finite]
-        findings = [finding for t in self.flow.beginnings(endless)
-                if t.key in self.broken or t.snr == -math.inf for finding in self._above(t)]
-        for finding in findings:
-            finding.certain, finding.severity = True, "error"
+        findings = [f for tensor in self.flow.beginnings(endless) for f in self._above(tensor)]
         if any(finding.remedy for finding in findings):
             return findings  # infinite data are behind all else
         if findings:  # numbers may grow from layer to layer: keep all layers that overflow
@@ -247,15 +234,11 @@ class _Judge:
             findings[0].keep = list(dict.fromkeys(findings[0].keep + self._kept_for(behind)))
         if self.flow.goes_forward:
             findings += self._endless_gradients()
-        near = [(t, varies_by(t)) for t in self.forward if t.counts.stay_finite]
-        for group in (
-                [self._nearly_above(t, by) for t, by in near if by is not None],
-                [self._below_in_parameter(t) for t in self.parameters if t.is_below()],
-                [self._below(t) for t in self.forward if t.is_below()],
-                [self._cancelled(t, t.snr) for t in self.forward if t.counts.stay_finite
-                 and t.snr is not None and t.snr < min(t.low_snr, self.least_snr) / 2
-                 and self._has_gradient(t)]):
-            findings += [finding for one in group for finding in one]
+        finite = [t for t in self.forward if t.counts.stay_finite]
+        for rule, tensors in ((self._nearly_above, finite),
+                              (self._below_in_parameter, self.parameters),
+                              (self._below, self.forward), (self._cancelled, finite)):
+            findings += [finding for tensor in tensors for finding in rule(tensor)]
         if any(finding.remedy for finding in findings):  # of data, which all else reads
             findings = [finding for finding in findings if finding.certain or finding.remedy]
         if not findings:  # keeping nodes changes the gradients
@@ -279,44 +262,47 @@ class _Judge:
                 f"{tensor.name} is within a factor of {factor:g} of {tensor.format.name}'s largest "
                 f"number, {largest:g}: larger data or weights may overflow")
 
-    def _finding(self, tensor: Tensor, reason: str, detail: str,
-                 blamed: Optional[str] = None) -> Finding:
+    def _finding(self, tensor: Tensor, reason: str, detail: str, blamed: str = "",
+                 **others: Any) -> Finding:
         blamed = blamed or self.layout.blamed(tensor.key)
         if reason.startswith("range") and any(True for _ in numbers(self.layout.nodes[blamed])):
             reason += ", by a constant"
         return Finding(blamed, tensor.name, reason, detail, self._kept_for([tensor]),
-                       tensor.key.backward)
+                       tensor.key.backward, **others)
 
     def _kept_for(self, tensors: Iterable[Tensor]) -> List[str]:
         return [name for tensor in tensors for name in self.layout.kept_for(tensor.key)]
 
-    def _of_data(self, tensor: Tensor, reason: str, detail: str) -> List[Finding]:
+    def _of_data(self, tensor: Tensor, reason: str, detail: str, **others: Any) -> List[Finding]:
         """Finds the network's data in a tensor that is their cast. Normalized data suit the
         format, and float32 layers would hand large numbers on from layer to layer."""
         name = self.layout.data_of(tensor.key)
         return [Finding(name, tensor.name, reason, f"data {detail} (input {name})", [],
-                        remedy="normalize them")] if name else []
+                        remedy="normalize them", **others)] if name else []
 
     def _above(self, tensor: Tensor) -> List[Finding]:
         counts, ends = tensor.counts, f"{tensor.format.name} ends at {tensor.format.largest:g}"
-        if tensor.op in CASTS and not counts.overflowed:
-            return []  # its input was not finite, such as the result of a plain Block
-        if not counts.overflowed:
-            return self._of_rounding(tensor, tensor)
+        if tensor.key not in self.broken and tensor.snr != -math.inf:
+            return []
+        if not counts.overflowed:  # of a cast, the input was not finite, as that of a plain Block
+            return [] if tensor.op in CASTS else self._of_rounding(tensor, tensor)
         reads = self.flow.before(tensor) if tensor.op in PRODUCTS else []
         for data in [tensor, *reads]:
             size = data.counts.range[1] if data.counts.range else 0
             if size >= _NOT_NORMALIZED and self.layout.data_of(data.key):
                 then = ends if data is tensor else f"{tensor.name} overflows"
-                return self._of_data(data, "range above", f"reach 2^{size}, and {then}")
+                return self._of_data(data, "range above", f"reach 2^{size}, and {then}", **_ERROR)
         most = f", up to 2^{counts.range[1]}" if counts.range else ""
         return [self._finding(
             tensor, "range above", said_above(counts, tensor) + most, self._where_it_begins(
-                tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0))]
+                tensor, lambda t: t.counts.shares(tensor.format)["overflowed"] > 0), **_ERROR)]
 
-    def _nearly_above(self, tensor: Tensor, by: int) -> List[Finding]:
+    def _nearly_above(self, tensor: Tensor) -> List[Finding]:
         """Finds a tensor that has not overflowed, but may in another batch: its maximum exceeds
-        that of the median batch by so many powers of two."""
+        that of the median batch by more powers of two than are left."""
+        by = varies_by(tensor)
+        if by is None:
+            return []
         most = max(tensor.largest)
         sizes = f"2^{most} in one batch, and 2^{most - by} in the median batch: another may " \
                f"exceed {tensor.format.largest:g}"
@@ -332,27 +318,23 @@ class _Judge:
         behind = reached([output.key], self.reads, lambda key: self.seen[key].is_low)
         rounded = [t for t in self.forward if t.key in behind and t.is_low]
         findings = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
-                              f"{tensor.name} is not finite")
-                for t in rounded for share in [t.counts.shares(t.format, own=True)["flushed"]]
-                if share]
+                                  f"{tensor.name} is not finite", **_ERROR)
+                    for t in rounded for share in [t.counts.shares(t.format, own=True)["flushed"]]
+                    if share]
         if findings or not (rounded or tensor.is_low):
             return findings
         finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, although "
-                                "its inputs are")
+                                "its inputs are", **_ERROR)
         finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
         return [finding]
 
     def _endless_gradients(self) -> List[Finding]:
         """Finds gradients that are not finite at any loss scale."""
         endless = [t for t in self.seen.values() if t.key.backward and not t.counts.stay_finite]
-        findings = [finding for tensor in self.flow.beginnings(endless)
+        return [replace(finding, backward=True) for tensor in self.flow.beginnings(endless)
                 if not tensor.counts.overflowed
                 for output in [self.seen.get(Key(tensor.key.node, False, 0))] if output
                 for finding in self._of_rounding(tensor, output)]
-        for finding in findings:
-            finding.backward = finding.certain = True
-            finding.severity = "error"
-        return findings
 
     def _where_it_begins(self, tensor: Tensor, lies_beyond: Callable[[Tensor], bool]) -> str:
         """Returns the node that computes in float32 the numbers that a later cast loses."""
@@ -369,7 +351,7 @@ class _Judge:
     def _below_in_parameter(self, tensor: Tensor) -> List[Finding]:
         """Finds a parameter of small numbers. Those that are only added may be small."""
         name, readers = tensor.parameter, self.layout.readers_of(tensor.parameter)
-        if not readers or self._is_only_added(name):
+        if not tensor.is_below() or not readers or self._is_only_added(name):
             return []
         return [Finding(readers[0].name, name, "range below", f"the parameter {name} is "
                         f"{said_below(tensor.counts, tensor)}",
@@ -381,16 +363,20 @@ class _Judge:
 
     def _below(self, tensor: Tensor) -> List[Finding]:
         parameter = self.layout.parameter_of(tensor.key)
-        if parameter and self._is_only_added(parameter):
+        if not tensor.is_below() or parameter and self._is_only_added(parameter):
             return []
         loss = said_below(tensor.counts, tensor)
         return self._of_data(tensor, "range below", f"are {loss}") or [self._finding(
             tensor, "range below", f"{tensor.name} is {loss}", self._where_it_begins(
-                tensor, lambda t: t.counts.underflow(tensor.format) > _BEGINS_TO_LOSE))]
+                tensor, lambda t: t.counts.underflow(tensor.format) > _LOST))]
 
-    def _cancelled(self, tensor: Tensor, snr: float) -> List[Finding]:
+    def _cancelled(self, tensor: Tensor) -> List[Finding]:
         """Finds a tensor with a much lower SNR than its inputs. A float32 tensor inherits the
         errors of its rounded inputs."""
+        snr = tensor.snr
+        if snr is None or snr >= min(tensor.low_snr, self.least_snr) / 2 \
+                or not self._has_gradient(tensor):
+            return []
         read = [t for t in self.flow.before(tensor) if t.snr is not None or t.op in CASTS]
         if not read or any(self._snr_with_casts(t) < snr + _CANCELS for t in read) \
                 or self._is_absorbed(tensor):
@@ -398,8 +384,8 @@ class _Judge:
         source = min(read, key=self._snr_with_casts)
         finding = self._finding(
             tensor, "cancellation", f"{tensor.name} has {snr:.1f} dB against float32, "
-            f"although its inputs have {self._snr_with_casts(source):.1f} dB or more")
-        finding.certain = True
+            f"although its inputs have {self._snr_with_casts(source):.1f} dB or more",
+            certain=True)
         sources = [self._before_cast(t) for t in read]
         finding.keep += self._kept_for([t for t in sources if t.is_low]
                                        or self._rounded_before(source))
@@ -510,17 +496,15 @@ class _Judge:
         jump = self._jump(backward)
         findings = [] if jump is None else [
             self._finding(jump, "gradients change their size", "no loss scale fits the gradients "
-                          f"on both sides of {jump.name}", jump.key.node)]
+                          f"on both sides of {jump.name}", jump.key.node, severity="error")]
         if few or not at_high or len(at_low) < len(at_high):
-            findings += [self._finding(t, "range above", f"{t.name} overflows at the loss scale "
-                                   f"{as_power(wanted)}, {why}") for t in at_low]
-        else:
-            findings += [self._finding(t, "range below", f"{t.name} needs a loss scale of "
-                                   f"{as_power(least)}, and {limits.high_tensor} overflows above "
-                                   f"{as_power(limits.high)}") for t, least in at_high]
-        for finding in findings:
-            finding.severity = "error"
-        return findings
+            return findings + [self._finding(
+                t, "range above", f"{t.name} overflows at the loss scale {as_power(wanted)}, {why}",
+                severity="error") for t in at_low]
+        return findings + [self._finding(
+            t, "range below", f"{t.name} needs a loss scale of {as_power(least)}, and "
+            f"{limits.high_tensor} overflows above {as_power(limits.high)}", severity="error")
+            for t, least in at_high]
 
     def _of_all_gradients(self, limits: Window, detail: str, severity: str) -> Finding:
         """Returns a finding of the gradient that limits the loss scale. Keeping one layer does not

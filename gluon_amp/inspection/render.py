@@ -91,8 +91,7 @@ def lines(view: Any) -> Iterator[Dict[str, Any]]:
     the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
     yield {"version": VERSION, "network": view.name, "said": str(view),
            "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
-           "left_out": view.left_out, "underflow": view.underflow,
-           "findings": [vars(f) for f in view.findings],
+           "left_out": view.left_out, "findings": [vars(f) for f in view.findings],
            "first_overflow": str(view.first_overflow) if view.first_overflow else None}
     for number, (scale, counted) in enumerate(view.steps):
         for tensor in view.tensors:

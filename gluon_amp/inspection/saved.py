@@ -42,7 +42,7 @@ def read(folder: str, format_: Format) -> View:
     head, *lines = _lines(folder)
     tensors: Dict[Key, Tensor] = {}
     view = View(f"{head['network']}, as if in {format_.name}", [],
-                left_out=head["left_out"], underflow=head["underflow"])
+                left_out=head["left_out"])
     for line in lines:
         counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
         if line["kind"] == "update":  # float32
@@ -74,7 +74,7 @@ def judge(view: View, format_: Format) -> None:
     finite = [t for t in view.tensors if t.counts.finite]
     steps = [(scale, {key: each for key, each in counts.items() if each.finite})
              for scale, counts in view.advising]
-    view.window = window(finite, steps, view.underflow)
+    view.window = window(finite, steps)
     best = view.window.high / view.scale if view.window else 1.0
     weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
                for w in view.weights]

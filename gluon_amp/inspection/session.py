@@ -95,11 +95,6 @@ class StepResult(NamedTuple):
         """Whether loss and gradients are finite."""
         return self.finite and math.isfinite(self.loss)
 
-    def drop_samples(self) -> None:
-        """Frees the memory of the counts' samples."""
-        for counts in self.counts.values():
-            counts.sample = None
-
 
 class BlockGraph(NamedTuple):
     """A hybrid block's graph as it was called: the names of its data, their types and shapes, and

@@ -36,7 +36,6 @@ class View:
             loss are not finite.
         scale: the loss scale of the gradients' counts: that of the first step with finite
             gradients, or 2^16.
-        underflow: the share of a gradient's norm that may underflow at the low end of a window.
         outcome: what the training does, the start of `verdict`.
         converts: the start of `keep_line`.
         training: the training's loss scales, and whether it checks gradients.
@@ -57,7 +56,6 @@ class View:
     left_out: List[int] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
     converts: str = "amp.convert(net"
-    underflow: float = 0.01
     goes_forward: bool = True
     training: Training = field(default_factory=Training)
     outcome: str = ""
@@ -68,6 +66,14 @@ class View:
     def advising(self) -> List[Tuple[float, Mapping[Key, Counts]]]:
         """The steps that are not left out."""
         return [step for i, step in enumerate(self.steps) if i not in self.left_out]
+
+    def add(self, number: int, scale: float, counts: Mapping[Key, Counts], loss: float) -> None:
+        """Adds the step on the batch of this number, and frees the samples of its counts."""
+        for held in counts.values():
+            held.sample = None
+        self.losses.append(loss)
+        self.steps.append((scale, counts))
+        self.numbers.append(number)
 
     def add_up(self) -> None:
         """Sets the tensors' counts to the sums of these steps.
@@ -85,8 +91,8 @@ class View:
     @property
     def windows(self) -> List[Optional[Window]]:
         """The loss scales that fit each step; None if a forward tensor overflows."""
-        return [window(self.tensors, [step], self.underflow)
-                if Flow(self.tensors, step[1]).goes_forward else None for step in self.steps]
+        return [window(self.tensors, [step]) if Flow(self.tensors, step[1]).goes_forward else None
+                for step in self.steps]
 
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:

@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -34,7 +33,7 @@ _DRAWS = 16  # random draws in which `explain` searches an overflow
 
 def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] = None,
          trainer: Optional[Trainer] = None, steps: int = 20, reference: bool = True,
-         underflow: float = 0.01, batch_size: Optional[int] = None) -> View:
+         batch_size: Optional[int] = None) -> View:
     """Reports how a policy's format, such as float16, rounds every tensor of a converted network.
 
     Steps run on copies of the parameters, so that parameters and statistics do not change. With a
@@ -49,8 +48,6 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         trainer: a Trainer that updates the weights on each batch. None: no updates.
         steps: the number of batches.
         reference: whether to run each step in float32 too and measure errors against it.
-        underflow: the share of a gradient's norm that may underflow at the lowest loss scale that
-            fits.
         batch_size: the batch size of the trainer's steps; None: the length of the first array times
             the number of workers.
 
@@ -67,9 +64,6 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         if trainer is None:
             raise ValueError("batch_size is for the steps of trainer=. Received: "
                              f"batch_size={batch_size}, trainer=None")
-    if positive_number(underflow, "underflow") >= 1:
-        raise ValueError("underflow is a share of a gradient's norm, below 1. "
-                         f"Received: {underflow}")
     if trainer is not None and isinstance(net, mx.mod.BaseModule):
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
@@ -77,15 +71,12 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         updates = ModuleUpdates(session) if session.is_module else Updates(session) \
             if trainer is None else TrainerUpdates(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
-        in_float32 = session.float32() if reference else None
-        run = XrayRun(session, in_float32, underflow, training)
+        run = XrayRun(session, session.float32() if reference else None, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
         view = run.view(low, range(len(session.batches)), scale, updates)
-        view.converts = session.converts
-        view.tensors = [t for t in view.tensors if t.counts is not None]
-        at_first = view.window
         updates.release()
-        view.weights = updates.weights()
+        view.converts, view.weights = session.converts, updates.weights()
+        at_first = view.window
         _advise(run, view)
         if at_first and not at_first.fits(training) and view.keep \
                 and all(f.backward for f in view.findings):
@@ -133,11 +124,10 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
             overflow.in_float32 = not session.float32().run(first).sound
         _find_line(low, first, overflow)
         view = View(session.net.name, low.layout.tensors, first_overflow=overflow,
-                    losses=[ran.loss], steps=[(loss_scale, ran.counts)], numbers=[0],
                     scale=loss_scale, one_step=True)
+        view.add(0, loss_scale, ran.counts, ran.loss)
         view.add_up()
         view.tensors = [t for t in view.tensors if t.counts is not None]
-        ran.drop_samples()
     return view
 
 
@@ -151,26 +141,23 @@ def _find_line(low: NetworkCopy, batch: Batch, overflow: Optional[Overflow]) -> 
 # ---- steps --------------------------------------------------------------------------------------
 
 
-@dataclass
-class XrayRun:
+class XrayRun(NamedTuple):
     """Steps of one network on batches, and what they show.
 
     Attributes:
         session: the network.
         reference: the network in float32; None compares with nothing.
-        underflow, training: as in `View`.
+        training: as in `View`.
     """
     session: Session
     reference: Optional[NetworkCopy]
-    underflow: float
     training: Training
 
     def view(self, low: NetworkCopy, numbers: Iterable[int], scale: float,
              updates: Optional[Updates] = None) -> View:
         """Runs a step on the batches with these numbers. Without `updates`, it stops at the first
         certain finding."""
-        view = View(self.session.net.name, low.layout.tensors, underflow=self.underflow,
-                    training=self.training)
+        view = View(self.session.net.name, low.layout.tensors, training=self.training)
         steps = updates or Updates(self.session)
         for number in numbers:
             batch = self.session.batches[number]
@@ -182,16 +169,18 @@ class XrayRun:
             _add(view, low, number, ran, reference_step, arrays)
             if ran.finite:
                 scale = ran.scale
-            if updates is None:
-                _conclude(view, low)
-                if any(finding.certain for finding in view.findings):
-                    return view
-            elif updates.stopped:
-                view.notes.append(f"the X-ray ends with batch {number}, because the "
-                                  f"trainer has stopped: {updates.stopped}")
+            if updates is None and any(finding.certain for finding in _conclude(view, low)[0]):
                 break
-        if updates is not None:
-            _conclude(view, low)
+            if steps.stopped:
+                view.notes.append(f"the X-ray ends with batch {number}, because the "
+                                  f"trainer has stopped: {steps.stopped}")
+                break
+        view.findings, notes = _conclude(view, low)
+        view.notes += notes
+        fits = view.goes_forward and not judge.without_scale(view.findings)
+        view.window = judge.window(view.tensors, view.advising) if fits else None
+        view.outcome = judge.outcome(view)
+        view.tensors = [t for t in view.tensors if t.counts is not None]
         return view
 
     def keep(self, view: View, numbers: List[int]) -> Tuple[View, Set[str], Dict[str, None]]:
@@ -228,44 +217,38 @@ def _add(view: View, low: NetworkCopy, number: int, ran: StepResult,
 
     It ignores the counts if data, parameters, or the float32 loss or gradients are not finite.
     """
-    index = len(view.steps)
     if ran.finite and not view.scale:
         view.scale = ran.scale
     overflow = judge.first_overflow(low.layout, ran.counts, number, ran.scale, arrays)
     view.first_overflow = view.first_overflow or overflow
+    is_left_out = False
     if reference_step is not None:
         view.reference_losses.append(reference_step.loss)
-    if reference_step is not None and not reference_step.sound:
-        what = "gradients are" if math.isfinite(reference_step.loss) else "the loss is"
-        view.left_out.append(index)
-        view.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
-                          "data, the learning rate and the loss first. This batch is ignored")
+        if not reference_step.sound:
+            what = "gradients are" if math.isfinite(reference_step.loss) else "the loss is"
+            is_left_out = True
+            view.notes.append(f"batch {number}: {what} not finite in float32 either: check the "
+                              "data, the learning rate and the loss first. This batch is ignored")
     if overflow is not None and not overflow.op:
-        view.left_out = list(dict.fromkeys([*view.left_out, index]))
+        is_left_out = True
         view.notes.append(f"{overflow}: no advice is from this batch")
-    if index not in view.left_out:
+    if is_left_out:
+        view.left_out.append(len(view.steps))
+    else:
         if reference_step is not None:
             compare(view.tensors, ran.counts, reference_step.counts,
                     ran.scale / reference_step.scale)
         note_loss_sensitivity(view.tensors, ran.counts, ran.total, ran.scale)
         note_largest(view.tensors, ran.counts)
-    ran.drop_samples()
-    view.losses.append(ran.loss)
-    view.steps.append((ran.scale, ran.counts))
-    view.numbers.append(number)
+    view.add(number, ran.scale, ran.counts, ran.loss)
 
 
-def _conclude(view: View, low: NetworkCopy) -> None:
-    """Sums the counts of all steps, with gradients at one scale, and derives the findings."""
+def _conclude(view: View, low: NetworkCopy) -> Tuple[List[judge.Finding], List[str]]:
+    """Sums the counts of the steps so far. Returns the findings and their notes."""
     view.scale = view.scale or FIRST_SCALE
     view.add_up()
     view.goes_forward = all(Flow(view.tensors, counts).goes_forward for _, counts in view.advising)
-    view.findings, notes = judge.findings(
-        low.layout, view.scale, view.training, low.low_parameters())
-    view.notes += notes
-    fits = view.goes_forward and not judge.without_scale(view.findings)
-    view.window = judge.window(view.tensors, view.advising, view.underflow) if fits else None
-    view.outcome = judge.outcome(view)
+    return judge.findings(low.layout, view.scale, view.training, low.low_parameters())
 
 
 def _advise(run: XrayRun, view: View) -> None:
@@ -280,18 +263,16 @@ def _advise(run: XrayRun, view: View) -> None:
         if finding.remedy and not finding.backward:  # of data
             finding.remedy = remedy_of_data(run.session, finding, batches)
             finding.keep = [] if finding.remedy else layout.kept_for(keys[finding.tensor])
-    _try_keeping(run, view, batches)
+    if view.findings:
+        _try_keeping(run, view, batches)
     view.notes += notes(run.session, view, batches)
 
 
 def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> None:
     """Sets `keep`, and what remains with it."""
     session = run.session
-    if not view.findings:
-        return
     again, kept, names = run.keep(view, numbers)
     if names:
-        again.tensors = [t for t in again.tensors if t.counts is not None]
         types = session.low(kept).types()
         again.weights = [Weight(w.name, w.counts, format=FORMATS[types.get(w.name, w.format.name)])
                          for w in view.weights]

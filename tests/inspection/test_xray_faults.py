@@ -1,12 +1,8 @@
 """Faults that an X-ray reports, and no false positives: masks, zeros, branches."""
-import json
 
 import gluon_amp as amp
 import numpy as np
 import pytest
-from gluon_amp.formats import FLOAT16
-from gluon_amp.inspection.render import lines
-from gluon_amp.inspection.saved import read
 from gluon_amp.tools.types import types
 from mxnet import nd
 from mxnet.gluon import nn
@@ -195,13 +191,6 @@ def test_gradient_infinite_at_any_scale_blames_rounded_cosine(trained):
                                    "finite at any loss scale")
     assert "the loss scales are those of the network after keep=" in view.notes
     check_mended(net, view, given)
-
-
-def test_saved_folder_keeps_lost_argument(tmp_path):
-    net = calling(lambda F, x, dense, out: out(dense(x)), *layers(8, 4))
-    view = amp.xray(net, batches(6), LOSS, steps=1, underflow=0.25)
-    (tmp_path / "xray.jsonl").write_text("\n".join(map(json.dumps, lines(view))))
-    assert read(str(tmp_path), FLOAT16).underflow == 0.25
 
 
 def test_gradients_that_fit_no_loss_scale_are_reported():
