@@ -15,15 +15,19 @@ logging.getLogger("gluon_amp").setLevel(logging.ERROR)
 
 
 def losses(trainer, batches, loss_of, steps):
-    """Returns the mean loss of each step. `loss_of` takes the arrays of a batch."""
+    """Returns the mean loss of each step. `loss_of` takes the arrays of a batch.
+
+    A step that was skipped, while the loss scale is too large, is repeated: so trainings have as
+    many updates in all formats.
+    """
     made = []
-    for step in range(steps):
-        batch = batches[step % len(batches)]
+    while len(made) < steps:
+        batch = batches[len(made) % len(batches)]
         with autograd.record():
             loss = loss_of(*batch)
         trainer.backward(loss)
-        trainer.step(len(batch[0]))
-        made.append(float(loss.mean().asscalar()))
+        if trainer.step(len(batch[0])) is not False:  # MXNet's returns None
+            made.append(float(loss.mean().asscalar()))
     return made
 
 
