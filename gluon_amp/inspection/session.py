@@ -202,11 +202,11 @@ class Session:
     @property
     def converts(self) -> str:
         """The start of the line of code that converts the network."""
-        if self.is_module:
-            return "amp.convert_symbol(symbol"
-        name, is_default = self.policy.name, self.policy == POLICIES["float16"]
-        policy = repr(name) if POLICIES.get(name) == self.policy else "policy"
-        return "amp.convert(net" + ("" if is_default else f", {policy}")
+        what = "amp.convert_symbol(symbol" if self.is_module else "amp.convert(net"
+        if self.policy == POLICIES["float16"]:
+            return what
+        name = self.policy.name
+        return f"{what}, {repr(name) if POLICIES.get(name) == self.policy else 'policy'}"
 
     def _find_graphs(self) -> None:
         """Calls the network as in training, which traces graphs and initializes parameters with

@@ -80,13 +80,15 @@ def test_module_and_random_state_are_unchanged():
     np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
 
 
-def test_xray_of_symbol_with_its_own_casts():
+def test_symbols_with_other_casts_are_refused():
     x = S.Cast(S.Convolution(S.Cast(S.var("data"), dtype="float16"), kernel=(3, 3), num_filter=4,
                              name="conv"), dtype="float32")
     x = S.SoftmaxOutput(S.FullyConnected(x * 1e5, num_hidden=3, name="fc"), name="head")
-    view = amp.xray(ready(x), [batch()])
-    types = {t.key.node: t.format.name for t in view.tensors}
-    assert (types["conv"], types["fc"]) == ("float16", "float32")
+    with pytest.raises(ValueError, match="without a record"):
+        amp.xray(ready(x), [batch()])
+    x = S.relu(S.Cast(S.FullyConnected(S.var("data"), num_hidden=3), dtype="float32"), name="relu")
+    with pytest.raises(ValueError, match=r"other types in .*relu"):
+        amp.xray(ready(amp.convert_symbol(S.SoftmaxOutput(x, name="head"))), [batch()])
 
 
 @pytest.mark.parametrize("keep", [(), "fc"])
@@ -97,6 +99,7 @@ def test_xray_of_bfloat16_module(policy, keep):
     formats = {t.key.node: t.format.name for t in view.tensors if not t.key.backward}
     assert (formats["conv"], formats["fc"]) == ("bfloat16", "float32" if keep else "bfloat16")
     assert (view.findings, view.keep) == ([], [])
+    assert view.keep_line.startswith(f"amp.convert_symbol(symbol, {policy!r}, keep=")
     np.testing.assert_allclose(view.losses, view.reference_losses, rtol=0.01)
 
 
