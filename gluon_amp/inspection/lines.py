@@ -1,20 +1,19 @@
-"""The lines of a `Monitor`'s file: the Monitor writes them, and pages read them."""
+"""The lines of files: of a Monitor's, and of an X-ray's xray.jsonl, which has further fields."""
 import json
 import math
-from typing import Any, Callable, Dict, Iterator, List, Union
+from typing import Any, Callable, Dict, Iterator, Union
 
 from .hooks import AfterRounding
 from .tensors import Counts, Key, as_pairs
 
 Line = Dict[str, Any]
+VERSION = 3  # of xray.jsonl
 
 
-def tensor_line(step: int, key: Key, inputs: List[str], dtype: str, scale: float,
+def tensor_line(step: int, key: Key, tensor: str, dtype: str, scale: float,
                 measured: Union[Counts, AfterRounding]) -> Line:
-    """Returns the line of an output or a gradient of a node with these inputs."""
-    line = {"step": step, "node": key.node,
-            "tensor": inputs[key.which] if key.backward else
-            "output" if key.which == 0 else f"output {key.which}", "index": key.which,
+    """Returns the line of an output or a gradient of a node."""
+    line = {"step": step, "node": key.node, "tensor": tensor, "index": key.which,
             "kind": "gradient" if key.backward else "output", "format": dtype,
             **_measured(measured, dtype)}
     if key.backward:
@@ -28,30 +27,43 @@ def _measured(measured: Union[Counts, AfterRounding], dtype: str) -> Line:
         return {**_measured(AfterRounding.of_counts(measured, dtype), dtype),
                 "underflow": measured.flushed / many,
                 "overflow": (measured.overflowed + measured.infinite) / many}
-    return {**_statistics(measured),
+    many = max(measured.numbers, 1)
+    mean = measured.squares / max(many - measured.infinite - measured.nan, 1)
+    return {"numbers": measured.numbers, "rms": math.sqrt(mean) if math.isfinite(mean) else None,
+            "least": measured.least, "largest": measured.largest, "zero": measured.zero / many,
+            "underflow": None, "subnormal": measured.subnormal / many,
+            "overflow": measured.infinite / many, "nan": measured.nan,
             "bins": None if measured.bins is None else as_pairs(measured.bins)}
 
 
-def _statistics(counts: AfterRounding) -> Line:
-    many = max(counts.numbers, 1)
-    finite = max(many - counts.infinite - counts.nan, 1)
-    mean = counts.squares / finite
-    return {"numbers": counts.numbers, "rms": math.sqrt(mean) if math.isfinite(mean) else None,
-            "least": counts.least, "largest": counts.largest, "zero": counts.zero / many,
-            "underflow": None, "subnormal": counts.subnormal / many,
-            "overflow": counts.infinite / many, "nan": counts.nan}
+def xray_lines(view: Any) -> Iterator[Line]:
+    """Yields the lines of xray.jsonl: the advice; each tensor of each step; then each parameter,
+    and the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
+    yield {"version": VERSION, "network": view.name, "said": str(view),
+           "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
+           "left_out": view.left_out, "findings": [vars(f) for f in view.findings],
+           "first_overflow": str(view.first_overflow) if view.first_overflow else None}
+    for number, (scale, counted) in enumerate(view.steps):
+        for t in view.tensors:
+            if t.key in counted:
+                yield {**tensor_line(number, t.key, t.name, t.format.name, scale, counted[t.key]),
+                       "place": t.place, "kind": t.kind, "operator": t.op, "parameter": t.parameter}
+    for weight in view.weights:
+        yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
+               **_histogram(weight.counts)}
+        if weight.updates is not None:
+            yield {"kind": "update", "parameter": weight.name,
+                   "without_master": weight.without_master, **_histogram(weight.updates)}
 
 
-# ---- files --------------------------------------------------------------------------------------
+def _histogram(counts: Counts) -> Line:
+    return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
+            "bins": as_pairs(counts.bins)}
 
 
 def lines_in(path: str, fits: Callable[[Line], bool]) -> Iterator[Line]:
-    """Yields the lines of a file, without an incomplete last one.
-
-    Args:
-        path: the file.
-        fits: returns whether a line has all it needs.
-    """
+    """Yields the lines of a file, without an incomplete last one. `fits` returns whether a line
+    has all it needs."""
     with open(path, "rb") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):
@@ -65,5 +77,3 @@ def lines_in(path: str, fits: Callable[[Line], bool]) -> Iterator[Line]:
                 raise ValueError(f"line {number} of {path} is no line of statistics: "
                                  f"{text[:60]!r}")
             yield line
-
-

@@ -23,7 +23,6 @@ from ..graph.keep import operator_names
 from ..reports.events import EventFile
 from .hooks import OBSERVED, HookObserver, plain_graphs
 from .lines import Line, tensor_line
-from .tensors import Key
 from .watch import EngineObserver
 
 log = logging.getLogger("gluon_amp")
@@ -174,13 +173,16 @@ class Monitor:
         return [*self._blocks, *plain_graphs(self._net)]
 
     def _lines(self) -> List[Line]:
-        return [tensor_line(self.steps, key, self._observer.inputs[key.node],
-                            self._observer.format_of(key), *measured)
-                for key, measured in self._observer.totals().items() if self._is_known(key)]
-
-    def _is_known(self, key: Key) -> bool:
-        inputs = self._observer.inputs.get(key.node)
-        return inputs is not None and (not key.backward or 0 <= key.which < len(inputs))
+        lines = []
+        for key, measured in self._observer.totals().items():
+            inputs = self._observer.inputs.get(key.node)
+            if inputs is None or key.backward and key.which not in range(len(inputs)):
+                continue
+            name = inputs[key.which] if key.backward else \
+                f"output {key.which}" if key.which else "output"
+            lines.append(tensor_line(self.steps, key, name, self._observer.format_of(key),
+                                     *measured))
+        return lines
 
     def _append(self, lines: List[Line]) -> None:
         with open(self._path, "a", encoding="utf-8") as file:

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from html import escape
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 from urllib.parse import quote
 
 from ..files import new_folder, replace_text
@@ -12,7 +12,8 @@ from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.page import page as page_of
 from ..reports.page import part, table
 from ..training.loss_scale import as_power
-from .tensors import Counts, Tensor, as_pairs
+from .lines import xray_lines
+from .tensors import Counts, Tensor
 
 _MOST_SAID = 10  # printed findings
 # the columns of the page's table, and how it shows their values
@@ -21,7 +22,6 @@ _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0
           "overflowed": ("overflows", "{:.2%}"), "smallest": ("smallest", "2^{}"),
           "largest": ("largest", "2^{}"), "own_snr": ("own SNR", "{}"), "snr": ("SNR", "{}"),
           "inherited_snr": ("inherited", "{}")}
-VERSION = 2  # of xray.jsonl
 _LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others are at the edges
 MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left out evenly
 
@@ -82,40 +82,8 @@ def save(view: Any, folder: str) -> str:
     with new_folder(folder) as beside:
         replace_text(os.path.join(beside, "xray.html"), page(view))
         replace_text(os.path.join(beside, "xray.jsonl"), "".join(
-            json.dumps(line, allow_nan=False) + "\n" for line in lines(view)))
+            json.dumps(line, allow_nan=False) + "\n" for line in xray_lines(view)))
     return os.path.join(folder, "xray.html")
-
-
-def lines(view: Any) -> Iterator[Dict[str, Any]]:
-    """Yields the lines of xray.jsonl: the run; each tensor of each step; then each parameter, and
-    the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
-    yield {"version": VERSION, "network": view.name, "said": str(view),
-           "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
-           "left_out": view.left_out, "findings": [vars(f) for f in view.findings],
-           "first_overflow": str(view.first_overflow) if view.first_overflow else None}
-    for number, (scale, counted) in enumerate(view.steps):
-        for tensor in view.tensors:
-            counts = counted.get(tensor.key)
-            if counts is None:
-                continue
-            yield {"step": number, "scale": scale, "node": tensor.key.node,
-                   "backward": tensor.key.backward, "index": tensor.key.which,
-                   "place": tensor.place, "kind": tensor.kind, "operator": tensor.op,
-                   "parameter": tensor.parameter,
-                   "format": tensor.format.name, "overflowed": counts.overflowed,
-                   "flushed": counts.flushed, "own_snr": _as_number(counts.own_snr),
-                   **_histogram(counts)}
-    for weight in view.weights:
-        yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
-               **_histogram(weight.counts)}
-        if weight.updates is not None:
-            yield {"kind": "update", "parameter": weight.name,
-                   "without_master": weight.without_master, **_histogram(weight.updates)}
-
-
-def _histogram(counts: Counts) -> Dict[str, Any]:
-    return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
-            "bins": as_pairs(counts.bins)}
 
 
 def rows(view: Any) -> List[Dict[str, Any]]:

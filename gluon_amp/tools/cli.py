@@ -264,14 +264,12 @@ def _xray(options: argparse.Namespace) -> None:
 
 def _saved_xray(options: argparse.Namespace) -> None:
     from ..formats import get_format
-    from ..inspection import monitored, saved
+    from ..inspection import saved
     format_ = None if options.format is None else get_format(options.format, "--format")
-    if os.path.isfile(options.path):
-        print(monitored.draw(options.path, format_))
-    elif format_ is None:
+    if format_ is None and not os.path.isfile(options.path):
         print(saved.summary(options.path))
     else:
-        print(saved.redraw(options.path, format_))
+        print(saved.draw(options.path, format_))
 
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:

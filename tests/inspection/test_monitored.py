@@ -7,7 +7,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.formats import FORMATS
-from gluon_amp.inspection.monitored import read
+from gluon_amp.inspection.saved import read
 from gluon_amp.tools.cli import main
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -111,7 +111,7 @@ def test_steps_of_long_trainings_are_left_out_evenly(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     train(path, [1] * 6, layers="net_dense_fwd")
     lines = path.read_text().count("\n")
-    monkeypatch.setattr("gluon_amp.inspection.monitored.MOST_BY_STEP", lines // 2)
+    monkeypatch.setattr("gluon_amp.inspection.saved.MOST_BY_STEP", lines // 2)
     view = read(str(path))
     assert view.numbers == [2, 6, 10]
     assert view.notes == ["the page has one of every 2 steps of the file"]
