@@ -161,7 +161,7 @@ class HookObserver(Observer):
             if block._callback:
                 raise RuntimeError(f"{block.name} has a hook of register_op_hook, which Monitor "
                                    "would replace: use one of them")
-        if any("_build_cache" in vars(block) for block in self.plain):
+        if any("_call_cached_op" in vars(block) for block in self.plain):
             raise RuntimeError(OBSERVED)
         self.passes, self._read = [], []
         self._hooks.enter_context(observed(self.blocks, self.make, self.trainer, self.deliver))
@@ -196,26 +196,37 @@ class HookObserver(Observer):
 
     @contextmanager
     def _observed(self, block: Any) -> Iterator[None]:
-        """Replaces the CachedOp of a hybridized block in its next call."""
-        def build(*args: Any) -> None:
-            type(block)._build_cache(block, *args)
-            data, traced = block._cached_graph
-            graph, plain = Graph.read(traced), block._cached_op
-            symbol = self._marked(graph).symbol()
-            if isinstance(traced, mx.sym.numpy._Symbol):
-                symbol = symbol.as_np_ndarray()
-            op, block._cached_op_args = cached_op(symbol, [d.name for d in data],
-                                                  parameters_in(block), flags_of(block))
-            hooked: Any = self._hooked(op, graph)
-            self.ops[id(traced)] = traced, (hooked, block._cached_op_args)
-            block._cached_op = _InTraining(hooked, plain)
+        """Replaces the CachedOp of a hybridized block in training."""
+        call = block._call_cached_op
 
-        with replaced(block, _cached_op=None, _cached_op_args=block._cached_op_args):
-            vars(block)["_build_cache"] = build
-            try:
-                yield
-            finally:
-                del vars(block)["_build_cache"]
+        def observed_call(*args: Any) -> Any:
+            if block._cached_op is None:
+                block._build_cache(*args)
+            if not autograd.is_training():
+                return call(*args)
+            traced = block._cached_graph[1]
+            if id(traced) not in self.ops:
+                self.ops[id(traced)] = traced, self._plain_op(block)
+            op, inputs = self.ops[id(traced)][1]
+            with replaced(block, _cached_op=op, _cached_op_args=inputs):
+                return call(*args)
+
+        vars(block)["_call_cached_op"] = observed_call
+        try:
+            yield
+        finally:
+            del vars(block)["_call_cached_op"]
+
+    def _plain_op(self, block: Any) -> Op:
+        data, traced = block._cached_graph
+        graph = Graph.read(traced)
+        symbol = self._marked(graph).symbol()
+        if isinstance(traced, mx.sym.numpy._Symbol):
+            symbol = symbol.as_np_ndarray()
+        op, inputs = cached_op(symbol, [d.name for d in data], parameters_in(block),
+                               flags_of(block))
+        hooked: Any = self._hooked(op, graph)
+        return hooked, inputs
 
     def _marked(self, graph: Graph) -> Graph:
         """Returns the graph with an identity behind each output, whose gradient is the first that
@@ -252,16 +263,6 @@ class HookObserver(Observer):
         if array.size and dtype in FORMATS and array.stype == "default":
             self.formats[key] = dtype
             self._read.append((key, self.statistics.read(array, dtype)))
-
-
-class _InTraining:
-    """The CachedOp of a plain hybridized block: another one in training."""
-
-    def __init__(self, trains: Any, predicts: Any) -> None:
-        self._trains, self._predicts = trains, predicts
-
-    def __call__(self, *arrays: Array) -> Any:
-        return (self._trains if autograd.is_training() else self._predicts)(*arrays)
 
 
 def plain_graphs(net: Network) -> List[Any]:

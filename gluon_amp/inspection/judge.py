@@ -620,15 +620,8 @@ class Overflow:
 
 def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, scale: float,
                    arrays: Mapping[str, Any]) -> Optional[Overflow]:
-    """Returns the first overflow in one step's counts, if any.
-
-    Args:
-        layout: the graphs' nodes and tensors.
-        counts: the step's counts.
-        batch: the index of the batch.
-        scale: the loss scale.
-        arrays: the data and parameters, by name.
-    """
+    """Returns the first overflow in one step's counts, if any. `arrays` are the data and the
+    parameters."""
     flow = Flow(layout.tensors, counts)
     if not flow.broken:
         return None

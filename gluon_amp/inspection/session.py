@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -430,17 +430,15 @@ class NetworkCopy:
             total = loss_fn.total(counts)
         return StepResult(scale, mean, all_finite(self.gradients()), counts, total)
 
-    def step(self, batch: Batch, scales: Iterable[float],
-             prepare: Callable[[], object]) -> StepResult:
-        """Runs a step at each of these loss scales until not only gradients overflow.
-
-        MXNet's random numbers are those of before, in each run and afterwards. `prepare` is called
-        before each run.
+    def step(self, batch: Batch, scales: Iterable[float]) -> StepResult:
+        """Runs a step from the values of the parameters, at each of these loss scales until not
+        only gradients overflow. MXNet's random numbers are those of before, in each run and
+        afterwards.
         """
         with random_numbers_kept() as draw_again:
             for scale in scales:
                 draw_again()
-                prepare()
+                self.restore()
                 ran = self.run(batch, scale)
                 if ran.finite or not math.isfinite(ran.loss) \
                         or not Flow(self.layout.tensors, ran.counts).goes_forward:

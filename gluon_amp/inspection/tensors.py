@@ -155,25 +155,16 @@ class Counts:
         total = squares @ self.bins
         return np.sqrt((error @ self.bins) / np.where(total, total, 1.0))
 
-    def noise(self, format_: Format) -> float:
-        """Returns the noise-to-signal ratio of rounding to a format; infinite if a value exceeds
-        its range."""
-        if self.shares(format_)["overflowed"]:
-            return math.inf
-        steps = np.maximum(4.0 ** (_EXPONENTS - format_.fraction), format_.smallest ** 2)
-        error, total = (self.bins * steps).sum() / 12, self._estimated_squares()
-        return float(min(error / total, 1.0)) if total else 0.0
-
-    def _estimated_squares(self) -> float:
-        return float((self.bins * _SQUARE * 4.0 ** _EXPONENTS).sum())
-
     def as_in(self, format_: Format) -> Counts:
         """Returns the counts of these values rounded to a format, estimated from exponents."""
-        count, shares, squares = self.numbers, self.shares(format_), self._estimated_squares()
-        beyond = round(shares["overflowed"] * count) - self.infinite - self.nan
-        inside = replace(self, bins=np.where(_is_beyond(format_), 0, self.bins), infinite=0, nan=0)
-        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * count),
-                       squares=squares, error_squares=inside.noise(format_) * squares)
+        shares, inside = self.shares(format_), np.where(_is_beyond(format_), 0, self.bins)
+        steps = np.maximum(4.0 ** (_EXPONENTS - format_.fraction), format_.smallest ** 2)
+        energy = _SQUARE * 4.0 ** _EXPONENTS
+        squares, left = float(self.bins @ energy), float(inside @ energy)
+        noise = min(float(inside @ steps) / 12 / left, 1.0) if left else 0.0
+        beyond = round(shares["overflowed"] * self.numbers) - self.infinite - self.nan
+        return replace(self, overflowed=beyond, flushed=round(shares["flushed"] * self.numbers),
+                       squares=squares, error_squares=noise * squares)
 
 
 def add_counts(total: Dict[Key, Counts], counts: Mapping[Key, Counts]) -> None:

@@ -69,7 +69,7 @@ class Updates:
 
     def step(self, low: NetworkCopy, batch: Batch, scale: float) -> StepResult:
         """Runs a step of the network in its policy."""
-        return low.step(batch, scales_down(scale), low.restore)
+        return low.step(batch, scales_down(scale))
 
     def release(self) -> None:
         """Frees what only steps need."""

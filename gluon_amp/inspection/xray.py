@@ -161,9 +161,8 @@ class XrayRun(NamedTuple):
         steps = updates or Updates(self.session)
         for number in numbers:
             batch = self.session.batches[number]
-            reference, reference_step = self.reference, None
-            if reference is not None:  # without a loss scale if its gradients overflow with one
-                reference_step = reference.step(batch, (scale, 1.0), reference.restore)
+            # the reference has no loss scale if its gradients overflow with one
+            reference_step = self.reference and self.reference.step(batch, (scale, 1.0))
             ran = steps.step(low, batch, scale)
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, number, ran, reference_step, arrays)
