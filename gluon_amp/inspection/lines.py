@@ -37,8 +37,8 @@ def _measured(measured: Union[Counts, AfterRounding], dtype: str) -> Line:
 
 
 def xray_lines(view: Any) -> Iterator[Line]:
-    """Yields the lines of xray.jsonl: the advice; each tensor of each step; then each parameter,
-    and the sum of its updates. `bins` has pairs of an exponent and the number of values with it."""
+    """Yields the lines of xray.jsonl: the advice; each tensor of each step; then each parameter.
+    `bins` has pairs of an exponent and the number of values with it."""
     yield {"version": VERSION, "network": view.name, "said": str(view),
            "loss_scale": view.loss_scale, "keep": list(map(str, view.keep)),
            "left_out": view.left_out, "findings": [vars(f) for f in view.findings],
@@ -49,16 +49,10 @@ def xray_lines(view: Any) -> Iterator[Line]:
                 yield {**tensor_line(number, t.key, t.name, t.format.name, scale, counted[t.key]),
                        "place": t.place, "kind": t.kind, "operator": t.op, "parameter": t.parameter}
     for weight in view.weights:
+        counts = weight.counts
         yield {"kind": "weight", "parameter": weight.name, "format": weight.format.name,
-               **_histogram(weight.counts)}
-        if weight.updates is not None:
-            yield {"kind": "update", "parameter": weight.name,
-                   "without_master": weight.without_master, **_histogram(weight.updates)}
-
-
-def _histogram(counts: Counts) -> Line:
-    return {"zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
-            "bins": as_pairs(counts.bins)}
+               "zero": counts.zero, "infinite": counts.infinite, "nan": counts.nan,
+               "bins": as_pairs(counts.bins)}
 
 
 def lines_in(path: str, fits: Callable[[Line], bool]) -> Iterator[Line]:

@@ -87,8 +87,8 @@ def save(view: Any, folder: str) -> str:
 
 
 def rows(view: Any) -> List[Dict[str, Any]]:
-    """Returns the rows of table and page: the tensors, the worst first; then the parameters, and
-    the sum of their updates."""
+    """Returns the rows of table and page: the tensors, the worst first; then the parameters.
+    """
     rows = []
     for t in view.worst():
         own = t.counts.own_snr if t.is_low else None
@@ -99,9 +99,6 @@ def rows(view: Any) -> List[Dict[str, Any]]:
                          bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
     for weight in view.weights:
         rows.append(_row(weight.name, "weight", weight.format, weight.counts, node=weight.name))
-        if weight.updates is not None:
-            rows.append(_row(weight.name, "update", FLOAT32, weight.updates, node=weight.name,
-                             without_master=weight.without_master))
     return rows
 
 
@@ -165,7 +162,7 @@ def page(view: Any) -> str:
         "states": [_state(view, every, numbers),
                    *([_state(view.after, rows(view.after), numbers)] if view.after else [])]}
     shown = [{title: _shown(row.get(key), form) for key, (title, form) in _SHOWN.items()}
-             for row in every if row["kind"] not in ("weight", "update")]
+             for row in every if row["kind"] != "weight"]
     body = part("xray.html", __package__).replace(
         "$table", table(shown, ("tensor", "format"), len(shown), "tensors"))
     script = "const data = " + json.dumps(data).replace("<", "\\u003c") + ";\n"

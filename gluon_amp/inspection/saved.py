@@ -14,7 +14,6 @@ from .judge import Finding, said_above, said_below, window
 from .lines import VERSION, Line, lines_in
 from .render import MOST_BY_STEP, page
 from .tensors import Counts, Key, Tensor, from_pairs
-from .updates import Weight
 from .view import View
 
 
@@ -99,17 +98,14 @@ def _tensors(lines: Dict[Key, Line], formats: Dict[Key, Format]) -> List[Tensor]
                    parameter=parameter(lines[key])) for place, key in enumerate(order)]
 
 
-def _weights(file: str, format_: Format) -> List[Weight]:
-    weights: List[Weight] = []
+def _weights(file: str, format_: Format) -> List[Tensor]:
+    weights = []
     for line in lines_in(file, _fits):
-        if line.get("kind") not in _OF_PARAMETERS:
-            continue
-        counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
-        if line["kind"] == "update":  # float32
-            weights[-1].updates = counts.as_in(FLOAT32)
-        else:
+        if line.get("kind") == "weight":
             given = FLOAT32 if _format(line) == FLOAT32 else format_
-            weights.append(Weight(line["parameter"], counts.as_in(given), format=given))
+            counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
+            weights.append(Tensor(Key(line["parameter"], False, 0), "weight", "", 0, given,
+                                  counts=counts.as_in(given)))
     return weights
 
 
@@ -144,9 +140,7 @@ def _judge(view: View, format_: Format) -> None:
              for scale, counts in view.advising]
     view.window = window(finite, steps)
     best = view.window.high / view.scale if view.window else 1.0
-    weights = [Tensor(Key(w.name, False, 0), "weight", "", 0, w.format, counts=w.counts)
-               for w in view.weights]
-    view.findings = [f for t in [*view.worst(), *weights] for f in _findings(t, best)]
+    view.findings = [f for t in [*view.worst(), *view.weights] for f in _findings(t, best)]
     view.outcome = f"{counted(len(view.findings), 'tensor')} of {len(finite)} " \
         f"{'does' if len(view.findings) == 1 else 'do'} not fit {format_.name}"
     if len(finite) < len(view.tensors):
@@ -219,21 +213,20 @@ def _last_training(path: str) -> Tuple[int, Dict[int, int], int]:
     return begin, sizes, trainings
 
 
-_OF_PARAMETERS = ("weight", "update")
 _NEEDED = {"step", "node", "tensor", "index", "kind", "format", "numbers", "zero", "underflow",
            "overflow", "nan", "bins"}
 
 
 def _fits(line: Line) -> bool:
     """Whether a line is that of a tensor or of a parameter, or the first one of an X-ray."""
-    return "version" in line or line["kind"] in _OF_PARAMETERS \
+    return "version" in line or line["kind"] == "weight" \
         or line.keys() >= _NEEDED and line["index"] >= 0
 
 
 def _tensor_lines(path: str) -> Iterator[Line]:
     """Yields the lines of tensors."""
     for line in lines_in(path, _fits):
-        if "version" in line or line["kind"] in _OF_PARAMETERS:
+        if "version" in line or line["kind"] == "weight":
             continue
         if line["bins"] is None:
             raise ValueError("the page needs histograms, which a Monitor writes on CPUs only. "

@@ -9,14 +9,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from ..annotations import Array, Block, LossFunction, Network
 from ..checks import iterator, message
-from ..cpu.arrays import TYPES_16BIT, all_finite, copy_into, dtype_name, to_float32
+from ..cpu.arrays import all_finite, copy_into, dtype_name, to_float32
 from ..cpu.library import random_numbers_kept
 from ..formats import FORMATS
 from ..gluon.converted import (
@@ -35,11 +35,20 @@ from ..graph.casts import insert_casts
 from ..graph.graph import Graph
 from ..policy import POLICIES
 from ..symbolic.binding import SCALE, with_loss_scale
+from .judge import SMALLEST_SCALE
 from .layout import Flow, Layout
 from .modules import HeadLosses, ModuleBlock, as_block
 from .network import can_be_named, outputs_of
 from .tensors import Counts, Key, Tensor
 from .watch import counted_apart, read
+
+
+def scales_down(scale: float) -> Iterator[float]:
+    """Yields the loss scales that a step tries until its gradients are finite."""
+    while scale > SMALLEST_SCALE:
+        yield scale
+        scale /= 2 ** 4
+    yield SMALLEST_SCALE
 
 
 class Batch(NamedTuple):
@@ -182,14 +191,14 @@ class Session:
 
     @cached_property
     def parameter_counts(self) -> Dict[str, Counts]:
-        """The counts of the dense 16-bit parameters. Of one that is 0 because its numbers were too
-        small, all become 0."""
+        """The counts of the dense parameters. Of one that is 0 because its numbers were too small,
+        all become 0."""
         all_counts = {}
         for name, parameter in self.parameters.items():
-            dtype = dtype_name(parameter.dtype)
-            if dtype not in TYPES_16BIT or parameter._stype != "default":
+            format_ = FORMATS.get(dtype_name(parameter.dtype))
+            if format_ is None or parameter._stype != "default":
                 continue
-            counts = Counts.of_array(to_float32(parameter.data())).as_in(FORMATS[dtype])
+            counts = Counts.of_array(to_float32(parameter.data())).as_in(format_)
             if getattr(parameter, "was_small", False) and counts.zero == counts.numbers:
                 counts = replace(counts, flushed=counts.zero, squares=1.0, error_squares=1.0)
             all_counts[name] = counts
@@ -345,12 +354,12 @@ class NetworkCopy:
         return {name: dtype for which in self.session.graphs
                 for name, dtype in self._types_in(which).items()}
 
-    def low_parameters(self) -> List[Tensor]:
-        """Returns the 16-bit parameters as tensors."""
-        types, counts = self.types(), self.session.parameter_counts
+    def weights(self) -> List[Tensor]:
+        """Returns the dense parameters as tensors."""
+        types = self.types()
         return [Tensor(Key(name, False, 0), "weight", "", 0, FORMATS[types[name]], parameter=name,
-                       counts=counts[name])
-                for name in counts if types.get(name) in TYPES_16BIT]
+                       counts=counts)
+                for name, counts in self.session.parameter_counts.items() if name in types]
 
     @cached_property
     def layout(self) -> Layout:

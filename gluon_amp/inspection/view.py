@@ -10,7 +10,6 @@ from . import render
 from .judge import Finding, Overflow, Training, Window, window
 from .layout import Flow
 from .tensors import Counts, Key, Tensor, add_counts, decibels
-from .updates import Weight
 
 
 @dataclass
@@ -27,7 +26,7 @@ class View:
         notes: further results as sentences.
         goes_forward: whether no forward tensor overflows.
         tensors: all tensors, in order of computation.
-        weights: the parameters.
+        weights: the parameters that train.
         losses: the loss of each step.
         reference_losses: the loss of each float32 step.
         steps: for each step, its loss scale, and counts by tensor.
@@ -43,7 +42,7 @@ class View:
     """
     name: str
     tensors: List[Tensor]
-    weights: List[Weight] = field(default_factory=list)
+    weights: List[Tensor] = field(default_factory=list)
     window: Optional[Window] = None
     findings: List[Finding] = field(default_factory=list)
     keep: List[Any] = field(default_factory=list)

@@ -16,15 +16,14 @@ from ..annotations import Batch as GivenBatch
 from ..annotations import LossFunction, Network, Trainer
 from ..checks import listed, positive_number, whole_number
 from ..cpu.library import random_numbers_kept
-from ..formats import FORMATS
 from . import judge
 from .judge import FIRST_SCALE, Overflow, Training
 from .layout import Flow
 from .network import keep_for, kept_already, line_of
 from .notes import notes, remedy_of_data
-from .session import Batch, NetworkCopy, Session, StepResult
+from .session import Batch, NetworkCopy, Session, StepResult, scales_down
+from .steps import TrainerSteps
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
-from .updates import ModuleUpdates, TrainerUpdates, Updates, Weight
 from .view import View
 
 _ROUNDS = 12  # trials of keep=
@@ -68,14 +67,14 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
         low = session.inspected()
-        updates = ModuleUpdates(session) if session.is_module else Updates(session) \
-            if trainer is None else TrainerUpdates(session, trainer, batch_size)
+        own = None if trainer is None else TrainerSteps(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
         run = XrayRun(session, session.float32() if reference else None, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-        view = run.view(low, range(len(session.batches)), scale, updates)
-        updates.release()
-        view.converts, view.weights = session.converts, updates.weights()
+        view = run.view(low, range(len(session.batches)), scale, own, is_trial=False)
+        if own is not None:
+            own.free()
+        view.converts = session.converts
         at_first = view.window
         _advise(run, view)
         if at_first and not at_first.fits(training) and view.keep \
@@ -154,25 +153,24 @@ class XrayRun(NamedTuple):
     training: Training
 
     def view(self, low: NetworkCopy, numbers: Iterable[int], scale: float,
-             updates: Optional[Updates] = None) -> View:
-        """Runs a step on the batches with these numbers. Without `updates`, it stops at the first
-        certain finding."""
+             own: Optional[TrainerSteps] = None, is_trial: bool = True) -> View:
+        """Runs a step on the batches with these numbers: of the trainer, if any. A trial of `keep=`
+        ends with the first certain finding."""
         view = View(self.session.net.name, low.layout.tensors, training=self.training)
-        steps = updates or Updates(self.session)
         for number in numbers:
             batch = self.session.batches[number]
             # the reference has no loss scale if its gradients overflow with one
             reference_step = self.reference and self.reference.step(batch, (scale, 1.0))
-            ran = steps.step(low, batch, scale)
+            ran = own.step(batch) if own else low.step(batch, scales_down(scale))
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, number, ran, reference_step, arrays)
             if ran.finite:
                 scale = ran.scale
-            if updates is None and any(finding.certain for finding in _conclude(view, low)[0]):
+            if is_trial and any(finding.certain for finding in _conclude(view, low)[0]):
                 break
-            if steps.stopped:
+            if own and own.stopped:
                 view.notes.append(f"the X-ray ends with batch {number}, because the "
-                                  f"trainer has stopped: {steps.stopped}")
+                                  f"trainer has stopped: {own.stopped}")
                 break
         view.findings, notes = _conclude(view, low)
         view.notes += notes
@@ -180,14 +178,13 @@ class XrayRun(NamedTuple):
         view.window = judge.window(view.tensors, view.advising) if fits else None
         view.outcome = judge.outcome(view)
         view.tensors = [t for t in view.tensors if t.counts is not None]
+        trained = {p.name for p in self.session.parameters.values() if p.grad_req != "null"}
+        view.weights = [weight for weight in low.weights() if weight.name in trained]
         return view
 
-    def keep(self, view: View, numbers: List[int]) -> Tuple[View, Set[str], Dict[str, None]]:
+    def keep(self, view: View, numbers: List[int]) -> Tuple[View, Dict[str, None]]:
         """Keeps the nodes of the findings in float32 and runs again, until there are no findings.
-
-        Returns:
-            The last view, the kept nodes, and what `keep=` lists for them.
-        """
+        Returns the last view, and what `keep=` lists."""
         names: Dict[str, None] = {}
         kept: Set[str] = set()
         net, again, parameters = self.session.net, view, self.session.parameters
@@ -207,7 +204,7 @@ class XrayRun(NamedTuple):
             numbers = [*numbers[last:], *numbers[:last]]
             nodes = {finding.node for finding in view.findings}
             view.findings += [f for f in again.findings if f.node not in nodes]
-        return again, kept, names
+        return again, names
 
 
 def _add(view: View, low: NetworkCopy, number: int, ran: StepResult,
@@ -247,7 +244,8 @@ def _conclude(view: View, low: NetworkCopy) -> Tuple[List[judge.Finding], List[s
     view.scale = view.scale or FIRST_SCALE
     view.add_up()
     view.goes_forward = all(Flow(view.tensors, counts).goes_forward for _, counts in view.advising)
-    return judge.findings(low.layout, view.scale, view.training, low.low_parameters())
+    return judge.findings(low.layout, view.scale, view.training,
+                          [weight for weight in low.weights() if weight.is_low])
 
 
 def _advise(run: XrayRun, view: View) -> None:
@@ -270,11 +268,8 @@ def _advise(run: XrayRun, view: View) -> None:
 def _try_keeping(run: XrayRun, view: View, numbers: List[int]) -> None:
     """Sets `keep`, and what remains with it."""
     session = run.session
-    again, kept, names = run.keep(view, numbers)
+    again, names = run.keep(view, numbers)
     if names:
-        types = session.low(kept).types()
-        again.weights = [Weight(w.name, w.counts, format=FORMATS[types.get(w.name, w.format.name)])
-                         for w in view.weights]
         view.after = again
         view.keep = [*(name for name in kept_already(session.net) if name not in names), *names]
     fits = view.window and view.window.fits(view.training)

@@ -124,44 +124,6 @@ def test_gluon_network_requires_loss_and_module_takes_no_trainer():
         amp.xray(mod, [batch()], trainer=mod)
 
 
-def masters(mod):
-    """The float32 values of each parameter: master weights come last in the states of SGD."""
-    found, group = {}, mod._exec_group
-    for i, (name, (weight,)) in enumerate(zip(group.param_names, group.param_arrays)):
-        has_master = i in mod._updater.states and weight.dtype == np.float16
-        array = mod._updater.states[i][-1] if has_master else weight
-        found[name] = array.asnumpy().astype(np.float32)
-    return found
-
-
-@pytest.mark.parametrize("clip_norm", [None, 1e-3])
-@pytest.mark.parametrize("before", [0, 2])
-def test_updates_of_module_step_are_counted(before, clip_norm):
-    scale = amp.xray(ready(modules.net(), shape=(3,)), [modules.batch(5)]).steps[0][0]
-    mod = modules.made(modules.net(), loss_scale=scale, clip_norm=clip_norm)
-    modules.train(mod, before)
-    everything = modules.everything(mod)
-    view = amp.xray(mod, [modules.batch(5)])
-    assert same(modules.everything(mod), everything)
-    old = masters(mod)
-    modules.learn(mod, modules.batch(5))
-    assert len(view.weights) == len(old)
-    for weight in view.weights:
-        was, added = old[weight.name], masters(mod)[weight.name] - old[weight.name]
-        exponents = np.frexp(np.abs(added[added != 0]))[1] + 126
-        np.testing.assert_array_equal(weight.updates.bins,
-                                      np.bincount(exponents, minlength=256), weight.name)
-        half = was.astype(np.float16)
-        lost = (half.astype(np.float32) + added).astype(np.float16) == half
-        assert weight.without_master == pytest.approx((lost & (added != 0)).sum()
-                                                      / max((added != 0).sum(), 1))
-
-
-def test_module_without_optimizer_has_no_updates():
-    view = amp.xray(ready(faulty()), [batch()])
-    assert {(w.updates, w.without_master) for w in view.weights} == {(None, None)}
-
-
 @pytest.mark.parametrize("keep", [(), "cell"])
 def test_xray_of_loop_in_symbol_includes_casts_in_body(keep):
     def step(row, states):

@@ -2,15 +2,14 @@ const style = name => getComputedStyle(document.documentElement).getPropertyValu
 const search = document.querySelector("input[type=search]");
 const format = document.getElementById("format"), step = document.getElementById("step");
 const chosen = name => document.querySelector(`input[name=${name}]:checked`).value;
-const parts = {forward: /^output$/, backward: /gradient/, weights: /^(weight|update)$/};
+const parts = {forward: /^output$/, backward: /gradient/, weights: /^weight$/};
 const percent = share => `${(100 * share).toPrecision(3)} %`;
-const nameOf = row => row.tensor + (row.kind === "update" ? ", added" : "");
 let module = "", selected = "", places = {};  // a prefix of nodes, a tensor, rows of the heat maps
 
 // ---- which tensors, of which network, step and format
 
 const state = () => data.states[+chosen("state")];
-const named = row => nameOf(row).toLowerCase().includes(search.value.toLowerCase())
+const named = row => row.tensor.toLowerCase().includes(search.value.toLowerCase())
   && row.node.startsWith(module);
 
 function inStep(row, number = data.numbers[step.value - 1]) {  // its counts in one step, or in all
@@ -66,14 +65,12 @@ function canvas(element, height) {
 
 function values(row, exponent) {
   const share = row.bins[exponent - data.low];
-  const lines = [`${nameOf(row)} (${row.operator || row.kind}, ${row.format})`];
+  const lines = [`${row.tensor} (${row.operator || row.kind}, ${row.format})`];
   if (share !== undefined) lines.push(`2^${exponent}: ${percent(share)}`);
   lines.push(`0: ${percent(row.zero)}`);
   if (row.broken) lines.push(`not finite: ${percent(row.broken)}`);
   if (typeof row.own_snr === "number") lines.push(`rounding: ${row.own_snr} dB`);
   if (typeof row.snr === "number") lines.push(`against float32: ${row.snr} dB`);
-  if (typeof row.without_master === "number")
-    lines.push(`updates lost without a master: ${percent(row.without_master)}`);
   return lines;
 }
 
@@ -98,14 +95,14 @@ function heat(id) {  // a row for each tensor, a column for each power of two or
   context.font = (each < 16 ? 10 : 12) + "px system-ui, sans-serif";
   rows.forEach((row, r) => {
     const y = top + r * each;
-    places[nameOf(row)] = [element, y];
-    if (nameOf(row) === selected) {
+    places[row.tensor] = [element, y];
+    if (row.tensor === selected) {
       context.fillStyle = style("--shade"); context.fillRect(0, y, width, each);
       context.strokeStyle = grey; context.lineWidth = 1;
       context.strokeRect(0.5, y + 0.5, width - 1, each - 1);
     }
     context.fillStyle = row.bad ? red : row.format === "float32" ? grey : ink;
-    context.fillText(cut(context, nameOf(row).replace(/^gradient of /, ""), left - 8), 3,
+    context.fillText(cut(context, row.tensor.replace(/^gradient of /, ""), left - 8), 3,
                      y + each / 2);
   });
   const place = {context, rows, top, each, left, width};
@@ -118,8 +115,8 @@ function heat(id) {  // a row for each tensor, a column for each power of two or
     if (!row) return;
     if (bySteps && columns.at(event.clientX - box.left) >= 0)
       step.value = columns.at(event.clientX - box.left) + 1;
-    if (nameOf(row) === selected) draw();
-    else location.hash = encodeURIComponent(nameOf(row));
+    if (row.tensor === selected) draw();
+    else location.hash = encodeURIComponent(row.tensor);
   };
 }
 
@@ -312,7 +309,7 @@ function tree() {
 
 function select() {
   try { selected = decodeURIComponent(location.hash.slice(1)); } catch { selected = ""; }
-  const kind = Object.keys(parts).find(id => ofKind(parts[id]).some(r => nameOf(r) === selected));
+  const kind = Object.keys(parts).find(id => ofKind(parts[id]).some(r => r.tensor === selected));
   if (kind) {
     document.getElementById(kind).closest("details").open = true;
     search.value = module = "";
@@ -324,7 +321,7 @@ function select() {
 
 function describe() {
   const aside = document.getElementById("selected");
-  const row = state().rows.filter(r => nameOf(r) === selected).map(r => inStep(r))
+  const row = state().rows.filter(r => r.tensor === selected).map(r => inStep(r))
     .filter(Boolean).map(inFormat)[0];
   aside.hidden = !row;
   if (!row) return;
@@ -336,7 +333,7 @@ function describe() {
   close.textContent = "✕"; close.setAttribute("aria-label", "Close");
   close.onclick = () => { history.replaceState(null, "", location.pathname); select(); };
   aside.querySelector("p").replaceChildren(link, " · " + lines.join(" · "), close);
-  overSteps(ofKind(/./).find(r => nameOf(r) === selected));
+  overSteps(ofKind(/./).find(r => r.tensor === selected));
 }
 
 function draw() {
