@@ -17,19 +17,17 @@ from .tensors import Counts, Key, Tensor, decibels, varies_by
 _DYNAMIC = DynamicLossScale()
 FIRST_SCALE = 2.0 ** 16  # the first loss scale of a step: above float16's largest number
 SMALLEST_SCALE = 2.0 ** -24  # the last one: float16's smallest number
-# Thresholds, chosen on the faults of results/xray/planted.csv and elsewhere.csv, and then tested on
-# those of reported.csv.
-_MOST_LOST = 0.1  # the share of a gradient's norm that rounding removes
-_STANDS_OUT = 4  # a tensor's effect on the loss over the products' upper quartile
-_LOST = 0.01  # the share of a norm that underflow removes at a loss scale that fits
-_CANCELS = 20  # the loss of a difference in dB
-_JUMPS = 12  # powers of two between the gradients of a node's output and input
-_LITTLE_IS_LEFT = 0.25  # the share of the forward pass in the format
-_FEW = 0.25  # the share of gradients that are kept in float32 instead of a lower scale
-_NOT_NORMALIZED = 10  # the exponent of data that make a product overflow
+_BEYOND_FLOAT16 = 2.0 ** 40  # float16's largest over its smallest number: only wider formats
+# Thresholds: results/xray/thresholds.csv has the interval of each in which no judgement changes.
+_LOST = 0.01  # the share of a norm that a loss scale that fits may lose to underflow
+_MOST_LOST = 0.1  # that of a gradient before it is a finding; up to 0.8
+_STANDS_OUT = 4  # a tensor's effect on the loss over the products' upper quartile; from 2 to 128
+_CANCELS = 20  # the loss of a difference in dB; up to 40
+_JUMPS = 12  # powers of two between the gradients of a node's output and input; up to 24
 # The headroom of gradients at the smallest loss scale, for later steps: results/xray/growth.csv has
 # gradients that grow by 2^9 in 50 steps.
 _MARGIN = 2.0 ** 10
+_ERROR: Dict[str, Any] = {"certain": True, "severity": "error"}  # of a value that is not finite
 
 
 @dataclass
@@ -64,10 +62,6 @@ class Finding:
     def text(self) -> str:
         """The detail and the remedy."""
         return f"{self.detail}: {self.remedy}" if self.remedy else self.detail
-
-
-_ERROR: Dict[str, Any] = {"certain": True, "severity": "error"}  # of a value that is not finite
-_BEYOND_FLOAT16 = 2.0 ** 40  # float16's largest over its smallest number: only wider formats
 
 
 class Training(NamedTuple):
@@ -178,7 +172,7 @@ def left_in_format(format_: Format, before: Iterable[Tensor],
                    after: Iterable[Tensor]) -> List[str]:
     """Returns a note if few tensors remain in the format after nodes are kept."""
     count, left = (sum(t.is_low and not t.key.backward for t in some) for some in (before, after))
-    if left >= _LITTLE_IS_LEFT * count:
+    if 2 * left >= count:
         return []
     other = "" if format_.exponent == FLOAT32.exponent else ", and bfloat16 has float32's range"
     return [f"keep= leaves {left} of {counted(count, 'tensor')} of the forward pass below "
@@ -289,7 +283,8 @@ class _Judge:
         reads = self.flow.before(tensor) if tensor.op in PRODUCTS else []
         for data in [tensor, *reads]:
             size = data.counts.range[1] if data.counts.range else 0
-            if size >= _NOT_NORMALIZED and self.layout.data_of(data.key):
+            # data whose squares the format does not hold
+            if 2 * size > tensor.last_exponent and self.layout.data_of(data.key):
                 then = ends if data is tensor else f"{tensor.name} overflows"
                 return self._of_data(data, "range above", f"reach 2^{size}, and {then}", **_ERROR)
         most = f", up to 2^{counts.range[1]}" if counts.range else ""
@@ -484,7 +479,7 @@ class _Judge:
             return [t for t in gradients if t.highest_factor(t.counts) * scale < wanted]
         wanted = max(limits.low, smallest)
         why = f"and that of the training ends at {self.training.ends}"
-        few = limits.high < smallest and len(too_large_for(wanted)) <= _FEW * len(gradients)
+        few = limits.high < smallest and 2 * len(too_large_for(wanted)) < len(gradients)
         if limits.low <= limits.high and not few:
             return [self._of_all_gradients(limits, limits.notes(self.training)[0], "error")]
         if not few:

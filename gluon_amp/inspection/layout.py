@@ -6,7 +6,6 @@ from ..formats import FORMATS
 from ..graph import operators
 from ..graph.graph import Entry, Graph, Node, state_variables
 from ..graph.operators import CASTS, COLUMNS, PRODUCTS, STOPS, family
-from ..policy import Policy
 from .tensors import Counts, Key, Tensor
 
 Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
@@ -24,15 +23,14 @@ class Layout:
 
     Args:
         graphs: graphs with casts in execution order, and the types of their variables.
-        policy: the policy.
         parameters: the names of parameters.
         keep: names of nodes that stay float32.
         data: the names of the network's data.
     """
 
-    def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]], policy: Policy,
-                 parameters: Collection[str], keep: Collection[str] = (),
-                 data: Collection[str] = ()) -> None:
+    def __init__(self, graphs: Collection[Tuple[Graph, Mapping[str, str]]],
+                 parameters: Collection[str], keep: Collection[str],
+                 data: Collection[str]) -> None:
         self.keep, self.data = keep, data
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly

@@ -12,8 +12,9 @@ from ..graph.operators import family
 from .judge import Finding
 from .session import Session
 
-_FAR = 3  # the exponent of the size of data and labels that are not normalized; as in judge.py
-_INDICES = 4096  # labels that are integers below this may be indices of classes
+# The exponent of the root mean square of data and labels that are not normalized, between 2^0 of
+# normalized ones and 2^7 of pixels from 0 to 255.
+_FAR = 3
 
 
 def remedy_of_data(session: Session, finding: Finding, batches: Sequence[int]) -> str:
@@ -50,8 +51,7 @@ def _of_loss(session: Session, batches: Sequence[int]) -> Iterator[str]:
     if all(len(label) == 1 and isinstance(label[0], mx.nd.NDArray) for label in labels):
         arrays = [label[0] for label in labels]
         numbers = np.concatenate([array.asnumpy().reshape(-1) for array in arrays])
-        are_indices = (numbers == np.floor(numbers)).all() and numbers.min() >= 0 \
-            and numbers.max() < _INDICES
+        are_indices = (numbers == np.floor(numbers)).all() and numbers.min() >= 0
         text = None if are_indices else _normalized("label", arrays)
         if text:
             yield f"the labels are not normalized: {text}"

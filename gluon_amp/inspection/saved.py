@@ -5,7 +5,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
 
 from ..checks import counted
 from ..files import errors_of_damage, replace_text
@@ -124,8 +124,9 @@ def _add_up(view: View) -> None:
     """Sums the counts of each tensor: of steps in which its values were finite before rounding, if
     there are any. An overflow elsewhere would hide the others."""
     view.add_up()
-    steps = [(scale, {key: each for key, each in counts.items() if each.finite})
-             for scale, counts in view.steps]
+    steps: List[Tuple[float, Mapping[Key, Counts]]] = [
+        (scale, {key: each for key, each in counts.items() if each.finite})
+        for scale, counts in view.steps]
     sound = {key for _, counts in steps for key in counts}
     replace(view, steps=steps, tensors=[t for t in view.tensors if t.key in sound]).add_up()
 

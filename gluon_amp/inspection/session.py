@@ -138,7 +138,7 @@ class Session:
     """A network with batches and a loss.
 
     As a context manager, it finds the network's graphs. It leaves nothing behind in the network,
-    and Monitors get the counts of before.
+    and Monitors get the counts of before. Errors name the function `who`.
 
     Attributes:
         batches: the first `most` batches.
@@ -146,13 +146,6 @@ class Session:
         graphs: the graphs of training by block, key of a CachedOp, and nesting of data. Names of
             blocks are not unique: all with an empty prefix have one name.
         data: the names of the network's data in these graphs.
-
-    Args:
-        net: the network.
-        batches: the batches.
-        loss_fn: the loss function.
-        most: the number of batches.
-        who: the name of the caller in errors.
     """
 
     def __init__(self, net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction],
@@ -292,17 +285,13 @@ class Session:
 
 
 class NetworkCopy:
-    """A network's graphs on copies of its parameters, and their CachedOps.
+    """A network's graphs on copies of its parameters, and their CachedOps: in its policy with
+    further nodes in float32 (`keep`), or all in float32, the reference.
 
     The engine counts the values of their nodes. Of the reference, it takes samples.
 
     Attributes:
         arrays: the copies of the parameters that have been used.
-
-    Args:
-        session: the network.
-        keep: names of nodes that stay float32, besides those that the network keeps.
-        is_float32: whether this is the float32 reference, without casts.
     """
 
     def __init__(self, session: Session, keep: Iterable[str] = (),
@@ -364,8 +353,8 @@ class NetworkCopy:
     @cached_property
     def layout(self) -> Layout:
         kept = self.keep.union(*(of.kept for of in self.session.graphs.values()))
-        return Layout(list(map(self.mixed, self.session.graphs)), self.policy,
-                      self.session.parameters, kept, self.session.data)
+        return Layout(list(map(self.mixed, self.session.graphs)), self.session.parameters, kept,
+                      self.session.data)
 
     def make(self, block: Block, key: Any, arrays: List[Any]) -> Op:
         """Returns the CachedOp that replaces a block's."""

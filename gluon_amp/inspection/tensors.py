@@ -23,7 +23,8 @@ _BIAS = 127  # bin 127 holds numbers from 1 to below 2
 _EXPONENTS = np.arange(256.0) - _BIAS  # the exponent of each bin
 _SQUARE = 7 / 3  # the mean square of a number between 1 and 2
 _ADDED = ("bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares", "error_squares")
-_BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0  # of `low_snr` in dB; thresholds as in judge.py
+# Of `low_snr` in dB: up to 26 and 40, results/xray/thresholds.csv has the same judgements.
+_BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0
 _POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled; float16 spans 2^40
 _BITS = 4  # bits below a format's largest exponent; smaller values are ignored; as in judge.py
 

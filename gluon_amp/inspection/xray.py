@@ -160,7 +160,7 @@ class XrayRun(NamedTuple):
         for number in numbers:
             batch = self.session.batches[number]
             # the reference has no loss scale if its gradients overflow with one
-            reference_step = self.reference and self.reference.step(batch, (scale, 1.0))
+            reference_step = self.reference.step(batch, (scale, 1.0)) if self.reference else None
             ran = own.step(batch) if own else low.step(batch, scales_down(scale))
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, number, ran, reference_step, arrays)
