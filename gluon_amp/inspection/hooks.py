@@ -140,19 +140,14 @@ class _Rows:
 class HookObserver(Observer):
     """Measures the tensors of a network while it trains, on its own parameters.
 
-    As a context manager, it is an observer of the network and of its trainer.
-
-    Args:
-        net: a network that `convert` has converted, or with hybridized blocks.
-        trainer: its trainer.
-        chosen: returns whether to measure the node of this name.
+    The network is converted, or has hybridized blocks. `chosen` returns whether to measure the node
+    of a name.
     """
 
     def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool]
                  ) -> None:
         super().__init__(net, trainer)
         self.plain, self.chosen, self.statistics = plain_graphs(net), chosen, Statistics()
-        self.formats: Dict[Key, str] = {}  # of what was measured
         self._read: List[Tuple[Key, Any]] = []  # since the last pass ended
         self._error: Optional[Exception] = None  # of a callback, which cannot raise it
 
@@ -168,9 +163,6 @@ class HookObserver(Observer):
         for block in self.plain:
             self._hooks.enter_context(self._observed(block))
         return self
-
-    def format_of(self, key: Key) -> str:
-        return self.formats[key]
 
     def deliver(self, scale: float) -> None:
         if self._error is not None:
@@ -254,13 +246,9 @@ class HookObserver(Observer):
         return op
 
     def _see(self, name: str, array: Array, keys: Mapping[str, Key]) -> None:
-        key = keys.get(name)
-        if key is not None and key.node in self.inputs:
-            self._note(key, array)
-
-    def _note(self, key: Key, array: Array) -> None:
-        dtype = dtype_name(array.dtype)
-        if array.size and dtype in FORMATS and array.stype == "default":
+        key, dtype = keys.get(name), dtype_name(array.dtype)
+        if key is not None and key.node in self.inputs and array.size and dtype in FORMATS \
+                and array.stype == "default":
             self.formats[key] = dtype
             self._read.append((key, self.statistics.read(array, dtype)))
 

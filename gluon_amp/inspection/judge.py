@@ -91,11 +91,6 @@ class Training(NamedTuple):
         """What it does if no step has finite gradients."""
         return "raises LossScaleError" if self.checks else "writes NaN into the weights"
 
-    @property
-    def ends(self) -> str:
-        """The smallest loss scale as text."""
-        return as_power(self.smallest) if self.smallest != 1 else "1"
-
 
 class Window(NamedTuple):
     """The loss scales that fit, as powers of two, and the tensors that limit them."""
@@ -114,10 +109,10 @@ class Window(NamedTuple):
             return []
         if not self.fits(training):
             return [f"gradients need a loss scale of {as_power(self.high)} or less, and that of "
-                    f"the training ends at {training.ends}"]
+                    f"the training ends at {as_power(training.smallest)}"]
         return [] if self.high >= _MARGIN * training.smallest else [
             f"gradients fit up to the loss scale {as_power(self.high)}, and that of the training "
-            f"ends at {training.ends}: larger ones would overflow"]
+            f"ends at {as_power(training.smallest)}: larger ones would overflow"]
 
     @property
     def remedy(self) -> str:
@@ -478,7 +473,7 @@ class _Judge:
         def too_large_for(wanted: float) -> List[Tensor]:
             return [t for t in gradients if t.highest_factor(t.counts) * scale < wanted]
         wanted = max(limits.low, smallest)
-        why = f"and that of the training ends at {self.training.ends}"
+        why = f"and that of the training ends at {as_power(smallest)}"
         few = limits.high < smallest and 2 * len(too_large_for(wanted)) < len(gradients)
         if limits.low <= limits.high and not few:
             return [self._of_all_gradients(limits, limits.notes(self.training)[0], "error")]
@@ -559,7 +554,8 @@ def outcome(view: Any) -> str:
     if without_scale(all_findings):
         return f"{fails} gradients are not finite at any loss scale"
     if fits and fits.high < training.smallest:
-        return f"{fails} gradients overflow at its smallest loss scale, {training.ends}"
+        return f"{fails} gradients overflow at its smallest loss scale, " \
+            f"{as_power(training.smallest)}"
     if fits and fits.low > fits.high:
         return "Training runs and loses gradients, because no loss scale fits all of them"
     if fits and fits.low > training.largest:

@@ -8,7 +8,7 @@ from ..graph.graph import Entry, Graph, Node, state_variables
 from ..graph.operators import CASTS, COLUMNS, PRODUCTS, STOPS, family
 from .tensors import Counts, Key, Tensor
 
-Found = List[Entry]  # the sources of an entry: one output or variable; two for a condition
+Sources = List[Entry]  # the sources of an entry: one output or variable; two for a condition
 
 
 class Layout:
@@ -35,25 +35,25 @@ class Layout:
         self.parameters = set(parameters)
         self._alike: Dict[str, List[Node]] = {}  # nodes by name; a block may be called repeatedly
         self._types: Dict[Entry, Optional[str]] = {}
-        self._made: Dict[Node, List[Entry]] = {}
-        self._reads: Dict[Node, List[Found]] = {}
+        self._outputs_of: Dict[Node, List[Entry]] = {}
+        self._reads: Dict[Node, List[Sources]] = {}
         self._readers: Dict[Entry, List[Tuple[Node, int]]] = {}
         self._read: Set[Entry] = set()  # entries with a reader
         self._outputs: Set[Entry] = set()  # outputs of the graphs
         # the sources of a loop's state in the first iteration, and in later ones
-        self._first: Dict[Entry, Found] = {}
-        self._carried: Dict[Entry, Found] = {}
+        self._first: Dict[Entry, Sources] = {}
+        self._carried: Dict[Entry, Sources] = {}
         for graph, types in graphs:
             self._outputs.update(e for entries in self._add(graph, types, {}) for e in entries)
         self.nodes = {name: alike[-1] for name, alike in self._alike.items()}
         # for each output, the tensors that sum to its gradient
         self._gradients: Dict[Entry, List[Key]] = {}
         for node in reversed(self._reads):
-            self._gradients.update((e, self._gradients_of(e)) for e in self._made[node])
+            self._gradients.update((e, self._gradients_of(e)) for e in self._outputs_of[node])
         self.tensors = self._find_tensors()
 
-    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Found],
-             states: Collection[Node] = ()) -> List[Found]:
+    def _add(self, graph: Graph, types: Mapping[str, str], outside: Mapping[str, Sources],
+             states: Collection[Node] = ()) -> List[Sources]:
         """Adds a graph or a body. Returns the sources of its outputs.
 
         `outside` has the sources of its variables.
@@ -62,8 +62,8 @@ class Layout:
         self._types.update(inferred)
         self._read.update(graph.consumers())
         for entry in inferred:
-            self._made.setdefault(entry.node, []).append(entry)
-        sources: Dict[Entry, Found] = {}
+            self._outputs_of.setdefault(entry.node, []).append(entry)
+        sources: Dict[Entry, Sources] = {}
         nodes = graph.nodes()
         variables = {node for node in nodes if node.is_variable}
         for node in nodes:
@@ -80,7 +80,7 @@ class Layout:
             elif node.op in COLUMNS["moves"] and reads:
                 sources[entry] = reads[0]
             else:
-                sources.update((e, [e]) for e in self._made[node])
+                sources.update((e, [e]) for e in self._outputs_of[node])
                 self._reads[node] = reads
                 for i, one in enumerate(reads):
                     for e in self._at_first(one):
@@ -89,7 +89,7 @@ class Layout:
         return [sources[e] for e in graph.outputs]
 
     def _add_bodies(self, node: Node, types: Mapping[Entry, Optional[str]],
-                    sources: Mapping[Entry, Found]) -> List[Found]:
+                    sources: Mapping[Entry, Sources]) -> List[Sources]:
         outputs = []
         for body in node.bodies(types):
             outside = {name: sources[e] for name, e in body.outside.items()}
@@ -115,9 +115,9 @@ class Layout:
 
     def _tensors_of(self, node: Node, place: int) -> List[Tensor]:
         name = node.name
-        formats = {e: FORMATS[self._types[e] or ""] for e in [*self._made[node], *node.inputs]
+        formats = {e: FORMATS[self._types[e] or ""] for e in [*self._outputs_of[node], *node.inputs]
                    if self._types[e] in FORMATS}
-        outputs = [e for e in self._made[node] if e in self._read]
+        outputs = [e for e in self._outputs_of[node] if e in self._read]
         reads = [e for one in self._reads[node] for e in one]
         variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
         before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
@@ -147,7 +147,7 @@ class Layout:
                                        else [Key(reader.name, True, which)]))
         return list(keys)
 
-    def _at_first(self, entries: Found) -> Found:
+    def _at_first(self, entries: Sources) -> Sources:
         """Returns the sources in the first iteration of loops."""
         return [one for e in entries
                 for one in (self._at_first(self._first[e]) if e in self._first else [e])]

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from contextlib import ExitStack
-from typing import Any, Iterable, List, Optional, Union
+from typing import Iterable, List, Optional, Union
 
 import mxnet as mx
 
@@ -152,8 +152,9 @@ class Monitor:
 
     def _write(self) -> None:
         if not self._observer.inputs and self._observer.ops:
+            blocks = [*self._blocks, *plain_graphs(self._net)]
             names = sorted(set().union(*(operator_names(Graph.read(block._cached_graph[1]))
-                                         for block in self._graphs() if block._cached_graph)))
+                                         for block in blocks if block._cached_graph)))
             wanted = self._layers[0].pattern if self._layers else ""
             raise ValueError("layers match no operator of the network. "
                              f"Received: {wanted!r}{did_you_mean(wanted, names)}")
@@ -168,9 +169,6 @@ class Monitor:
                     if line[name] is not None:
                         self._events.add(self.steps, f"{line['node']}/{line['tensor']}/{name}",
                                          line[name])
-
-    def _graphs(self) -> List[Any]:
-        return [*self._blocks, *plain_graphs(self._net)]
 
     def _lines(self) -> List[Line]:
         lines = []

@@ -102,10 +102,10 @@ def _weights(file: str, format_: Format) -> List[Tensor]:
     weights = []
     for line in lines_in(file, _fits):
         if line.get("kind") == "weight":
-            given = FLOAT32 if _format(line) == FLOAT32 else format_
+            format_of_weight = FLOAT32 if _format(line) == FLOAT32 else format_
             counts = Counts(from_pairs(line["bins"]), line["zero"], line["infinite"], line["nan"])
-            weights.append(Tensor(Key(line["parameter"], False, 0), "weight", "", 0, given,
-                                  counts=counts.as_in(given)))
+            weights.append(Tensor(Key(line["parameter"], False, 0), "weight", "", 0,
+                                  format_of_weight, counts=counts.as_in(format_of_weight)))
     return weights
 
 

@@ -241,21 +241,13 @@ class Session:
                              or any(array is one for one in self.batches[0].data))
         return which
 
-    def low(self, keep: Iterable[str] = ()) -> "NetworkCopy":
-        """Returns the network in its policy, with these nodes in float32 too."""
-        return NetworkCopy(self, keep)
-
     def inspected(self) -> "NetworkCopy":
         """Returns the network in its policy. Refuses one without tensors in its format."""
-        low = self.low()
+        low = NetworkCopy(self)
         if not any(tensor.is_low for tensor in low.layout.tensors):
             raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
                              "only products round their inputs")
         return low
-
-    def float32(self) -> "NetworkCopy":
-        """Returns the network in float32."""
-        return NetworkCopy(self, is_float32=True)
 
     def named_arrays(self, batch: Batch, graphs: "NetworkCopy") -> Dict[str, Any]:
         """Returns the arrays of these graphs and the data of the network's graph, by name."""

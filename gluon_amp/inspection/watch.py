@@ -5,7 +5,7 @@ each backward pass. The others continue when it ends.
 """
 import functools
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 from mxnet import autograd
 
@@ -75,6 +75,7 @@ class Observer:
         blocks: the converted blocks that run graphs.
         passes: what was measured until the end of each backward pass, with its loss scale.
         inputs: for each chosen node that has run, the names of its inputs without casts.
+        formats: the types of measured tensors by key, or those of nodes by name.
         ops: the CachedOps that replace those of the blocks.
     """
 
@@ -82,6 +83,7 @@ class Observer:
         self.blocks, self.trainer = hybrid_blocks(net), trainer
         self.passes: List[Tuple[float, Mapping[Key, Any]]] = []
         self.inputs: Dict[str, List[str]] = {}
+        self.formats: Dict[Union[Key, str], str] = {}
         self.ops: Dict[Any, Tuple[Any, Op]] = {}  # each with its graph
         self._hooks = ExitStack()
 
@@ -112,7 +114,7 @@ class Observer:
 
     def format_of(self, key: Key) -> str:
         """Returns the type of a tensor."""
-        raise NotImplementedError
+        return self.formats.get(key) or self.formats[key.node]
 
     def deliver(self, scale: float) -> None:
         """Ends a backward pass with this loss scale."""
@@ -131,18 +133,14 @@ class EngineObserver(Observer):
     """Counts the values of selected tensors in the engine while a network trains, on its own
     parameters.
 
-    Args:
-        net: the network.
-        trainer: its trainer.
-        chosen: returns whether to count the node of this name. No node in a loop is chosen. None:
-            all nodes, those in loops included.
+    `chosen` returns whether to count the node of a name. No node in a loop is chosen. None: all
+    nodes, those in loops included.
     """
 
     def __init__(self, net: Network, trainer: Trainer,
                  chosen: Optional[Callable[[str], bool]] = None) -> None:
         super().__init__(net, trainer)
         self.chosen = chosen
-        self._formats: Dict[str, str] = {}  # of the outputs of the chosen nodes
 
     def __enter__(self) -> "EngineObserver":
         deliver_counts(1.0)  # earlier counts are not of this step
@@ -152,9 +150,6 @@ class EngineObserver(Observer):
         self._hooks.callback(_observers.remove, self)
         return self
 
-    def format_of(self, key: Key) -> str:
-        return self._formats[key.node]
-
     def _op(self, block: Block, on_gpu: bool, dtypes: Tuple[str, ...], trains: bool) -> Op:
         if on_gpu:
             raise ValueError("Monitor supports networks on CPUs only. Received: data on a GPU")
@@ -163,6 +158,6 @@ class EngineObserver(Observer):
             node = entry.node
             if chosen and not node.is_variable and chosen(node.name) and dtype is not None:
                 self._choose(node)
-                self._formats[node.name] = dtype
+                self.formats[node.name] = dtype
         return self.op_of(block, graph, types, watch=trains,
                           chosen=self.inputs.__contains__ if chosen else None)

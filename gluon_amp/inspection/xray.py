@@ -67,13 +67,14 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
         low = session.inspected()
-        own = None if trainer is None else TrainerSteps(session, trainer, batch_size)
+        trainer_steps = None if trainer is None else TrainerSteps(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
-        run = XrayRun(session, session.float32() if reference else None, training)
+        in_float32 = NetworkCopy(session, is_float32=True) if reference else None
+        run = XrayRun(session, in_float32, training)
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
-        view = run.view(low, range(len(session.batches)), scale, own, is_trial=False)
-        if own is not None:
-            own.free()
+        view = run.view(low, range(len(session.batches)), scale, trainer_steps, is_trial=False)
+        if trainer_steps is not None:
+            trainer_steps.free()
         view.converts = session.converts
         at_first = view.window
         _advise(run, view)
@@ -110,7 +111,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
     positive_number(loss_scale, "loss_scale")
     losses: Set[float] = set()
     with Session(net, [batch], loss_fn, 1, "explain") as session, random_numbers_kept():
-        (first,), low = session.batches, session.low()
+        (first,), low = session.batches, NetworkCopy(session)
         while len(losses) < _DRAWS:
             low.restore()
             ran = low.run(first, loss_scale)
@@ -120,7 +121,7 @@ def explain(net: Network, batch: GivenBatch, loss_fn: Optional[LossFunction] = N
                 break
             losses.add(ran.loss)
         if overflow is not None and overflow.op:
-            overflow.in_float32 = not session.float32().run(first).sound
+            overflow.in_float32 = not NetworkCopy(session, is_float32=True).run(first).sound
         _find_line(low, first, overflow)
         view = View(session.net.name, low.layout.tensors, first_overflow=overflow,
                     scale=loss_scale, one_step=True)
@@ -153,7 +154,7 @@ class XrayRun(NamedTuple):
     training: Training
 
     def view(self, low: NetworkCopy, numbers: Iterable[int], scale: float,
-             own: Optional[TrainerSteps] = None, is_trial: bool = True) -> View:
+             trainer_steps: Optional[TrainerSteps] = None, is_trial: bool = True) -> View:
         """Runs a step on the batches with these numbers: of the trainer, if any. A trial of `keep=`
         ends with the first certain finding."""
         view = View(self.session.net.name, low.layout.tensors, training=self.training)
@@ -161,16 +162,17 @@ class XrayRun(NamedTuple):
             batch = self.session.batches[number]
             # the reference has no loss scale if its gradients overflow with one
             reference_step = self.reference.step(batch, (scale, 1.0)) if self.reference else None
-            ran = own.step(batch) if own else low.step(batch, scales_down(scale))
+            ran = trainer_steps.step(batch) if trainer_steps \
+                else low.step(batch, scales_down(scale))
             arrays = self.session.named_arrays(batch, self.reference or low)
             _add(view, low, number, ran, reference_step, arrays)
             if ran.finite:
                 scale = ran.scale
             if is_trial and any(finding.certain for finding in _conclude(view, low)[0]):
                 break
-            if own and own.stopped:
+            if trainer_steps and trainer_steps.stopped:
                 view.notes.append(f"the X-ray ends with batch {number}, because the "
-                                  f"trainer has stopped: {own.stopped}")
+                                  f"trainer has stopped: {trainer_steps.stopped}")
                 break
         view.findings, notes = _conclude(view, low)
         view.notes += notes
@@ -199,7 +201,7 @@ class XrayRun(NamedTuple):
                         kept |= nodes
             if len(kept) == before:
                 break
-            again = self.view(self.session.low(kept), numbers, view.scale)
+            again = self.view(NetworkCopy(self.session, kept), numbers, view.scale)
             last = len(again.steps) - 1  # the batch with a finding runs first in the next trial
             numbers = [*numbers[last:], *numbers[:last]]
             nodes = {finding.node for finding in view.findings}
@@ -255,7 +257,7 @@ def _advise(run: XrayRun, view: View) -> None:
     batches = [number for number in view.numbers if number not in view.left_out]
     if not batches or fits and not view.findings:
         return
-    layout, keys = run.session.low().layout, {t.name: t.key for t in view.tensors}
+    layout, keys = NetworkCopy(run.session).layout, {t.name: t.key for t in view.tensors}
     for finding in view.findings:
         if finding.remedy and not finding.backward:  # of data
             finding.remedy = remedy_of_data(run.session, finding, batches)

@@ -4,7 +4,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from gluon_amp.inspection.session import Session
+from gluon_amp.inspection.session import NetworkCopy, Session
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 from networks import Calling, ready
@@ -120,7 +120,7 @@ def test_keep_never_names_casts():
         return out(state)
     net = calling(forward, nn.Dense(6, in_units=6, prefix="net_inner_"), *layers(4))
     with Session(net, rows(), LOSS, 1, "xray") as session:
-        layout = session.low().layout
+        layout = NetworkCopy(session).layout
     kept = {name for tensor in layout.tensors for name in layout.kept_for(tensor.key)}
     assert kept
     assert not [name for name in kept if "amp_cast" in name]
