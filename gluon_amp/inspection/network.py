@@ -41,10 +41,9 @@ def _named(net: Network) -> Set[Any]:
             if child.prefix not in ("", parent.prefix)}
 
 
-def owners(net: Network, node: str) -> List[Any]:
-    """Returns the blocks whose prefix starts a node's name, the innermost first, the network last.
-    """
-    return [*owners_among(node, _named(net)), net]
+def owner(net: Network, node: str) -> Any:
+    """Returns the innermost block whose prefix starts a node's name; else the network."""
+    return next(iter(owners_among(node, _named(net))), net)
 
 
 def can_be_named(net: Network, block: Block) -> bool:
@@ -53,7 +52,7 @@ def can_be_named(net: Network, block: Block) -> bool:
                                             for child in block._children.values())
 
 
-def nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
+def _nodes_of(block: Block, names: Iterable[str]) -> Set[str]:
     """Returns those of these nodes that are in a block."""
     return {name for name in names if name.startswith(block.prefix)}
 
@@ -65,12 +64,12 @@ def keep_for(net: Network, node: str, names: Iterable[str]) -> Dict[str, Set[str
     with all its parameters; none for a parameter of the outermost block.
     """
     if node in net.collect_params():
-        return {re.escape(block.name): {*nodes_of(block, names), *block.collect_params()}
+        return {re.escape(block.name): {*_nodes_of(block, names), *block.collect_params()}
                 for block in _named(net) if node in block.params}
-    block = owners(net, node)[0]
+    block = owner(net, node)
     if not can_be_named(net, block):
         return {re.escape(node): {node}}
-    return {re.escape(block.name): nodes_of(block, names) | {node}}
+    return {re.escape(block.name): _nodes_of(block, names) | {node}}
 
 
 def kept_already(net: Network) -> List[Any]:
@@ -117,7 +116,7 @@ def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -
                             blocks, lambda name: lines.setdefault(name, _line_of_the_user()))):
             stack.enter_context(context)
         outputs_of(net, data)
-    line, block = lines.get(node.split("_amp_cast_")[0]), owners(net, node)[0]
+    line, block = lines.get(node.split("_amp_cast_")[0]), owner(net, node)
     if line:
         return f"block {block.name}, {line}"
     code = getattr(type(block), "hybrid_forward", type(block).forward)

@@ -26,7 +26,9 @@ _ADDED = ("bins", "zero", "infinite", "nan", "overflowed", "flushed", "squares",
 # Of `low_snr` in dB: up to 26 and 40, results/xray/thresholds.csv has the same judgements.
 _BELOW_ROUNDING, _LEAST_DECIBELS = 26, 10.0
 _POWERS = tuple(range(-48, 49))  # of two, by which a tensor is scaled; float16 spans 2^40
-_BITS = 4  # bits below a format's largest exponent; smaller values are ignored; as in judge.py
+# Bits below a format's largest exponent: smaller values do not overflow in another batch. From 2 to
+# 15, results/xray/thresholds.csv has the same judgements.
+_BITS = 4
 
 
 class Key(NamedTuple):

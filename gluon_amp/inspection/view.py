@@ -96,7 +96,7 @@ class View:
     @property
     def loss_scale(self) -> Optional[Tuple[float, float]]:
         """The lowest and the highest loss scale that fit, or None."""
-        return None if self.window is None else (self.window.low, self.window.high)
+        return self.window and self.window[:2]
 
     @property
     def keep_line(self) -> str:

@@ -26,7 +26,7 @@ from .steps import TrainerSteps
 from .tensors import Key, compare, note_largest, note_loss_sensitivity
 from .view import View
 
-_ROUNDS = 12  # trials of keep=
+_ROUNDS = 12  # trials of keep=; the faults of results/xray/planted.csv need at most 7
 _DRAWS = 16  # random draws in which `explain` searches an overflow
 
 

@@ -86,6 +86,17 @@ def limit(cases, module, name, base):
     return last, others
 
 
+def bits(all_cases, cases):
+    """Returns the row of tensors._BITS, which acts while a step is counted: two X-rays of each."""
+    value, others = tensors._BITS, []
+    for tensors._BITS in (2, 15):
+        others.append(sum(judgement(*case) != judgement(*usual)
+                          for case, usual in zip(all_cases(), cases)))
+    tensors._BITS = value
+    return {"threshold": "_BITS", "value": value, "from": 2, "to": 15,
+            "cases otherwise below": others[0], "cases otherwise above": others[1]}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", metavar="CSV")
@@ -94,10 +105,14 @@ def main():
     planted.NETWORKS.update(elsewhere.NETWORKS)
     planted.FAULTS.update((fault, function) for _, fault, function in elsewhere.FAULTS)
     names += [(network, fault) for network, fault, _ in elsewhere.FAULTS]
-    cases = [planted_case(*name) for name in names] + [
-        reported_case(name, policy) for name in reported.FAULTS for policy in ("float16", BARE)]
-    cases += [healthy_case(name) for name in HEALTHY]
-    table = []
+
+    def all_cases():
+        return [planted_case(*name) for name in names] + [
+            reported_case(name, policy) for name in reported.FAULTS
+            for policy in ("float16", BARE)] + [healthy_case(name) for name in HEALTHY]
+
+    cases = all_cases()
+    table = [bits(all_cases, cases)]
     for module, name in THRESHOLDS:
         (low, below), (high, above) = (limit(cases, module, name, base) for base in (0.5, 2))
         table.append({"threshold": name, "value": getattr(module, name), "from": low, "to": high,
