@@ -334,15 +334,6 @@ void count(const float* numbers, int64_t n, int as_float16, Counts* counts) {
   (as_float16 ? float16_kernels : kernels)->count(numbers, n, counts);
 }
 
-// Counts the updates of each of `n` float arrays since its `before`, for Python.
-void count_updates(const NDArray* const* weights, float* const* before, int64_t n,
-                   Updates* const* updates) {
-  for (int64_t i = 0; i < n; ++i) {
-    const NDArray plain = weights[i]->IsMKLDNNData() ? weights[i]->Reorder2Default() : *weights[i];
-    float16_kernels->count_updates(floats(plain.data()), before[i], size(plain.data()), updates[i]);
-  }
-}
-
 using Generator = mxnet::common::random::RandGenerator<mshadow::cpu, float>;
 
 Generator* next_generator() {
@@ -429,7 +420,6 @@ const void* fields() {
   static const Field all[] = {
       FIELD(Counts, bins), FIELD(Counts, zero), FIELD(Counts, infinite), FIELD(Counts, overflowed),
       FIELD(Counts, flushed), FIELD(Counts, squares), FIELD(Counts, error_squares),
-      FIELD(Updates, counts), FIELD(Updates, changed), FIELD(Updates, lost),
       FIELD(WatchedRow, index), FIELD(WatchedRow, backward), FIELD(WatchedRow, counts),
       FIELD(WatchedRow, samples), FIELD(WatchedRow, sample), {}};
   return all;
@@ -447,7 +437,7 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
       FUNCTION(graph_operators), FUNCTION(cached_op_number), FUNCTION(facts_on_gradients), FUNCTION(copy_all),
       FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
-      FUNCTION(count_updates), FUNCTION(random_state), FUNCTION(end_user_code),
+      FUNCTION(random_state), FUNCTION(end_user_code),
       function("keeps_layout", +[]() -> int { return keeps_layout(); }),
       FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
       FUNCTION(free_attributes), {}};

@@ -373,20 +373,6 @@ def copy_all(arrays: Sequence["mx.nd.NDArray"], into: Sequence["mx.nd.NDArray"])
         _table.copy_all(_handles(arrays), _handles(into), len(arrays)))
 
 
-def count_updates(arrays: Sequence["mx.nd.NDArray"], before: Sequence["np.ndarray[Any, Any]"],
-                  into: Sequence["np.ndarray[Any, Any]"]) -> None:
-    """Adds the counts of updates of float32 arrays since `before` to `into`.
-
-    They include the numbers of values that changed, and of those that would not have changed in
-    float16. `before` becomes the arrays' values.
-    """
-    load()
-    mx.nd.waitall()
-    addresses = c_void_p * len(arrays)
-    table().count_updates(_handles(arrays), addresses(*(b.ctypes.data for b in before)),
-                          len(arrays), addresses(*(one.ctypes.data for one in into)))
-
-
 def _handles(arrays: Sequence["mx.nd.NDArray"]) -> Any:
     return (c_void_p * len(arrays))(*[array.handle.value for array in arrays])
 

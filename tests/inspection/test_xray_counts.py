@@ -4,7 +4,6 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from gluon_amp.cpu import library
 from gluon_amp.formats import FORMATS
 from gluon_amp.graph.build import build
 from gluon_amp.graph.graph import Graph
@@ -84,24 +83,6 @@ def numbers_of_kinds(rng):
 def test_numbers_with_any_exponent_are_counted(rng):
     for numbers in numbers_of_kinds(rng).values():
         assert_counted(Counts.of_array(numbers, half=True), numbers)
-
-
-def test_updates_lost_without_master_weights_are_counted(rng):
-    for added in numbers_of_kinds(rng).values():
-        before = rng.standard_normal(added.size).astype(np.float32)
-        with np.errstate(all="ignore"):
-            after = before + added * np.float32(2.0 ** -9)
-            update, half = after - before, before.astype(np.float16)
-            alone = (half + update).astype(np.float16) == half
-        held = before.copy()
-        added = np.zeros(1, library.structure("Updates"))
-        library.count_updates([nd.array(after)], [held], [added])
-        counts = Counts.of_engine(added["counts"])[0]
-        changed, lost = added["changed"], added["lost"]
-        assert changed == (update != 0).sum()
-        assert lost == ((update != 0) & alone).sum()
-        np.testing.assert_array_equal(held, after)
-        np.testing.assert_array_equal(counts.bins, Counts.of_array(update).bins)
 
 
 def test_reference_is_float32_step(rng):

@@ -52,39 +52,11 @@ void count_rounded(const void* from, int64_t n, Counts* counts) {
   });
 }
 
-void count_updates(const float* weights, float* before, int64_t n, Updates* updates) {
-  const V none = splat(0), one = splat(1);
-  in_parts(n, &updates->counts, [=](int64_t begin, int64_t end, Tables* made) {
-    Scratch<float> added(end - begin);
-    double changed = 0, lost = 0;
-    for (int64_t at = begin; at < end; at += kTile) {
-      Sums<2, 2> sums = {};
-      each(at, least(at + kTile, end), [&](int64_t i, auto lanes) {
-        const V after = load(weights + i, lanes), was = load(before + i, lanes), v = after - was;
-        const V half = rounded(was), changes = if_equal(v, none, none, one);
-        store(added.data + (i - begin), v, lanes);
-        store(before + i, after, lanes);
-        sums.part[0][0] = sums.part[0][0] + changes;
-        sums.part[0][1] = sums.part[0][1] + if_equal(rounded(half + v), half, changes, none);
-      });
-      changed += sums.pair(0, 0);
-      lost += sums.pair(0, 1);
-    }
-    count_part<false>(added.data, 0, end - begin, made);
-    const auto all_changed = static_cast<int64_t>(changed), all_lost = static_cast<int64_t>(lost);
-#pragma omp atomic
-    updates->changed += all_changed;
-#pragma omp atomic
-    updates->lost += all_lost;
-  });
-}
-
 }  // namespace
 
 void add_counts(Kernels* table) noexcept {
   table->count = count;
   table->count_rounded = count_rounded;
-  table->count_updates = count_updates;
 }
 
 }  // namespace ISA

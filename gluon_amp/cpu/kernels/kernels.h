@@ -135,13 +135,6 @@ struct Numbers {
   int64_t n;
 };
 
-// Counts of updates of weights: the numbers of weights that changed, and of those that would not have changed as
-// 16-bit numbers.
-struct Updates {
-  Counts counts;
-  int64_t changed, lost;
-};
-
 // The functions for one type of tensors, whose numbers are `void` here. They compute in float32.
 struct Kernels {
   const char* name;
@@ -202,8 +195,6 @@ struct Kernels {
   // ---- counts (counts.cc): adds the counts of n numbers before rounding to the type
   void (*count)(const float* exact, int64_t n, Counts* counts);
   void (*count_rounded)(const void* numbers, int64_t n, Counts* counts);
-  // for 16-bit numbers: counts the updates of n weights since `before`, which becomes a copy of them
-  void (*count_updates)(const float* weights, float* before, int64_t n, Updates* updates);
 };
 
 // Of float32; their names are those of the instruction sets.
