@@ -1,7 +1,7 @@
 """Fine-tunes a pretrained network with Gluon, in float32 or float16.
 
     python fine_tune.py --pretrained resnet50_v1 --dataset FOLDER --val FOLDER --classes 10 \\
-        --dtype float16 --mean 0.485,0.456,0.406 --std 0.229,0.224,0.225
+        --dtype float16 --rgb-mean 123.7,116.3,103.5 --rgb-std 58.4,57.1,57.4
     python fine_tune.py --pretrained cifar_resnet20_v1 --pretrained-params FILE.params ...
     python fine_tune.py --pretrained-symbol NET-symbol.json --pretrained-params NET-0000.params ...
 
@@ -18,6 +18,7 @@ import mxnet as mx
 import recipes
 from mxnet import gluon
 from mxnet.gluon import nn
+from symbolic_fine_tune import first_layers, without_head
 
 
 def pretrained_features(args, device):
@@ -26,8 +27,8 @@ def pretrained_features(args, device):
     if path and not os.path.exists(path):
         raise SystemExit(f"{path} does not exist")
     if args.pretrained_symbol:
-        symbol = images.without_head(mx.sym.load(args.pretrained_symbol),
-                                      args.layer_before_fullc, args.bn_momentum, args.freeze)
+        symbol = without_head(mx.sym.load(args.pretrained_symbol), args.layer_before_fullc,
+                              args.bn_momentum, args.freeze)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
             features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
@@ -92,7 +93,7 @@ def set_momentum(features, momentum):
 
 def freeze(features, layers):
     """Freezes the first `layers` layers that have parameters, with their batch norms' averages."""
-    names = images.first_layers(features.collect_params(), layers)
+    names = first_layers(features.collect_params(), layers)
     if isinstance(features, gluon.SymbolBlock):  # without_head has set its batch norms
         for name, parameter in features.collect_params().items():
             if name.rsplit("_", 1)[0] in names:
@@ -117,19 +118,16 @@ def network(args, devices):
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument_group("pretrained network").add_argument
-    add("--pretrained", help="a network of MXNet's or gluoncv's model zoo")
-    add("--pretrained-params", help="the file of its parameters")
-    add("--pretrained-symbol", help="the -symbol.json of an exported network")
-    add("--layer-before-fullc", help="the layer whose output the new head takes, with "
-        "--pretrained-symbol (default: the input of the last fully connected layer)")
-    add("--freeze", type=recipes.whole, default=0,
-        help="the number of layers to freeze, counted from the input")
-    add("--head-lr-mult", type=recipes.decimal, default=1.0,
-        help="multiplier of --lr for the new head")
-    add("--bn-momentum", type=recipes.share,
-        help="momentum of batch norms' moving averages (default: the network's)")
-    recipe.add_arguments(parser, folder="runs/fine_tune")
+    recipes.add_flags(parser, "pretrained network", (
+        ("--pretrained", str, None, "a network of MXNet's or gluoncv's model zoo"),
+        ("--pretrained-params", str, None, "the file of its parameters"),
+        ("--pretrained-symbol", str, None, "the -symbol.json of an exported network"),
+        ("--layer-before-fullc", str, None, "the layer whose output the new head takes, with "
+         "--pretrained-symbol (default: the input of the last fully connected layer)"),
+        ("--freeze", recipes.whole, 0, "number of layers to freeze, counted from the input"),
+        ("--head-lr-mult", recipes.decimal, 1.0, "multiplier of --lr for the new head"),
+        ("--bn-momentum", recipes.share, None, "momentum of batch norms' moving averages")))
+    recipe.add_flags(parser, folder="runs/fine_tune")
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):

@@ -20,6 +20,8 @@ import mxnet as mx
 import numpy as np
 import recipes
 from gluon_amp.parallel import average_statistics
+from gluon_amp.reports import Log
+from gluon_amp.training.resume import Position
 from mxnet import autograd, gluon
 
 log = logging.getLogger("image_classification")
@@ -27,96 +29,54 @@ POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "bfloat16", "
             "tf32", "O0", "O1", "O2", "O3")
 
 
-def parse(arguments=None):
-    parser = recipes.Parser(__doc__)
-    add_network_arguments(parser)
-    add_arguments(parser)
-    return parser.parse_args(arguments)
+# ---- flags; second names are from GluonCV's scripts
 
-
-def add_network_arguments(parser):
+def add_network_flags(parser):
     """Adds the flags that select a network; fine_tune.py has its own."""
-    add = parser.add_argument_group("network").add_argument
-    add("--model", default="small", help="small, or a network of MXNet's or gluoncv's model zoo")
-    add("--use-pretrained", action="store_true", help="load the model zoo's parameters")
-    add("--batch-norm", action="store_true", help="use the VGG variant with batch norms")
-    add("--last-gamma", action="store_true",
-        help="initialize gamma of each residual block's last batch norm to 0 (gluoncv)")
+    recipes.add_flags(parser, "network", (
+        ("--model", str, "small", "small, or a network of MXNet's or gluoncv's model zoo"),
+        ("--use-pretrained", bool, False, "load the model zoo's parameters"),
+        ("--batch-norm", bool, False, "use the VGG variant with batch norms"),
+        ("--last-gamma", bool, False, "residual blocks begin as identities (gluoncv)")))
 
 
-def add_arguments(parser, folder="runs/image_classification"):
+def add_flags(parser, folder="runs/image_classification"):
     images.add_image_flags(parser)
-    training = parser.add_argument_group("training")
-    add = training.add_argument  # the second names are from GluonCV's scripts
-    add("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-        help="type of the network; bfloat16: CPUs only")
-    add("--policy", choices=POLICIES,
-        help="policy of gluon_amp.convert, in place of --dtype")
-    add("--loss-scale", type=recipes.loss_scale, default="auto",
-        help="loss scale: auto, dynamic, a number or none")
-    add("--batch-size", type=recipes.positive, default=64,
-        help="batch size of a process, over all its GPUs")
-    add("--epochs", "--num-epochs", type=recipes.positive, default=10,
-        help="number of epochs; a larger one with --resume extends a finished run")
-    add("--optimizer", default="sgd", help="an optimizer of MXNet, or adamw")
-    add("--lr", type=recipes.decimal, default=0.1, help="learning rate")
-    add("--lr-mode", choices=("step", "cosine"),
-        help="learning rate schedule (default: step with --lr-decay-epoch, else cosine)")
-    add("--lr-decay-epoch", type=recipes.numbers, default=[],
-        help="epochs after which step decays the rate, such as 30,60")
-    add("--lr-decay", type=recipes.decimal, default=0.1, help="decay factor of step")
-    add("--warmup-epochs", type=recipes.decimal, default=0, help="number of warm-up epochs")
-    add("--warmup-lr", type=recipes.decimal, default=0.0,
-        help="learning rate at the start of warm-up")
-    add("--wd", type=recipes.decimal, default=1e-4, help="weight decay")
-    add("--no-wd", action="store_true",
-        help="no weight decay for biases and batch norms' parameters")
-    add("--momentum", type=recipes.share, default=0.9,
-        help="momentum, for optimizers that have one")
-    add("--mode", default="hybrid", choices=("hybrid", "imperative"),
-        help="execution mode of the network")
-    recipes.add_device_flags(training)
-    recipes.add_kvstore_flag(training)
-    add = parser.add_argument_group("regularization and distillation").add_argument
-    add("--label-smoothing", type=recipes.share, default=0, nargs="?", const=0.1, metavar="SHARE",
-        help="amount of label smoothing; 0.1 for the flag without a number")
-    add("--mixup", action="store_true",
-        help="train on weighted sums of two images and of their labels")
-    add("--mixup-alpha", type=recipes.above_0, default=0.2,
-        help="parameter of the beta distribution of mixup's weights")
-    add("--mixup-off-epoch", type=recipes.whole, default=0,
-        help="number of last epochs without mixup")
-    add("--teacher", metavar="MODEL", help="also train on this network's outputs (distillation)")
-    add("--teacher-params", metavar="FILE",
-        help="parameters of the teacher (default: the model zoo's)")
-    add("--temperature", type=recipes.above_0, default=20.0,
-        help="divisor of both networks' logits")
-    add("--hard-weight", type=recipes.share, default=0.5,
-        help="weight of the labels' loss; the teacher's has the rest")
-    output = parser.add_argument_group("output and resuming")
-    add = output.add_argument
-    add("--benchmark", action="store_true",
-        help="train on random images, and print samples/s and peak memory")
-    add("--logging-file", metavar="FILE", help="write the log to this file, too")
-    recipes.add_progress_flags(output)
-    recipes.add_folder_flags(output, folder)
-    recipes.add_log_flags(output)
-    recipes.add_xray_flags(output)
+    recipes.add_training_flags(parser)
+    recipes.add_flags(parser, "precision and regularization", (
+        ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type; bfloat16: CPUs only"),
+        ("--policy", POLICIES, None, "policy of gluon_amp.convert, in place of --dtype"),
+        ("--mode", ("hybrid", "imperative"), "hybrid", "execution mode of the network"),
+        ("--no-wd", bool, False, "no weight decay for biases and batch norms' parameters"),
+        ("--label-smoothing", recipes.share, 0, "amount of label smoothing; 0.1 for the flag "
+         "without a number", {"nargs": "?", "const": 0.1}),
+        ("--mixup", bool, False, "train on weighted sums of two images and of their labels"),
+        ("--mixup-alpha", recipes.above_0, 0.2, "parameter of the weights' beta distribution"),
+        ("--mixup-off-epoch", recipes.whole, 0, "number of last epochs without mixup"),
+        ("--teacher", str, None, "also train on this network's outputs (distillation)"),
+        ("--teacher-params", str, None, "parameters of the teacher (default: the model zoo's)"),
+        ("--temperature", recipes.above_0, 20.0, "divisor of both networks' logits"),
+        ("--hard-weight", recipes.share, 0.5, "weight of the labels' loss; the rest: teacher's")))
+    recipes.add_flags(parser, "output and resuming", (
+        ("--benchmark", bool, False, "train on random images, and print samples/s and memory"),
+        ("--logging-file", str, None, "write the log to this file, too"),
+        ("--save-dir", str, folder, "folder for all files of the run"),
+        ("--save-period --save-frequency", recipes.positive, None, "epochs between kept files"),
+        ("--resume", bool, False, "resume from the last epoch in --save-dir, if there is one"),
+        ("--resume-params", str, None, "start with this file of parameters"),
+        ("--resume-states", str, None, "start with this file of states of the Trainer"),
+        ("--resume-epoch", recipes.whole, 0, "start with this epoch, counted from 0")))
 
 
-# ---- network
+# ---- network, Trainer and loss
 
 def network(args, devices):
     """Returns an initialized classifier."""
-    classes, options = images.classes_of(args), options_of(args)
-    if args.model == "small":
-        net = images.small_network(classes)
-    elif args.use_pretrained:
-        net = images.zoo_network(args.model, pretrained=True, ctx=devices, **options)
-    else:
-        net = images.zoo_network(args.model, classes=classes, **options)
-    if not args.use_pretrained:
-        net.initialize(mx.init.MSRAPrelu(), ctx=devices)
+    options = {flag: True for flag in ("batch_norm", "last_gamma") if getattr(args, flag)}
+    if args.use_pretrained:
+        return images.zoo_network(args.model, pretrained=True, ctx=devices, **options)
+    net = images.zoo_network(args.model, classes=images.classes_of(args), **options)
+    net.initialize(mx.init.MSRAPrelu(), ctx=devices)
     return net
 
 
@@ -128,35 +88,12 @@ def converted(args, net):
 
 
 def teacher_of(args, devices):
-    """Returns the network of --teacher; None without it."""
-    if not args.teacher:
-        return None
+    """Returns the network of --teacher."""
     if not args.teacher_params:
-        net = images.zoo_network(args.teacher, pretrained=True, ctx=devices)
-    else:
-        if not os.path.exists(args.teacher_params):
-            raise SystemExit(f"{args.teacher_params} does not exist")
-        classes = images.classes_of(args)
-        net = images.small_network(classes) if args.teacher == "small" else \
-            images.zoo_network(args.teacher, classes=classes)
-        net.load_parameters(args.teacher_params, ctx=devices)
+        return converted(args, images.zoo_network(args.teacher, pretrained=True, ctx=devices))
+    net = images.zoo_network(args.teacher, classes=images.classes_of(args))
+    net.load_parameters(args.teacher_params, ctx=devices)
     return converted(args, net)
-
-
-def options_of(args):
-    """Returns the keyword arguments for the model zoos."""
-    if args.batch_norm and not args.model.startswith("vgg"):
-        raise ValueError(f"--batch-norm is for a VGG. Received: --model {args.model}")
-    if args.model == "small" and (args.last_gamma or args.use_pretrained):
-        raise ValueError("--last-gamma and --use-pretrained are for a model zoo's networks. "
-                         "Received: --model small")
-    return {**({"batch_norm": True} if args.batch_norm else {}),
-            **({"last_gamma": True} if args.last_gamma else {})}
-
-
-def schedule_of(args, steps):
-    return recipes.schedule(args.lr, steps, args.epochs, args.lr_mode, args.lr_decay_epoch,
-                            args.lr_decay, args.warmup_epochs, args.warmup_lr)
 
 
 def trainer_of(args, net, kvstore="device", **schedule):
@@ -169,7 +106,7 @@ def trainer_of(args, net, kvstore="device", **schedule):
 
 
 def loss_of(args):
-    """Softmax cross entropy in float32, with label smoothing if the flags set it."""
+    """Softmax cross entropy in float32, with label smoothing and a teacher if the flags say so."""
     smooth, classes = args.label_smoothing, images.classes_of(args)
     hot, soft = args.temperature, 1 - args.hard_weight
     loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
@@ -195,100 +132,117 @@ def loss_of(args):
 
 # ---- training
 
-def mixup_of(args, epoch, rank):
-    """Returns a function that mixes images and labels; None without --mixup."""
-    if not args.mixup or epoch >= args.epochs - args.mixup_off_epoch:
-        return None
-    rng = np.random.RandomState([args.seed, epoch, rank] if rank else [args.seed, epoch])
-    classes = images.classes_of(args)
-
-    def mix(data, label):
-        share = rng.beta(args.mixup_alpha, args.mixup_alpha)
-        label = label.one_hot(classes)
-        return (share * data + (1 - share) * data[::-1],
-                share * label + (1 - share) * label[::-1])
-    return mix
-
-
-def scale_text(trainer):
-    return f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
-
-
-def peak_megabytes(devices):
-    """Returns the used memory of the GPUs, or the peak memory of the process."""
-    if devices[0].device_type == "gpu":
-        free_and_total = [mx.context.gpu_memory_info(d.device_id) for d in devices]
-        return sum(total - free for free, total in free_and_total) / 2 ** 20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def mixed(args, data, label):
+    """Returns weighted sums of two images and of their labels."""
+    share = np.random.beta(args.mixup_alpha, args.mixup_alpha)
+    label = label.one_hot(images.classes_of(args))
+    return share * data + (1 - share) * data[::-1], share * label + (1 - share) * label[::-1]
 
 
 def validate(net, loader, devices, loss_fn):
-    """Returns top-1 and top-5 errors, and the loss. With fewer than five classes the top-5 error
-    is 0."""
+    """Returns top-1 and top-5 errors, and the loss."""
     top1, top5, count, loss = 0, 0, 0, 0.0
-    for data, label in loader:
-        datas, labels = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False)
-                         for x in (data, label))
-        for out, y in zip([net(x) for x in datas], labels):
-            best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == y.asnumpy()[:, None]
+    for batch in loader:
+        parts = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False) for x in batch)
+        for data, label in zip(*parts):
+            out = net(data)
+            best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == label.asnumpy()[:, None]
             top1, top5, count = top1 + best[:, 0].sum(), top5 + best.sum(), count + len(best)
-            loss += float(loss_fn(out, y).sum().asscalar())
+            loss += float(loss_fn(out, label).sum().asscalar())
     return 1 - top1 / count, 1 - top5 / count, loss / count
 
 
+def resume(args, net, trainer, steps):
+    """Loads the checkpoint of --save-dir, or what --resume-params and the like say.
+
+    Returns the position in the training: `steps` are those of an epoch.
+    """
+    schedule = trainer.optimizer.lr_scheduler  # may have more epochs than the checkpoint's
+    if not args.benchmark and os.path.exists(os.path.join(args.save_dir, "checkpoint.json")):
+        if not args.resume:
+            raise ValueError(f"{args.save_dir} has a run: pass --resume to continue it, or "
+                             "another --save-dir")
+        recipes.check_flags(os.path.join(args.save_dir, "log.jsonl"), args)
+        position = amp.load_checkpoint(args.save_dir, net, trainer)
+        if position.epoch >= args.epochs:
+            log.info("no epochs are left to train; --epochs above %d continues", args.epochs)
+    else:
+        if args.resume:
+            log.info("nothing to resume in %s", args.save_dir)
+        if args.resume_epoch >= args.epochs:
+            raise ValueError(f"--resume-epoch {args.resume_epoch} leaves none of the {args.epochs} "
+                             "epochs to train: --epochs includes earlier epochs")
+        position = Position(args.resume_epoch)
+        if args.resume_params:
+            net.load_parameters(args.resume_params)
+        if args.resume_states:
+            trainer.load_states(args.resume_states)
+        else:
+            trainer.optimizer.begin_num_update = trainer.optimizer.num_update = \
+                args.resume_epoch * steps
+    trainer.optimizer.lr_scheduler = schedule
+    return position
+
+
+def save(args, net, trainer, position, record):
+    """Saves a checkpoint for --resume. Rank 0 also saves the best parameters, and parameters and
+    states of each --save-period epochs and of the last, under GluonCV's names."""
+    name = os.path.join(args.save_dir, f"epoch-{position.epoch - 1}")
+    if trainer.rank == 0:
+        errors = [line["err_top1"] for line in record.lines if line.get("err_top1") is not None]
+        if errors and errors[-1] == min(errors):
+            net.save_parameters(os.path.join(args.save_dir, "best.params"))
+        if position.epoch == args.epochs or position.epoch % (args.save_period or args.epochs) == 0:
+            net.save_parameters(f"{name}.params")
+            trainer.save_states(f"{name}.states")
+    amp.save_checkpoint(args.save_dir, net, trainer, position, record)
+
+
 def train(args, make_network, validates_first=False):
-    """Trains the network that `make_network(args, devices)` returns; --resume continues a run.
-    Returns the epochs' lines of log.jsonl."""
-    # Ranks, devices of this process, images, the output folder, random numbers
-    args.lr_mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
-    ranks = recipes.Ranks(args.kvstore)
-    ranks.start_log("%(message)s")
-    if args.logging_file and ranks.rank == 0:
+    """Trains the network that `make_network(args, devices)` returns. Returns the epochs' lines of
+    log.jsonl."""
+    workers = recipes.Workers(args)
+    devices, images_per_step = workers.devices, args.batch_size * workers.count
+    if workers.rank == 0 and not args.benchmark:
+        os.makedirs(args.save_dir, exist_ok=True)
+    if args.logging_file and workers.rank == 0:
         logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
-    devices = ranks.devices(args.gpus)
-    if ranks.workers > 1:
-        args.workers = ranks.workers
-    order, loader, val_loader = images.image_loaders(args, ranks)
-    folder = recipes.RunFolder(args, ranks.rank, writes=not args.benchmark)
+    order, loader, val_loader = images.image_loaders(args, workers)
     log.info("%s", args)
-    if len(devices) > 1:
-        log.info("each of the %d GPUs gets %g images of a batch: --batch-size is their sum",
-                 len(devices), args.batch_size / len(devices))
     recipes.seed_all(args.seed)
 
     # The network, converted before its Trainer is created, and the loss
     net = converted(args, make_network(args, devices))
     out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates all parameters
-    classes = images.classes_of(args)
-    if out.shape[1] != classes:
-        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data {classes}: "
-                         "fine_tune.py replaces the head")
-    teacher, loss_fn = teacher_of(args, devices), loss_of(args)
+    if out.shape[1] != images.classes_of(args):
+        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data "
+                         f"{images.classes_of(args)}: fine_tune.py replaces the head")
+    teacher, loss_fn = args.teacher and teacher_of(args, devices), loss_of(args)
     if validates_first:
         log.info("before: err-top1=%f err-top5=%f",
                  *validate(net, val_loader, devices, loss_fn)[:2])
 
-    # The Trainer, which scales the loss, and the state of a resumed run
-    trainer = trainer_of(args, net, ranks.store, lr_scheduler=schedule_of(args, len(loader)))
-    first = folder.resume(net, trainer)
-    if not args.resume_states and trainer.optimizer.num_update == 0:  # else the states have it
-        trainer.optimizer.begin_num_update = trainer.optimizer.num_update = first * len(loader)
-    record = folder.start_log(first)
-    images_per_step = args.batch_size * ranks.workers
+    # The Trainer, which scales the loss, and the position of a resumed run
+    schedule = recipes.schedule(args, len(loader))
+    trainer = trainer_of(args, net, workers.store, lr_scheduler=schedule)
+    position = resume(args, net, trainer, len(loader))
+    record = Log(None if args.benchmark else os.path.join(args.save_dir, "log.jsonl"), args,
+                 interval=args.log_interval, tensorboard=args.tensorboard, begin=position,
+                 rank=workers.rank, progress=False)
 
-    for epoch in range(first, args.epochs):
+    for epoch in range(position.epoch, args.epochs):
         order.epoch = epoch
-        if args.xray and ranks.rank == 0:
+        if args.xray and workers.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * ranks.rank)  # dropout, augmentation
-        mix = mixup_of(args, epoch, ranks.rank)
+        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)  # dropout, augmentation
+        mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
         metric, start = mx.metric.Accuracy(), time.time()
-        progress = recipes.Progress(args, loader, epoch, images_per_step, ranks.rank)
-        for i, (data, label) in progress:
+        tic = start
+        for i, (data, label) in enumerate(position.batches(loader)):
             images.check_labels(args, label)
-            mixed, target = mix(data, label) if mix else (data, label)
+            data, target = mixed(args, data, label) if mixes else (data, label)
             datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
-                                      for x in (mixed, label, target))
+                                      for x in (data, label, target))
             taught = [teacher(x) if teacher else None for x in datas]
             with autograd.record():
                 outputs = [net(x) for x in datas]
@@ -297,34 +251,37 @@ def train(args, make_network, validates_first=False):
             trainer.step(images_per_step)
 
             metric.update(labels, outputs)
-            loss = sum(float(one.sum().asscalar()) for one in losses) / args.batch_size
-            shown = record.step(trainer, loss, images_per_step)
-            speed = progress.step(loss, trainer.loss_scale, shown)
-            if speed:
+            scale = f"\tloss-scale={trainer.loss_scale:g}\tskipped={trainer.skipped}"
+            if record.step(trainer, losses, images_per_step):
                 log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f%s",
-                         epoch, i, speed, metric.get()[1], trainer.learning_rate,
-                         scale_text(trainer))
+                         epoch, i, images_per_step * args.log_interval / (time.time() - tic),
+                         metric.get()[1], trainer.learning_rate, scale)
+                tic = time.time()
         seconds = time.time() - start
-        if ranks.workers > 1:
+        if workers.count > 1:
             trainer.check_ranks()
             average_statistics(trainer)
         accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
         top1, top5, validation_loss = validate(net, val_loader, devices, loss_fn)
         log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
         log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
-        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5,
-                 scale_text(trainer))
+        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f%s", epoch, top1, top5, scale)
         record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
                      validation_loss=validation_loss, samples_per_second=speed)
         if args.benchmark:
-            log.info("%.1f samples/s, peak memory %.0f MB", speed, peak_megabytes(devices))
-        folder.save(net, trainer, epoch, record)
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            log.info("%.1f samples/s, peak memory of the process %.0f MB", speed, memory)
+        else:
+            save(args, net, trainer, position, record)
     record.close()
     return [line for line in record.lines if "batch" not in line]
 
 
 def main(arguments=None):
-    return train(parse(arguments), network)
+    parser = recipes.Parser(__doc__)
+    add_network_flags(parser)
+    add_flags(parser)
+    return train(parser.parse_args(arguments), network)
 
 
 if __name__ == "__main__":

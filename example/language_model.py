@@ -83,30 +83,34 @@ class GPT(gluon.HybridBlock):
 
 def main(arguments=None):
     """Trains with the flags, and prints a generated text."""
+    positive, whole = recipes.positive, recipes.whole
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument_group("network").add_argument
-    add("--layers", type=recipes.positive, default=4, help="number of layers")
-    add("--heads", type=recipes.positive, default=4, help="attention heads of a layer")
-    add("--width", type=recipes.positive, default=128, help="width of the residual stream")
-    add("--length", type=recipes.positive, default=64, help="context length in characters")
-    add("--dropout", type=recipes.share, default=0.0, help="dropout rate of each layer")
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add("--text", metavar="FILE", help="text to train on (default: Python's help)")
-    add("--batch-size", type=recipes.positive, default=32, help="sequences in a step")
-    add("--steps", type=recipes.positive, default=1000, help="number of updates")
-    add("--lr", type=recipes.above_0, default=1e-3, help="peak learning rate")
-    add("--warmup", type=recipes.whole, default=100, help="number of warm-up steps")
-    add("--wd", type=recipes.decimal, default=0.1, help="weight decay of matrices")
-    add("--clip", type=recipes.above_0, default=1.0, help="maximum norm of the gradient")
-    output = parser.add_argument_group("output")
-    output.add_argument("--characters", type=recipes.whole, default=200,
-                        help="number of characters to generate at the end")
-    recipes.add_step_flags(training, output, log_interval=100)
+    recipes.add_flags(parser, "network", (
+        ("--layers", positive, 4, "number of layers"),
+        ("--heads", positive, 4, "attention heads of a layer"),
+        ("--width", positive, 128, "width of the residual stream"),
+        ("--length", positive, 64, "context length in characters"),
+        ("--dropout", recipes.share, 0.0, "dropout rate of each layer")))
+    recipes.add_flags(parser, "training", (
+        ("--text", str, None, "file of a text to train on (default: Python's help)"),
+        ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
+        ("--batch-size", positive, 32, "sequences in a step"),
+        ("--steps", positive, 1000, "number of updates"),
+        ("--lr", recipes.above_0, 1e-3, "peak learning rate"),
+        ("--warmup", whole, 100, "number of warm-up steps"),
+        ("--wd", recipes.decimal, 0.1, "weight decay of matrices"),
+        ("--clip", recipes.above_0, 1.0, "maximum norm of the gradient")))
+    recipes.add_flags(parser, "output", (
+        ("--log-interval", positive, 100, "number of steps between two log lines"),
+        ("--save", recipes.new_file, None, "file to save the parameters to"),
+        ("--characters", whole, 200, "number of characters to generate at the end")))
+    recipes.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
-    device, rng = recipes.one_device(parser, args), np.random.RandomState(args.seed)
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
     recipes.seed_all(args.seed)
 
     # The text as numbers; the last tenth is for validation
@@ -134,8 +138,8 @@ def main(arguments=None):
 
     # The Trainer scales the loss and updates float32 master weights
     net.collect_params(".*(bias|gamma|beta|places)").setattr("wd_mult", 0.0)
-    schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
-                                warmup_epochs=min(args.warmup, args.steps - 1))
+    schedule = mx.lr_scheduler.CosineScheduler(
+        args.steps, args.lr, warmup_steps=min(args.warmup, args.steps - 1))
     trainer = amp.Trainer(net.collect_params(), "adamw",
                           {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
                            "beta2": 0.95}, loss_scale=args.loss_scale, clip_norm=args.clip)

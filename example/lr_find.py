@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument_group("learning rates").add_argument
-    add("--plot", default="rates.png", help="output file, PNG or SVG")
-    add("--start", type=recipes.above_0, default=1e-5, help="first learning rate")
-    add("--end", type=recipes.above_0, default=10.0, help="last learning rate")
-    add("--steps", type=recipes.positive, default=100, help="number of learning rates")
-    recipe.add_arguments(parser)
-    recipe.add_network_arguments(parser)
+    recipes.add_flags(parser, "learning rates", (
+        ("--plot", str, "rates.png", "output file, PNG or SVG"),
+        ("--start", recipes.above_0, 1e-5, "first learning rate"),
+        ("--end", recipes.above_0, 10.0, "last learning rate"),
+        ("--steps", recipes.positive, 100, "number of learning rates")))
+    recipe.add_flags(parser)
+    recipe.add_network_flags(parser)
     args = parser.parse_args(arguments)
     for name in ("teacher", "resume", "resume_params", "resume_states", "resume_epoch"):
         if getattr(args, name):
@@ -29,20 +29,19 @@ def main(arguments=None):
                          "--use-pretrained, and trains on labels alone")
     if len(args.gpus) > 1 and args.kvstore != "horovod":
         parser.error("--gpus: one is enough")
-    ranks = recipes.Ranks(args.kvstore)
-    device, = ranks.devices(args.gpus)
+    workers = recipes.Workers(args)
+    device, = workers.devices
     recipes.seed_all(args.seed)
 
-    _, loader, _ = images.image_loaders(args, ranks)
-    net = recipe.network(args, [device])
-    recipe.converted(args, net)
+    _, loader, _ = images.image_loaders(args, workers)
+    net = recipe.converted(args, recipe.network(args, [device]))
     net(next(iter(loader))[0].as_in_context(device))  # initializes deferred shapes
-    trainer, loss_fn = recipe.trainer_of(args, net, ranks.store), recipe.loss_of(args)
-    batches = Batches(args, ranks, loader, device)
-    if args.xray and ranks.rank == 0:
+    trainer, loss_fn = recipe.trainer_of(args, net, workers.store), recipe.loss_of(args)
+    batches = Batches(args, loader, device)
+    if args.xray and workers.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
     found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps)
-    if ranks.rank:
+    if workers.rank:
         return
     if not found.rates:
         print("no rate has a finite loss")
@@ -69,14 +68,14 @@ def draw(found, path):
 class Batches:
     """Yields the batches of image_classification.py's first epoch, on the device."""
 
-    def __init__(self, args, ranks, loader, device):
-        self.args, self.ranks, self.loader, self.device = args, ranks, loader, device
+    def __init__(self, args, loader, device):
+        self.args, self.loader, self.device = args, loader, device
 
     def __iter__(self):
-        mix = recipe.mixup_of(self.args, 0, self.ranks.rank)
         for data, label in self.loader:
             images.check_labels(self.args, label)
-            data, label = mix(data, label) if mix else (data, label)
+            if self.args.mixup:
+                data, label = recipe.mixed(self.args, data, label)
             yield data.as_in_context(self.device), label.as_in_context(self.device)
 
 

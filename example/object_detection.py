@@ -108,26 +108,29 @@ def average_precision(detections, labels, kind):
 
 def main(arguments=None):
     """Trains with the flags, and prints the mean average precision."""
+    positive = recipes.positive
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument_group("network").add_argument
-    add("--image-size", type=recipes.positive, default=64,
-        help="height and width in pixels, a multiple of 16")
-    add("--width", type=recipes.positive, default=16, help="channels of the first convolution")
-    training = parser.add_argument_group("training")
-    add = training.add_argument
-    add("--batch-size", type=recipes.positive, default=32, help="images in a step")
-    add("--steps", type=recipes.positive, default=1000, help="number of updates")
-    add("--lr", type=recipes.above_0, default=0.05, help="peak learning rate")
-    add("--momentum", type=recipes.share, default=0.9, help="momentum of SGD")
-    add("--wd", type=recipes.decimal, default=5e-4, help="weight decay")
-    output = parser.add_argument_group("output")
-    output.add_argument("--validation-images", type=recipes.positive, default=128,
-                        help="number of validation images")
-    recipes.add_step_flags(training, output, log_interval=50)
+    recipes.add_flags(parser, "network", (
+        ("--image-size", positive, 64, "height and width in pixels, a multiple of 16"),
+        ("--width", positive, 16, "channels of the first convolution")))
+    recipes.add_flags(parser, "training", (
+        ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
+        ("--batch-size", positive, 32, "images in a step"),
+        ("--steps", positive, 1000, "number of updates"),
+        ("--lr", recipes.above_0, 0.05, "peak learning rate"),
+        ("--momentum", recipes.share, 0.9, "momentum of SGD"),
+        ("--wd", recipes.decimal, 5e-4, "weight decay")))
+    recipes.add_flags(parser, "output", (
+        ("--log-interval", positive, 50, "number of steps between two log lines"),
+        ("--save", recipes.new_file, None, "file to save the parameters to"),
+        ("--validation-images", positive, 128, "number of validation images")))
+    recipes.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
-    device, rng = recipes.one_device(parser, args), np.random.RandomState(args.seed)
+    if len(args.gpus) > 1:
+        parser.error("--gpus: one is enough")
+    (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
     recipes.seed_all(args.seed)
 
     # The network, in the type of --dtype
@@ -139,8 +142,8 @@ def main(arguments=None):
 
     # The Trainer scales the loss and updates float32 master weights
     net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # allocates all parameters
-    schedule = recipes.schedule(args.lr, 1, args.steps, "cosine",
-                                warmup_epochs=min(50, args.steps - 1))
+    schedule = mx.lr_scheduler.CosineScheduler(
+        args.steps, args.lr, warmup_steps=min(50, args.steps - 1))
     trainer = amp.Trainer(net.collect_params(), "sgd",
                           {"learning_rate": args.lr, "lr_scheduler": schedule, "wd": args.wd,
                            "momentum": args.momentum}, loss_scale=args.loss_scale)

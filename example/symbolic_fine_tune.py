@@ -8,7 +8,10 @@ reads my_network-symbol.json and my_network-0090.params. A new head replaces the
 last fully connected layer to the output. In a short training batch norm's moving averages need a
 lower momentum: --bn-momentum 0.8.
 """
+import difflib
+import json
 import os
+import re
 
 import gluon_amp as amp
 import images
@@ -38,21 +41,79 @@ def load(name):
 
 def with_new_head(symbol, num_classes, before=None, bn_momentum=None):
     """Returns the network up to a layer, with a new classifier."""
-    features = images.without_head(symbol, before, bn_momentum)
+    features = without_head(symbol, before, bn_momentum)
     head = mx.sym.FullyConnected(features, num_hidden=num_classes, name="new_fc")
     return features, mx.sym.SoftmaxOutput(head, name="softmax")
 
 
+# ---- the network without its head
+
+def first_layers(parameters, count):
+    """Returns the names of the first layers of parameters in the order of a network."""
+    return list(dict.fromkeys(name.rsplit("_", 1)[0] for name in parameters))[:count]
+
+
+def without_head(symbol, layer=None, bn_momentum=None, freeze=0):
+    """Returns a classifier's features: its symbol up to its last fully connected layer.
+
+    Args:
+        layer: the last layer of the features instead.
+        bn_momentum: the momentum of all batch norms; a short training needs a lower one.
+        freeze: the number of layers, from the first, whose batch norms use their moving averages
+            and do not change them.
+    """
+    graph = json.loads(symbol.tojson(remove_amp_cast=False))
+    nodes = graph["nodes"]
+    frozen = first_layers([n for n in symbol.list_arguments() if n != "data"], freeze)
+    for node in nodes:
+        if "BatchNorm" in node["op"]:
+            attributes = node.setdefault("attrs", {})
+            if bn_momentum is not None:
+                attributes["momentum"] = str(bn_momentum)
+            gamma = nodes[node["inputs"][1][0]]["name"]
+            if gamma.rsplit("_", 1)[0] in frozen:
+                attributes["use_global_stats"] = "True"
+    internals = mx.sym.load_json(json.dumps(graph)).get_internals()
+    name = layer or _head(nodes, graph["heads"][0][0])
+    layers = [one[:-len("_output")] for one in internals.list_outputs() if one.endswith("_output")]
+    if name not in layers:
+        name = re.sub("_output$", "", name)
+    if name not in layers:
+        similar = difflib.get_close_matches(name, layers, 5, 0.3) or layers[:5]
+        raise ValueError(f"--layer-before-fullc: there is no layer {name}. Similar: "
+                         f"{', '.join(similar)}")
+    features = internals[f"{name}_output"]
+    features = features if layer else features.get_children()[0]
+    if "data" not in features.list_arguments():
+        raise ValueError("the network has no argument named data. Its first arguments: "
+                         f"{', '.join(features.list_arguments()[:3])}")
+    return features
+
+
+def _head(nodes, i):
+    """Returns the name of the last fully connected layer before node i."""
+    while nodes[i]["op"] != "FullyConnected":
+        if not nodes[i]["inputs"]:
+            layers = [node["name"] for node in nodes if node["op"] != "null"]
+            raise ValueError("the network has no FullyConnected layer before its output. Pass "
+                             "--layer-before-fullc, such as one of "
+                             f"{', '.join(layers[-5:])}")
+        i = nodes[i]["inputs"][0][0]
+    return nodes[i]["name"]
+
+
+# ---- training
+
 def main(arguments=None):
     parser = recipes.Parser(__doc__)
-    add = parser.add_argument_group("pretrained network").add_argument
-    add("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
-        help="a checkpoint, or a network of the model zoo")
-    add("--layer-before-fullc", help="the layer before the head (default: detected)")
-    add("--freeze", type=int, default=0, choices=(0, 1), help="1: train the new head only")
-    add("--bn-momentum", type=recipes.share, help="momentum of all batch norms")
+    recipes.add_flags(parser, "pretrained network", (
+        ("--pretrained-model", str, None, "a checkpoint, or a network of the model zoo",
+         {"required": True, "metavar": "PREFIX[,EPOCH]"}),
+        ("--layer-before-fullc", str, None, "the layer before the head (default: detected)"),
+        ("--freeze", int, 0, "1: train the new head only", {"choices": (0, 1)}),
+        ("--bn-momentum", recipes.share, None, "momentum of all batch norms")))
     recipe.add_arguments(parser)
-    parser.set_defaults(num_epochs=3, lr=0.01, lr_step_epochs=[2], batch_size=32)
+    parser.set_defaults(epochs=3, lr=0.01, lr_decay_epoch=[2], batch_size=32)
     args = recipe.parse_flags(parser, arguments)
 
     symbol, arg_params, aux_params = load(args.pretrained_model)

@@ -147,7 +147,7 @@ def train(name, kind, seed, where, more="", seconds=None):
     folder = unfinished(where) / f"{name}-{kind}-seed{seed}"
     saved, hits = folder / "saved", folder / "hits"
     # observe.py changes the weights of the control after the first update of a process.
-    if script == CIFAR10.script and kind != "control" and (saved / "last.json").exists():
+    if script == CIFAR10.script and kind != "control" and (saved / "checkpoint.json").exists():
         more += " --resume"
     else:
         shutil.rmtree(folder, ignore_errors=True)

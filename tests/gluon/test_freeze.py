@@ -1,13 +1,13 @@
 """Frozen layers do not change in training: neither their parameters nor their moving averages."""
 import fine_tune
 import gluon_amp as amp
-import images
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import ready, sequence
+from symbolic_fine_tune import first_layers, without_head
 from trainers import recorded
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
@@ -160,7 +160,7 @@ def test_fine_tuning_freezes_first_layers(kind, layers, data):
     body(data[0])
     if kind == "symbol":
         whole = mx.sym.FullyConnected(body(mx.sym.var("data")), num_hidden=2)
-        body = gluon.SymbolBlock(images.without_head(whole, freeze=layers), mx.sym.var("data"),
+        body = gluon.SymbolBlock(without_head(whole, freeze=layers), mx.sym.var("data"),
                                  body.collect_params())
     fine_tune.freeze(body, layers)
     net = Network(body)
@@ -169,7 +169,7 @@ def test_fine_tuning_freezes_first_layers(kind, layers, data):
     amp.convert(net)
     before = values(net)
     train(net, *data)
-    names = images.first_layers(body.collect_params(), layers)
+    names = first_layers(body.collect_params(), layers)
     assert len(names) == layers
     for name, value in values(net).items():
         assert np.array_equal(value, before[name]) == (name.rsplit("_", 1)[0] in names or

@@ -25,7 +25,7 @@ import recipes
 from mxnet import nd
 
 folder, seen, nets = sys.argv[2], [], []
-make, order, save = recipe.network, recipes.Part.__iter__, recipes.RunFolder.save
+make, order, save = recipe.network, recipes.Part.__iter__, recipe.save
 
 def network(*args):
     nets.append(make(*args))
@@ -33,15 +33,15 @@ def network(*args):
 
 def indices(part):
     found = list(order(part))
-    seen.append((part.ranks.rank, part.epoch, found))
+    seen.append((part.workers.rank, part.epoch, found))
     return iter(found)
 
-def save_and_copy(self, net, trainer, epoch, record):
-    save(self, net, trainer, epoch, record)
-    if epoch == 0 and self.writes:
-        shutil.copytree(self.args.save_dir, folder + "/cut")
+def save_and_copy(args, net, trainer, position, record):
+    save(args, net, trainer, position, record)
+    if position.epoch == 1 and trainer.rank == 0:
+        shutil.copytree(args.save_dir, folder + "/cut")
 
-recipe.network, recipes.Part.__iter__, recipes.RunFolder.save = network, indices, save_and_copy
+recipe.network, recipes.Part.__iter__, recipe.save = network, indices, save_and_copy
 recipe.main(sys.argv[3:])
 rank = seen[-1][0]
 nets[0].save_parameters(f"{folder}/rank{rank}.params")
@@ -87,8 +87,8 @@ def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
         assert sorted(seen) == list(range(256))
     assert log.count("[Epoch 1] validation") == 1  # rank 1 prints and saves nothing
     assert {path.name for path in whole.iterdir()} == {
-        ".lock", "best.params", "best.params.json", "epoch-1.params", "epoch-1.params.json",
-        "epoch-1.states", "last.json", "log.jsonl"}
+        "best.params", "best.params.json", "epoch-1.params", "epoch-1.params.json",
+        "epoch-1.states", "checkpoint.json", "checkpoint-2", "log.jsonl"}
     assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
     err = lines_of(whole)[-1]["err_top1"]
     assert err == 1 - right(whole / "epoch-1.params") / 450  # each image once
