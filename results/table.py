@@ -288,13 +288,10 @@ def line(*cells):
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def readers_table(found):
-    """Yields the lines of the table for readers: a row for each study, of the machine with the most
-    pairs in 16 bits, and of those with a control if there are several."""
-    yield from head("network and task", "machine", "measure: float32",
-                    *(f"{arm} minus float32" for arm in READERS_ARMS), "largest of the control",
-                    *(f"{cost} / float32: float16, bfloat16" for cost in ("step", "memory")))
-    costs, answers = study.lines(HERE / "runs/costs.jsonl"), {}
+def evident(found):
+    """Returns for each study the comparisons and corrected p values by arm: those of the machine
+    with the most pairs in 16 bits, and of those with a control if there are several."""
+    answers = {}
     for one, (p, _) in zip(found, corrected(found)):
         machines = answers.setdefault(one.study.name, {})
         machines.setdefault(one.study.machine, {})[one.arm] = one, p
@@ -303,8 +300,14 @@ def readers_table(found):
         return (sum(arms[arm][0].difference.seeds for arm in READERS_ARMS if arm in arms),
                 "control" in arms)
 
-    for machines in answers.values():
-        arms = max(machines.values(), key=evidence)
+    return [max(machines.values(), key=evidence) for machines in answers.values()]
+
+
+def readers_table(found):
+    """Yields the lines of the table for readers, a row for each study."""
+    yield from head("network and task", "measure: float32",
+                    *(f"{arm} minus float32" for arm in READERS_ARMS))
+    for arms in evident(found):
         of = next(iter(arms.values()))[0].study
         cells = []
         for arm in READERS_ARMS:
@@ -313,12 +316,21 @@ def readers_table(found):
                 cells.append(f"{answer(one, p)}: {interval(one)}, {one.difference.seeds} pairs")
             else:
                 cells.append("not run")
+        yield line(SUBJECTS[of.name], f"{of.measure.name}: {spread(of, 'float32')}", *cells)
+
+
+def costs_table(found):
+    """Yields the lines of the table of machines, controls and costs, in the order of the first."""
+    yield from head("network and task", "machine", "largest of the control",
+                    *(f"{cost} / float32: float16, bfloat16" for cost in ("step", "memory")))
+    costs = study.lines(HERE / "runs/costs.jsonl")
+    for arms in evident(found):
+        of = next(iter(arms.values()))[0].study
         control = "not run"
         if "control" in arms:
             control = signed(of, max(map(abs, of.differences("control")))).replace("+", "±")
-        yield line(SUBJECTS[of.name], of.machine, f"{of.measure.name}: {spread(of, 'float32')}",
-                   *cells, control, *(cost(of, costs, of_step)
-                                      for of_step in ("step_seconds", "bytes")))
+        yield line(SUBJECTS[of.name], of.machine, control,
+                   *(cost(of, costs, of_step) for of_step in ("step_seconds", "bytes")))
 
 
 def cost(of, costs, quantity):
@@ -528,7 +540,8 @@ def main():
         loss for arm in of.losses.values() for run in arm.values() for loss in run.values()) > 0]
     to_plateau = [read("plateau", *of) for of in sorted(logged("plateau").items())]
     with_hits = [of for of in studies if len(of.hits) > 1]
-    fill(HERE / "README.md", {"summary": summary(planned), "readers": readers_table(planned)})
+    fill(HERE / "README.md", {"summary": summary(planned), "readers": readers_table(planned),
+                              "costs": costs_table(planned)})
     fill(HERE / "comparisons.md", {
         "planned": table(planned), "before": table(before), "images": image_table(with_hits),
         "steps": step_table(with_steps), "plateau": plateau_table(to_plateau)})
