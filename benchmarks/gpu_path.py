@@ -1,8 +1,7 @@
 """Records the GPU calls of training steps without a GPU: make -C tests bench-gpu-path.
 
-It writes docs/gpu_table.txt, with each network of networks.py in float32, under mx.contrib.amp and
-under gluon_amp, and docs/gpu_resnet50.txt, a step of ResNet-50. The optimizer is SGD with momentum;
-the loss scale is settled. Each step runs in a separate process, `gpu_path.py NAME HOW`.
+It writes gpu_path.md, with each network of networks.py in float32, under mx.contrib.amp and under
+gluon_amp, and a step of ResNet-50. Each step runs in a separate process, `gpu_path.py NAME HOW`.
 """
 import json
 import subprocess
@@ -100,9 +99,11 @@ def main():
     for name in NETWORKS:
         for how in steps.HOW:
             lines.append(row(name if how == "float32" else "", how, *step_of(name, how)))
-    (ROOT / "docs" / "gpu_table.txt").write_text("\n".join(lines) + "\n")
     text = trace(*step_of(RESNET_50, "gluon_amp"), *step_of(RESNET_50, "float32"))
-    (ROOT / "docs" / "gpu_resnet50.txt").write_text(f"{text}\n")
+    page = ROOT / "benchmarks" / "gpu_path.md"
+    introduction = page.read_text().partition("| network")[0]
+    table = "\n".join(lines)
+    page.write_text(f"{introduction}{table}\n\nA step of ResNet-50:\n\n```text\n{text}\n```\n")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ PUBLISHED = {"readme": "README.md", "results": "results/README.md",
              "ranks_results": "results/ranks/README.md",
              "gpu_results": "results/gpu/README.md",
              "h100": "results/gpu/h100/README.md", "h200": "results/gpu/h200/README.md",
-             "benchmarks": "benchmarks/README.md", "contributing": "CONTRIBUTING.md",
+             "benchmarks": "benchmarks/README.md", "gpu_path": "benchmarks/gpu_path.md",
+             "contributing": "CONTRIBUTING.md",
              "changelog": "CHANGELOG.md"}
 
 project = "gluon_amp"

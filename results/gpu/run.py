@@ -29,7 +29,7 @@ RECIPES = {
 COMPUTE = [*study.PYTHON, str(HERE.parents[1] / "tests" / "software_gpu"), "--compute"]
 README = """# MXNet's CUDA build on a software GPU
 
-MXNet's CUDA build on a [software GPU](../../docs/gpu.md#a-gpu-that-computes) trains to about the
+MXNet's CUDA build on a [software GPU](../../docs/gpu_design.md#what-was-tested) trains to about the
 CPU's accuracy. `make -C tests results-gpu` writes this folder with `mxnet-cu112` 1.9.1.
 
 ## Digits
