@@ -8,17 +8,12 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import get_type_hints
 
 import gluon_amp
 import numpy as np
 from docutils import nodes
-from gluon_amp import annotations as aliases
 from PIL import Image
-from sphinx.addnodes import desc_addname, desc_signature, pending_xref
-from sphinx.domains.python import PyObject
 from sphinx.transforms import SphinxTransform
-from sphinx.util.typing import stringify_annotation
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -38,8 +33,7 @@ PUBLISHED = {"readme": "README.md", "results": "results/README.md",
 project = "gluon_amp"
 version = release = gluon_amp.__version__
 project_copyright = "the gluon_amp contributors, Apache-2.0"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
-autosummary_generate = False  # only its tables
+extensions = ["myst_nb"]
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
@@ -54,13 +48,6 @@ html_show_sourcelink = False
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
 smartquotes_action = "D"           # no smart quotes
-default_role = "code"             # `name` in a docstring
-autodoc_typehints = "description"
-autodoc_typehints_description_target = "documented_params"
-python_use_unqualified_type_names = True
-autodoc_inherit_docstrings = False
-autodoc_member_order = "bysource"
-napoleon_use_ivar = True
 
 # ---- the tutorial's notebooks: run at each build, each in its own folder
 
@@ -77,51 +64,6 @@ for name, value in {
         "PYTHONWARNINGS": "ignore::DeprecationWarning,ignore::FutureWarning",
         "MATPLOTLIBRC": str(HERE / "_static" / "matplotlibrc")}.items():
     os.environ.setdefault(name, value)
-# Modules of types that functions return
-INTERNAL = r"gluon_amp\.(graph|inspection|reports|cuda|tools|training\.lr_find)\."
-# Types without a page: from other packages, and parts of results
-nitpick_ignore_regex = [
-    ("py:class", "|".join([*aliases.__all__, "DataIter"])),
-    ("py:class", r"(mxnet|mx|numpy|dataclasses|os|pathlib)\..*|NoneType"),
-    ("py:class", r"gluon_amp\.(graph|inspection|reports|cuda|tools|training)\.\w+\.\w+")]
-
-
-def remove_any(app, what, name, obj, options, lines):
-    """Writes the types of a class's arguments like those of functions, and removes types that are
-    Any: MXNet has no type hints."""
-    annotations = app.env.temp_data.get("annotations", {})  # before Sphinx 8.2, too
-    if isinstance(obj, type) and name in annotations:
-        hints = get_type_hints(obj.__init__)
-        annotations[name].update((parameter, stringify_annotation(hints[parameter], "smart"))
-                                 for parameter in annotations[name].keys() & hints)
-    nothing = r"\[(?:str, )?~?(?:typing\.)?Any(?:, ~?(?:typing\.)?Any)*\]"
-    for types in annotations.values():
-        for parameter, hint in list(types.items()):
-            types[parameter] = re.sub(nothing, "", hint)
-            if hint.endswith("Any"):
-                del types[parameter]
-    lines[:] = [re.sub(INTERNAL, r"~\g<0>", re.sub(nothing, "", line)) for line in lines
-                if not re.fullmatch(r":vartype .*(\bAny|InitVar.*)", line.strip())]
-
-
-def code_blocks(app, what, name, obj, options, lines):
-    """Marks indented parts after empty lines of plain-text docstrings as code."""
-    text, result = list(lines), []
-    indents = [len(line) - len(line.lstrip()) for line in text]
-    outer, code = 0, False
-    for i, line in enumerate(text):
-        if line.strip():
-            begins = i > 0 and not text[i - 1].strip() and indents[i] > outer
-            if begins and not code:
-                result += [" " * outer + ".. code-block:: python", ""]
-                code = True
-            elif indents[i] <= outer:
-                outer, code = indents[i], False
-            elif not code:
-                outer = indents[i]
-        result.append(line)
-    lines[:] = result
-
 
 def read_page(app, name, text):
     """Includes the text of a file, with links adapted, and a download link of a notebook."""
@@ -213,8 +155,6 @@ class StackedTables(SphinxTransform):
 
     def apply(self):
         for table in self.document.findall(nodes.table):
-            if not any(table.findall(nodes.thead)):  # an overview of the API
-                continue
             head, *rows = table.findall(nodes.row)
             longest = sorted(max(len(cell.astext()) for cell in row) for row in rows)
             if not rows or longest[len(longest) // 2] < 25:  # a table of numbers
@@ -233,25 +173,19 @@ class LinkedNames(SphinxTransform):
     default_priority = 400
 
     def apply(self):
+        pages = {name: path.stem for path in (HERE / "api").glob("*.md")
+                 for name in re.findall(r'<a id="gluon_amp\.([\w.]+)">', path.read_text())}
         module = r"(?:(?:gluon_)?amp\.)" + ("?" if self.env.docname == "api" else "")
-        public = "|".join(name for name in gluon_amp.__all__ if name != "data")
-        name = re.compile(rf"{module}({public}|(?:data|parallel)\.\w+)(?:\(.*\))?")
+        called = re.compile(rf"{module}([\w.]+)(?:\(.*\))?")
         for code in list(self.document.findall(nodes.literal)):
-            found = name.fullmatch(code.astext())
-            if not found or isinstance(code.parent, (nodes.reference, nodes.title, pending_xref)):
+            name = called.fullmatch(code.astext())
+            if not name or name[1] not in pages \
+                    or isinstance(code.parent, (nodes.reference, nodes.title)):
                 continue
-            link = pending_xref("", refdomain="py", reftype="obj", refexplicit=True,
-                                reftarget=f"gluon_amp.{found[1]}")
+            uri = self.app.builder.get_relative_uri(self.env.docname, f"api/{pages[name[1]]}")
+            link = nodes.reference("", "", refuri=f"{uri}#gluon_amp.{name[1]}", internal=True)
             code.replace_self(link)
             link += code
-
-
-def short_names(app, domain, kind, content):
-    """Removes modules from the names of types that are returned, and not imported."""
-    for signature in content.parent.findall(desc_signature):
-        for module in list(signature.findall(desc_addname)):
-            if re.match(INTERNAL, module.astext()):
-                signature.remove(module)
 
 
 def darkened(path, app):
@@ -288,12 +222,6 @@ def _figures():
 
 
 def setup(app):
-    for field in PyObject.doc_field_types:
-        if field.name == "variable":
-            field.label = "Attributes"  # instead of Variables
-    app.connect("autodoc-process-docstring", code_blocks, priority=100)  # before napoleon
-    app.connect("autodoc-process-docstring", remove_any, priority=900)  # after it
-    app.connect("object-description-transform", short_names)
     app.connect("source-read", read_page)
     app.connect("build-finished", finish_notebooks)
     app.connect("build-finished", write_live_page)
