@@ -1,4 +1,4 @@
-"""Writes the entries of docs/api: `python docs/reference.py`.
+"""Writes the entries of docs/api: `python docs/api/reference.py`.
 
 An entry stands between `<!-- gluon_amp.NAME: members -->` and `<!-- end -->`: signature, docstring,
 and those of the members. `NAME()` is a class that functions return: it has no signature. What
@@ -10,7 +10,7 @@ import re
 import textwrap
 from pathlib import Path
 
-PAGES = sorted((Path(__file__).parent / "api").glob("*.md"))
+PAGES = sorted(Path(__file__).parent.glob("*.md"))
 MARKER = r"(?ms)^<!-- (gluon_amp\.[\w.]+)(\(\))?(?:: ([\w, \n]+?))? -->\n.*?^<!-- end -->$"
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises",
           "Attributes": "Attributes", "Yields": "Yields"}
