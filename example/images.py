@@ -37,8 +37,7 @@ def add_image_flags(parser):
         ("--classes --num-classes", positive, None, "number of classes (default: the dataset's)"),
         ("--image-size --input-size", positive, None, "height and width (default: the dataset's)"),
         ("--crop-ratio", crop_ratio, 1.0, "center crop in validation, a share of each side"),
-        ("--random-crop", bool, False, "crop that share at a random position in training (default: "
-         "40 to 100 %% of the image's area, resized)"),
+        ("--random-crop", bool, False, "crop that share in training (default: 40 to 100 %% of it)"),
         ("--num-workers --num-data-workers -j", recipes.whole, 0, "processes that load images"),
         ("--rgb-mean", recipes.decimals, [114.75], "mean of pixels from 0 to 255: one or three"),
         ("--rgb-std", recipes.deviations, [63.75], "standard deviation of pixels")))
@@ -53,7 +52,8 @@ def image_loaders(args, workers):
         train_data = train_data.take(args.examples)
     order = recipes.Part(len(train_data), args.seed, workers)
     options = {"num_workers": args.num_workers,
-               "batchify_fn": functools.partial(image_batch, args.rgb_mean, args.rgb_std)}
+               "batchify_fn": functools.partial(image_batch, *(
+                   [x / 255 for x in values] for values in (args.rgb_mean, args.rgb_std)))}
     loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
                                    last_batch="discard", **options)
     if not len(loader):
@@ -65,8 +65,7 @@ def image_batch(mean, std, samples):
     """Returns a batch of images and labels, and normalizes pixels: faster than image by image."""
     data, labels = default_batchify_fn(samples)
     if data.dtype == np.uint8:
-        data = mx.nd.image.to_tensor(data)  # from 0 to 1
-        data = mx.nd.image.normalize(data, [x / 255 for x in mean], [x / 255 for x in std])
+        data = mx.nd.image.normalize(mx.nd.image.to_tensor(data), mean, std)
     return [data, labels]
 
 
@@ -77,10 +76,10 @@ def classes_of(args):
 
 def check_labels(args, label):
     """Refuses a batch with labels that are not classes, which MXNet accepts silently."""
-    largest, classes = label.max().asscalar(), classes_of(args)
-    if largest >= classes:
-        raise ValueError(f"the data has a label {largest:g}, and the network {classes} classes, "
-                         "from 0 on: --classes")
+    largest = label.max().asscalar()
+    if largest >= classes_of(args):
+        raise ValueError(f"the data has a label {largest:g}, and the network {classes_of(args)} "
+                         "classes, from 0 on: --classes")
 
 
 def check_flags(args):
@@ -110,8 +109,8 @@ def image_datasets(args):
         data = downloaded(name, args.data_dir)
     elif name in CLASSES:
         if not args.data_dir:
-            raise ValueError(f"this script does not download {name}: pass --data-dir FOLDER with "
-                             "train/ and val/, each with a folder for each class")
+            raise ValueError(f"{name} is not downloaded: pass --data-dir FOLDER with train/ and "
+                             "val/, each with a folder for each class")
         data = folders(args, *(os.path.join(args.data_dir, part) for part in ("train", "val")))
     else:
         if not os.path.exists(name):

@@ -2,7 +2,6 @@
 import argparse
 import difflib
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -158,16 +157,13 @@ def add_training_flags(parser):
         ("--lr-decay --lr-factor", decimal, 0.1, "decay factor of step"),
         ("--warmup-epochs", decimal, 0, "number of warm-up epochs"),
         ("--warmup-lr", decimal, 0.0, "learning rate at the start of warm-up"),
-        ("--warmup-strategy", ("linear", "constant"), "linear", "linear: the rate rises to --lr; "
-         "constant: it stays at --warmup-lr"),
-        ("--kvstore --kv-store", ("local", "device", *DISTRIBUTED), "device", "all-reduce of "
-         "gradients: in one process, by MXNet's parameter server (dist_sync), or by Horovod. Each "
-         "process reads a part of the training data, in batches of --batch-size")))
+        ("--warmup-strategy", ("linear", "constant"), "linear", "constant stays at --warmup-lr"),
+        ("--kvstore --kv-store", ("local", "device", *DISTRIBUTED), "device", "all-reduce in one "
+         "process, or of many that read a part of the data each (docs/distributed.md)")))
     add_flags(parser, "logs and X-rays", (
         ("--log-interval --disp-batches", positive, 20, "number of batches between two log lines"),
         ("--tensorboard", str, None, "folder for TensorBoard's files (pip install tensorboard)"),
-        ("--claim-speed", bool, False, "confirm that nothing else runs on this machine: reports "
-         "compare the speed"),
+        ("--claim-speed", bool, False, "nothing else runs on this machine: reports compare speed"),
         ("--xray", str, None, "folder for an X-ray of each epoch's first steps (docs/xray.md)"),
         ("--xray-steps", positive, 3, "number of steps of an X-ray")))
 
@@ -197,9 +193,6 @@ def schedule(args, steps):
     warmup_steps = int(args.warmup_epochs * steps)
     warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": args.warmup_lr,
               "warmup_mode": args.warmup_strategy}
-    if args.warmup_lr > args.lr:
-        raise ValueError(f"--warmup-lr must be at most --lr {args.lr:g}. "
-                         f"Received: {args.warmup_lr:g}")
     if (args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")) == "step":
         after = [int(epoch * steps) for epoch in args.lr_decay_epoch] or [1 << 60]
         return mx.lr_scheduler.MultiFactorScheduler(after, args.lr_decay, args.lr, **warmup)
@@ -278,11 +271,10 @@ def check_flags(path, args, may_differ=MAY_DIFFER):
 
 
 def xray_epoch(args, epoch, net, batches, loss_fn=None):
-    """X-rays copies of an epoch's first batches, into FOLDER/epoch-0 and so on. Call it before the
-    epoch, and before its random seed is set."""
+    """X-rays copies of an epoch's first batches, before the epoch and before its random seed."""
     folder = os.path.join(args.xray, f"epoch-{epoch}")
     if os.path.exists(folder):  # of a run that was resumed
         return
     os.makedirs(args.xray, exist_ok=True)
-    view = amp.xray(net, itertools.islice(batches, args.xray_steps), loss_fn, steps=args.xray_steps)
+    view = amp.xray(net, batches, loss_fn, steps=args.xray_steps)
     log.info("X-ray of epoch %d: %s\n%s", epoch, view.save(folder), view)
