@@ -228,7 +228,7 @@ def train(args, make_network, validates_first=False):
     position = resume(args, net, trainer, len(loader))
     record = Log(None if args.benchmark else os.path.join(args.save_dir, "log.jsonl"), args,
                  interval=args.log_interval, tensorboard=args.tensorboard, begin=position,
-                 rank=workers.rank, progress=False)
+                 rank=workers.rank)
 
     for epoch in range(position.epoch, args.epochs):
         order.epoch = epoch

@@ -454,7 +454,7 @@ def start_log(args, workers, begin, interval):
                                  f"{args.model_prefix}-{begin:04d}.params is of that epoch: the "
                                  "files are of different runs")
     return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
-               rank=workers.rank, progress=False)
+               rank=workers.rank)
 
 
 def main(arguments=None):
