@@ -219,7 +219,7 @@ def main(number, of, *paths):
         count += 1
         if killer is None:
             survivors.append(f"{mutant} ({len(tests)} tests)")
-        print(f"{count}/{len(jobs)} {mutant}: {killer or 'SURVIVES'}", file=output, flush=True)
+        print(f"\n{count}/{len(jobs)} {mutant}: {killer or 'SURVIVES'}", file=output, flush=True)
 
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(1), "w") as output:
         forked = [job for job in jobs if job[0].function is not None]

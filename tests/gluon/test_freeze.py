@@ -93,6 +93,25 @@ def test_whole_network_and_exported_files_are_frozen(data, tmp_path):
         np.testing.assert_allclose(loaded(data[0]).asnumpy(), expected.asnumpy(), atol=0.01)
 
 
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_batch_norms_in_loops_of_a_symbol_block_are_frozen(policy):
+    def step(x, states):
+        return mx.sym.BatchNorm(x, fix_gamma=False, name="norm"), states
+    out, _ = mx.sym.contrib.foreach(step, mx.sym.var("data"), [])
+    net = ready(gluon.SymbolBlock(out, mx.sym.var("data")))
+    x = nd.random.normal(5, 3, (2, 8, 3))
+    net(x)
+    amp.freeze(net)
+    if policy:
+        amp.convert(net, policy)
+    before, expected = values(net), net(x).asnumpy()
+    np.testing.assert_array_equal(recorded(net, x).asnumpy(), expected)
+    for name, value in values(net).items():
+        np.testing.assert_array_equal(value, before[name])
+    amp.freeze(net, False)
+    assert not np.allclose(recorded(net, x).asnumpy(), expected, atol=1)
+
+
 def test_gradients_reach_layers_before_a_frozen_one(data):
     net = ready(sequence(nn.Conv2D(3, 1), features(), nn.Dense(2)), mx.init.Xavier())
     net(data[0])

@@ -19,8 +19,8 @@ from trainers import recorded
 pytestmark = [pytest.mark.sanitize, pytest.mark.long]
 
 ALL = {**networks.ZOO, **networks.OTHERS}
-# Their layers are those of alexnet and the resnets of 50 layers.
-ALIKE = {"resnet18_v1", "resnet18_v2", "vgg11", "vgg11_bn"}
+# Their layers are those of smaller networks.
+ALIKE = {"alexnet", "densenet121", "inceptionv3", "resnet50_v1", "resnet50_v2", "vgg11", "vgg11_bn"}
 each_network = pytest.mark.parametrize(
     "name", cases([name for name in ALL if name not in ALIKE], sorted(ALIKE)))
 
@@ -129,7 +129,8 @@ def test_cond_runs_the_chosen_branch(rng):
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, rtol=5e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", networks.GLUONCV)
+@pytest.mark.parametrize("name", cases(["mobilenetv3_small", "cifar_resnet20_v1"],
+                                       ["resnet50_v1b", "se_resnext50_32x4d"]))
 def test_gluoncv_trains_as_in_float32(name, rng):
     if find_spec("gluoncv") is None:
         pytest.skip("gluoncv is not installed")
@@ -161,7 +162,7 @@ def test_symbol_block_trains_as_in_float32(tmp_path, rng):
 
 def test_two_devices_share_the_batch(rng):
     devices = [mx.cpu(0), mx.cpu(1)]
-    net = amp.convert(ready(networks.zoo("resnet18_v1")(), mx.init.Xavier(), ctx=devices))
+    net = amp.convert(ready(networks.zoo("mobilenet0.25")(), mx.init.Xavier(), ctx=devices))
     trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.01))
     data = gluon.utils.split_and_load(networks.images(32, 8)(rng)[0], devices)
     for _ in range(2):
@@ -269,7 +270,7 @@ def test_initial_parameters_match_float32(again, rng):
     x = networks.images(32)(rng)[0]
     values = []
     for when in ("never", "before", "after"):
-        net = networks.zoo("resnet18_v1", prefix="same_")()
+        net = networks.zoo("mobilenet0.25", prefix="same_")()
         if again:
             net.initialize()
             net(x)

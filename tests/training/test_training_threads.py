@@ -7,6 +7,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
+from cases import cases
 from mxnet import autograd, gluon, nd
 from processes import printed
 from trainers import One, make, ones, recorded, values, with_trainer
@@ -178,6 +179,6 @@ print(0 < refused < 90)
 """
 
 
-@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", cases(["float16"], ["bfloat16"]))
 def test_threads_that_share_a_network_do_not_crash(policy):
     assert printed(SHARED, policy).splitlines()[-1] == "True"
