@@ -24,6 +24,13 @@ def run(*arguments, folder=ROOT, **variables):
                           env=environment(**variables))
 
 
+def run_tests(config, *arguments, **variables):
+    """Runs tests in a new process, of the cases that this run of pytest selects."""
+    quick = ["--quick"] * config.getoption("quick")
+    return run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *quick, *arguments,
+               **variables)
+
+
 def printed(code, *arguments, **variables):
     """The output of this code in a new process."""
     done = run("-c", code, *arguments, **variables)

@@ -5,6 +5,7 @@ import os
 import gluon_amp as amp
 import numpy as np
 import pytest
+from cases import cases
 from gluon_amp._mxnet import mx
 from gluon_amp.cpu import library
 from gluon_amp.graph.build import build
@@ -12,7 +13,7 @@ from gluon_amp.graph.graph import Graph
 from gluon_amp.policy import POLICIES
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from processes import run
+from processes import run_tests
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa,
               pytest.mark.skipif(not library.keeps_layout(),
@@ -226,11 +227,10 @@ def test_outputs_have_plain_layout():
         assert outputs[output.output] == "0"
 
 
-@pytest.mark.parametrize(("threads", "workers"), [(2, 1), (1, 4), (2, 4)])
-def test_numbers_of_threads_and_workers(threads, workers):
+@pytest.mark.parametrize(("threads", "workers"), cases([(2, 4)], [(2, 1), (1, 4)]))
+def test_numbers_of_threads_and_workers(threads, workers, pytestconfig):
     if os.environ.get("MXNET_CPU_WORKER_NTHREADS"):
         pytest.skip("this is the inner run")
-    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-               "-k", "network_is_bitwise or each_size", OMP_NUM_THREADS=str(threads),
-               MXNET_CPU_WORKER_NTHREADS=str(workers))
+    done = run_tests(pytestconfig, __file__, "-k", "network_is_bitwise or each_size",
+                     OMP_NUM_THREADS=str(threads), MXNET_CPU_WORKER_NTHREADS=str(workers))
     assert done.returncode == 0, done.stdout

@@ -11,7 +11,7 @@ from gluon_amp._mxnet import mx
 from halves import as_bfloat16, bfloat16_ulps, generic_code
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from processes import printed, run
+from processes import printed, run_tests
 from trainers import recorded
 
 pytestmark = [pytest.mark.sanitize, pytest.mark.isa]
@@ -68,13 +68,12 @@ nd.waitall()
 
 
 @pytest.mark.parametrize("isa", [isa for isa, flag in ISAS.items() if flag])
-def test_each_instruction_set(isa):
+def test_each_instruction_set(isa, pytestconfig):
     if os.environ.get("DNNL_MAX_CPU_ISA"):
         pytest.skip("this is the inner run")
     if ISAS[isa] not in FLAGS:
         pytest.skip(f"this processor has no {ISAS[isa]}")
-    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
-               "-k", "not instruction", DNNL_MAX_CPU_ISA=isa)
+    done = run_tests(pytestconfig, __file__, "-k", "not instruction", DNNL_MAX_CPU_ISA=isa)
     assert done.returncode == 0, done.stdout
 
 

@@ -11,11 +11,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set(isa):
+def test_each_instruction_set(isa, pytestconfig):
     if isa == library.load():
         return  # this run tests it
-    done = processes.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "vectorized",
-                         HERE, GLUON_AMP_ISA=isa)
+    done = processes.run_tests(pytestconfig, "-m", "vectorized", HERE, GLUON_AMP_ISA=isa)
     if "must be one of" in done.stdout:
         pytest.skip(f"this processor has no {isa}")
     assert done.returncode == 0, done.stdout

@@ -163,12 +163,14 @@ def test_parameters_keep_their_shapes():
 def test_weights_of_one_pixel_or_one_input_are_not_transposed():
     weight = sym.Cast(sym.var("each_weight"), dtype="float16")
     x = conv(conv(sym.var("x"), "one", 1), "each", num_group=8, weight=weight)
-    symbol = conv(conv(x, "pairs", num_filter=4, num_group=4), "all")
+    x = conv(conv(x, "pairs", num_filter=4, num_group=4), "all")
+    symbol = sym.Deconvolution(x, kernel=(1, 1), num_filter=8, name="up")
     shapes = symbol.infer_shape(x=(2, 3, 8, 6))
     known = dict(zip(symbol.list_arguments(), shapes[0]))
     types = {**dict.fromkeys(known, "float16"), "each_weight": "float32"}
     graph = channels_last(Graph.read(symbol), types, known)
-    assert transposes(graph) == (2, 2)  # `pairs` has two inputs for each output
+    # `pairs` has two inputs for each output; cuDNN reads no other order of a deconvolution
+    assert transposes(graph) == (2, 3)
     assert graph.symbol().infer_shape(x=(2, 3, 8, 6)) == shapes
 
 

@@ -1,9 +1,12 @@
 """`python -m gluon_amp --dtype float16 train.py`: scripts in mixed precision without an edit."""
+import runpy
+
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import processes
 import pytest
+from cases import cases
 from gluon_amp.tools.switch import install
 from modules import prepared
 from mxnet import autograd, gluon, nd
@@ -367,7 +370,7 @@ def test_command_takes_a_loss_scale(tmp_path):
     assert done.returncode == 0
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(0)"])
+@pytest.mark.parametrize("end", cases(["", "sys.exit(0)"], ["sys.exit()"]))
 def test_script_without_trainer_fails(end, tmp_path):
     script = SCRIPT.format(trainer="trainer = None", step="loss.backward()") + end + "\n"
     done = run(tmp_path, script, "--dtype", "float16")
@@ -391,8 +394,9 @@ def test_help_of_a_script_succeeds(tmp_path):
     (["--dtype=float16", "report"], "--dtype takes a policy and a script"),
     (["--dtype", "float16", "nosuch.py"], "there is no script nosuch.py"),
 ])
-def test_wrong_arguments_are_one_line(arguments, error):
-    done = processes.run("-m", "gluon_amp", *arguments)
-    assert done.returncode == 1
-    assert error in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_wrong_arguments_are_one_line(arguments, error, switched, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["gluon_amp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("gluon_amp", run_name="__main__", alter_sys=True)
+    assert error in ended.value.code
+    assert "\n" not in ended.value.code

@@ -2,6 +2,7 @@
 import itertools
 import json
 import random
+import shutil
 
 import gluon_amp as amp
 import mxnet as mx
@@ -114,49 +115,59 @@ def test_failed_save_leaves_checkpoint(tmp_path, monkeypatch):
     assert amp.load_checkpoint(tmp_path, net, trainer).batch == 3
 
 
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
     """A folder with a checkpoint after the first batch, and its network and Trainer."""
-    train(tmp_path, every=1, stop=1)
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, every=1, stop=1)
     net, trainer, _ = created()
-    return net, trainer, tmp_path / "checkpoint.json"
+    return net, trainer, folder
+
+
+@pytest.fixture
+def saved(checkpoint, tmp_path):
+    """The same with a folder of its own, and its index."""
+    net, trainer, folder = checkpoint
+    shutil.copytree(folder, tmp_path / "copy")
+    return net, trainer, tmp_path / "copy" / "checkpoint.json"
 
 
 @pytest.mark.parametrize("change", [
     {"version": 2}, {"epoch": -1}, {"batch": "1"}, {"folder": "../other"},
     {"folder": "checkpoint-0"}, {"sha256": []}, {"sha256": None}, {"random": []},
     {"random": ["!"]}, {"random": ["AAAA"]}, {"random": 3}, {"log": []}, None])
-def test_damaged_index_is_named(tmp_path, change):
-    net, trainer, index = saved(tmp_path)
+def test_damaged_index_is_named(saved, change):
+    net, trainer, index = saved
     text = index.read_text()
     index.write_text(text[:99] if change is None else json.dumps({**json.loads(text), **change}))
     with pytest.raises(ValueError, match=r"checkpoint\.json is damaged"):
-        amp.load_checkpoint(tmp_path, net, trainer)
+        amp.load_checkpoint(index.parent, net, trainer)
 
 
 @pytest.mark.parametrize("name", ["network.params", "trainer.states"])
-def test_damaged_and_missing_files_are_named(tmp_path, name):
-    net, trainer, _ = saved(tmp_path)
-    path, = tmp_path.glob(f"checkpoint-*/{name}")
+def test_damaged_and_missing_files_are_named(saved, name):
+    net, trainer, index = saved
+    path, = index.parent.glob(f"checkpoint-*/{name}")
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=f"{name} is damaged"):
-        amp.load_checkpoint(tmp_path, net, trainer)
+        amp.load_checkpoint(index.parent, net, trainer)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=name):
-        amp.load_checkpoint(tmp_path, net, trainer)
+        amp.load_checkpoint(index.parent, net, trainer)
 
 
-def test_checkpoint_of_other_trainings_is_refused(tmp_path):
-    _, _, index = saved(tmp_path)
+def test_checkpoint_of_other_trainings_is_refused(saved):
+    _, _, index = saved
     net, trainer, _ = created(optimizer="sgd")
     with pytest.raises(ValueError, match="Adam"):
-        amp.load_checkpoint(tmp_path, net, trainer)
+        amp.load_checkpoint(index.parent, net, trainer)
     contents = json.loads(index.read_text())
     index.write_text(json.dumps({**contents, "random": 2 * contents["random"]}))
     net, trainer, _ = created()
     with pytest.raises(ValueError, match=r"2 workers.*Received: 1"):
-        amp.load_checkpoint(tmp_path, net, trainer)
+        amp.load_checkpoint(index.parent, net, trainer)
 
 
 def test_epoch_with_fewer_batches_is_refused(tmp_path):

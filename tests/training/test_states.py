@@ -675,6 +675,15 @@ def test_invalid_contents_with_a_checksum_are_refused(part, change, path):
     check_refused(trainer, net, path, r"trainer\.states")
 
 
+def test_data_after_the_end_are_refused(saved, path):
+    net, trainer = saved
+    body = Path(path).read_bytes()[fuzz_states.HEAD:]
+    states = trainer._updaters[0].get_states(dump_optimizer=True)
+    for content in (fuzz_states.sealed(body + b"0"), states + b"0", states[:-1] + b"N."):
+        Path(path).write_bytes(content)
+        check_refused(trainer, net, path, "after its end")
+
+
 def test_long_digits_in_names_are_refused(saved, path):
     net, trainer = saved
     rewrite(path, lambda saved: saved["training"]["names"].__setitem__(0, "dense" + "9" * 10 ** 5))
