@@ -101,6 +101,7 @@ def test_reading_results_prints_verdict_of_ten_seeds(run):
     assert "5 seeds: mean +0.62" in printed
 
 
+@pytest.mark.thorough
 def test_text_classification_matches_float32(run):
     names, printed = run("text")
     labels = names["labels"][:600]
@@ -111,6 +112,7 @@ def test_text_classification_matches_float32(run):
     assert names["difference"] < 0.01
 
 
+@pytest.mark.thorough
 def test_gan_trains_and_covers_every_cluster(run):
     names, _ = run("gan")
     for points in names["made"].values():

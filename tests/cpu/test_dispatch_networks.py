@@ -91,6 +91,7 @@ def symbolic(name, dtype, scale):
     return mx.sym.SoftmaxOutput(out, name="softmax", grad_scale=scale)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", cases(["mobilenet0_25"], ["resnet18_v1", "resnet18_v2"]))
 def test_published_symbolic_tutorial_trains_as_in_float32(name, rng):
     images, labels = (np.concatenate([a.asnumpy() for a in arrays])

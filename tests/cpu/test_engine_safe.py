@@ -162,6 +162,7 @@ def python(code, folder=PACKAGE.parent, **variables):
 # ---- settings of MXNet and oneDNN --------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_repeated_predictions_with_four_workers_and_forked_loaders():
     """MXNet reorders weights on its workers, while their old memory is reused. The processes that
     read data are forked from one in which the engine runs."""

@@ -7,14 +7,15 @@ from gluon_amp.cpu import library
 
 pytestmark = pytest.mark.long
 
-HERE = Path(__file__).parent
+FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py"))
+         if "pytest.mark.vectorized" in file.read_text()]  # the others take time to import
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
 def test_each_instruction_set(isa, pytestconfig):
     if isa == library.load():
         return  # this run tests it
-    done = processes.run_tests(pytestconfig, "-m", "vectorized", HERE, GLUON_AMP_ISA=isa)
+    done = processes.run_tests(pytestconfig, "-m", "vectorized", *FILES, GLUON_AMP_ISA=isa)
     if "must be one of" in done.stdout:
         pytest.skip(f"this processor has no {isa}")
     assert done.returncode == 0, done.stdout

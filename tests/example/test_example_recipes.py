@@ -127,6 +127,7 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng):
     np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
 
 
+@pytest.mark.thorough
 def test_first_gradient_norm_is_unscaled(tmp_path):
     first = []
     for scale in ("1", "dynamic"):

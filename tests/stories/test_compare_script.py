@@ -11,6 +11,7 @@ pytestmark = pytest.mark.long
 HOWTO = Path(__file__).parents[2] / "docs" / "howto.md"
 
 
+@pytest.mark.thorough
 def test_script_of_the_docs_is_compared(tmp_path, monkeypatch, capsys):
     section = HOWTO.read_text().partition("## Compare types")[2]
     Path(tmp_path, "train.py").write_text(re.search(r"(?s)```python process\n(.*?)```", section)[1])

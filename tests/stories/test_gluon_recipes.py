@@ -103,6 +103,7 @@ def test_lr_find_proposes_rate_and_draws_plot(tmp_path):
     assert (tmp_path / "rates.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (SHARED / "models").is_dir(),
                     reason="needs cifar_resnet20_v1 in ../shared or $GLUON_AMP_DATA")
 def test_gluoncv_network_is_fine_tuned_on_photos():

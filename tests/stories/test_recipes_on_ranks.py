@@ -99,6 +99,7 @@ def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
     assert lines_of(cut) == lines_of(whole)
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_in_float32(tmp_path):
     log = launch(tmp_path, tmp_path / "run", "--dtype", "float32", "--epochs", "1",
                  "--examples", "128")

@@ -69,8 +69,10 @@ def same(a, b):
     return all(map(np.array_equal, a[0], b[0])) and a[1:] == b[1:]
 
 
-@pytest.mark.parametrize("overflows", [(), (9, 10), (2, 9, 10, 11, 15)],
-                         ids=["no overflow", "just before and after the cut", "many"])
+# none, just before and after the cut, and many
+@pytest.mark.parametrize("overflows", [
+    pytest.param((), marks=pytest.mark.thorough), pytest.param((9, 10), marks=pytest.mark.thorough),
+    (2, 9, 10, 11, 15)])
 def test_resumed_run_is_bitwise_identical(overflows, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, first, last in ((whole, 0, 20), (cut, 0, 10), (cut, 10, 20)):

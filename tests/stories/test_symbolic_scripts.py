@@ -262,6 +262,7 @@ def test_bad_checkpoints_and_heads_are_one_line(pretrained, images, tmp_path):
     assert "no FullyConnected layer before its output" in last(str(tmp_path / "headless"), images)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not (SHARED / "models").is_dir(),
                     reason="needs efficientnet_lite0 in ../shared or $GLUON_AMP_DATA")
 def test_efficientnet_fine_tunes_on_photos_in_float16():

@@ -181,6 +181,13 @@ def test_float16_with_scale_matches_training_without(name, settings):
     assert_close(plain, train(StaticLossScale(100), name, "float16", **settings), rtol=2e-2)
 
 
+@pytest.mark.parametrize("cls", [DynamicLossScale, StaticLossScale])
+def test_scales_are_values(cls):
+    assert len({cls(8.0), cls(8.0), cls(16.0)}) == 2
+    with pytest.raises(AttributeError):
+        cls(8.0).initial = 16.0
+
+
 def test_tiny_gradients_train_only_with_scale():
     tiny, fast = 2.0 ** -30, {"learning_rate": 0.01 * 2.0 ** 30}
     usual = train(None, "sgd", "float16", learning_rate=0.01)
