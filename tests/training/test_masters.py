@@ -243,6 +243,14 @@ def test_averages_are_those_of_the_master_weights(policy, decay, every, devices)
             np.testing.assert_allclose(found, expected[name], rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.mx_nd("no sparse arrays")
+def test_averages_of_sparse_parameters_are_refused():
+    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize()
+    with pytest.raises(ValueError, match=r"Received sparse: \['weight'\]"):
+        amp.AveragedWeights(amp.Trainer([weight], "sgd", loss_scale=None))
+
+
 @pytest.mark.parametrize("decay", [0.8, None])
 def test_averages_in_float16_are_close_to_those_in_float32(decay):
     found = {}

@@ -55,6 +55,15 @@ def test_float32_training_matches_gluon_trainers_bitwise(scales, rng):
     assert [trainer.skipped for trainer in ours] == [0, 0]
 
 
+def test_trainers_with_gradients_of_different_scales_are_refused():
+    net = Pair()
+    trainers = net.trainers(8, 16)
+    for trainer in trainers:
+        trainer.backward(recorded(net, ones(), ones()))
+    with pytest.raises(RuntimeError, match=r"different loss scales .*Received: 8.0, 16.0"):
+        amp.backward(recorded(net, ones(), ones()), trainers)
+
+
 @pytest.mark.parametrize("large", WEIGHTS)
 def test_trainers_share_the_smallest_scale(large):
     net = Pair()

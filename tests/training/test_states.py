@@ -637,6 +637,23 @@ def test_invalid_pickled_settings_are_refused(change, saved, path):
     check_refused(trainer, net, path, r"trainer\.states")
 
 
+def nested(depth, width):
+    """Lists within each other, whose pickle is short and whose values are width ** depth."""
+    value = []
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(40, 2), nested(60, 1), np.complex64(1)],
+                         ids=["many steps", "deep", "complex"])
+def test_pickled_values_of_other_kinds_are_refused(value, saved, path):
+    net, trainer = saved
+    _, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
+    Path(path).write_bytes(pickle.dumps(({0: value}, optimizer)))
+    check_refused(trainer, net, path, r"trainer\.states")
+
+
 def rewrite(path, change):
     """Changes the values in a file, and gives it a checksum that fits."""
     text, _, arrays = Path(path).read_bytes()[fuzz_states.HEAD:].partition(b"\n")
@@ -658,6 +675,9 @@ def rewrite(path, change):
     ("training", {"skipped": "many"}), ("training", {"names": 3}), ("training", {"loss_scale": 5}),
     ("training", {"loss_scale": {"scale": "x"}}), ("training", {"averaged": [3]}),
     ("training", {"averaged": 3}),
+    *(("training", {"averaged": [{"decay": 0.5, "every": 1, "updates": 1, "count": 1,
+                                  "averages": {"$dict": [[number, 1]]}}]}) for number in (0, 99)),
+    ("optimizer", {"extra": 10 ** 25}),
     *((part, None) for part in ("states", "optimizer", "scheduler", "training"))])
 def test_invalid_contents_with_a_checksum_are_refused(part, change, path):
     def invalid(contents):

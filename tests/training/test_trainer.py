@@ -224,6 +224,8 @@ def test_update_on_kvstore_is_allowed_without_checks():
     backward(net, trainer)
     assert trainer.step(1)
     assert all((v == 0).all() for v in values(net))
+    with pytest.raises(RuntimeError, match=r"gradient_norm needs .* update_on_kvstore=False"):
+        print(trainer.gradient_norm)
 
 
 # ---- optimizers, sparse gradients, and weights written between steps

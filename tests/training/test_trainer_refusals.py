@@ -379,6 +379,12 @@ def test_scaled_loss_keeps_the_only_pass_of_mxnets_dropout(hybridized):
         by_scaled_loss(loss, trainer)
 
 
+def test_no_loss_is_refused():
+    _, trainer = with_trainer(One(), "sgd")
+    with pytest.raises(ValueError, match=r"a list of losses. Received: an empty list"):
+        trainer.backward([])
+
+
 def test_no_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match=r"needs parameters. Received: none"):
         amp.Trainer([], "sgd")
