@@ -130,25 +130,23 @@ class Forks:
 
 def change(mutant):
     """Replaces the code of a function of this process."""
-    name, line = mutant.function
-
-    def find(code):
+    def within(code):
+        """The code objects in a code object, by name and line."""
         for of in code.co_consts:
             if isinstance(of, types.CodeType):
-                if (of.co_name, of.co_firstlineno) == (name, line):
-                    return of
-                if (deeper := find(of)) is not None:
-                    return deeper
-        return None
+                yield (of.co_name, of.co_firstlineno), of
+                yield from within(of)
 
     path = str(ROOT / mutant.path)
-    code, changed = find(compile(mutant.source(), path, "exec")), 0
-    for of in gc.get_objects():
-        if isinstance(of, types.FunctionType) and of.__code__.co_filename == path and (
-                of.__code__.co_name, of.__code__.co_firstlineno) == (name, line):
-            of.__code__ = code
-            changed += 1
-    assert changed, mutant
+    code = dict(within(compile(mutant.source(), path, "exec")))[mutant.function]
+    new = {mutant.function: code, **dict(within(code))}  # functions that it has returned, too
+    functions = [(of, new[of.__code__.co_name, of.__code__.co_firstlineno])
+                 for of in gc.get_objects() if isinstance(of, types.FunctionType)
+                 and of.__code__.co_filename == path
+                 and (of.__code__.co_name, of.__code__.co_firstlineno) in new]
+    assert functions
+    for function, code in functions:
+        function.__code__ = code
 
 
 def in_copy(copy, mutant, tests):

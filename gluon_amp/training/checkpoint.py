@@ -8,8 +8,8 @@ import warnings
 from contextlib import contextmanager
 from typing import Any, Callable, Collection, Dict, Iterator, Mapping, Optional, Sequence, Tuple
 
-from .._mxnet import mx, np
-from ..annotations import Array, Optimizer, Updater
+from .._mxnet import mx
+from ..annotations import Optimizer, Updater
 from ..checks import counted, message, order_of
 from ..cpu.arrays import dtype_name, is_16bit
 from . import old_state_file, state_file
@@ -109,8 +109,7 @@ def fit_states(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
         fname: the path of the file.
         states: its states.
         optimizer: its optimizer, which gets the types of the weights.
-        weights: for each index a parameter's name, and its array, or the Parameter if it has none
-            yet.
+        weights: for each index a parameter's name and its array.
     """
     copied = with_masters(copy.deepcopy(optimizer))  # it may change in `create_state`
     fitting = {}
@@ -119,8 +118,6 @@ def fit_states(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
             raise ValueError(f"{fname} holds a state of parameter number {i}; here are "
                              f"{counted(len(weights), 'parameter')}")
         name, weight = weights[i]
-        if isinstance(weight, mx.gluon.Parameter):
-            weight = _stand_in(weight, state)
         with warnings.catch_warnings():  # MXNet warns about float16 weights without master weights
             warnings.simplefilter("ignore")
             new = copied.create_state_multi_precision(i, weight)
@@ -136,25 +133,6 @@ def fit_states(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
     if hasattr(copied, "weight_types"):
         optimizer.weight_types = copied.weight_types
     return fitting
-
-
-def _stand_in(parameter: "mx.gluon.Parameter", state: object) -> Array:
-    """Returns an array for a parameter whose shape is not complete yet: zeros in the shape of the
-    largest array of its state."""
-    dimensions = parameter.shape
-    shapes = [array.shape for array in _arrays_in(state) if dimensions is None or
-              len(array.shape) == len(dimensions)
-              and all(n in (0, -1, here) for n, here in zip(dimensions, array.shape))]
-    shape = max(shapes or [(1,) * len(dimensions or (1,))], key=np.prod)
-    return mx.nd.zeros(shape, stype=parameter._stype).astype(parameter.dtype)
-
-
-def _arrays_in(state: object) -> Iterator[Array]:
-    if isinstance(state, mx.nd.NDArray):
-        yield state
-    elif isinstance(state, (tuple, list)):
-        for one in state:
-            yield from _arrays_in(one)
 
 
 def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],

@@ -599,6 +599,8 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._check_own_weights("load_states()")
         self._decide()
         states, maker, training = checkpoint.read(fname, self._optimizer)
+        weights = {i: (p.name, (p._data or p.list_data())[0].as_nd_ndarray())  # its error
+                   for i, p in enumerate(self._params)}
         with checkpoint.one_error(fname):
             checkpoint.check_order(training.get("names", []), [p.name for p in self._params])
             averaged = training.get("averaged", [])
@@ -608,9 +610,7 @@ class Trainer(Trained, mx.gluon.Trainer):
                                  "before, as when it was saved")
             for mine, saved in zip(self._averaged, averaged):
                 mine._check(saved)
-            states = checkpoint.fit_states(fname, states, maker, {
-                i: (p.name, p if p._data is None else p._data[0].as_nd_ndarray())
-                for i, p in enumerate(self._params)})
+            states = checkpoint.fit_states(fname, states, maker, weights)
         self._broadcast_parameters()
         updaters = self._all_updaters()
         checkpoint.check_here(updaters[0])

@@ -340,6 +340,21 @@ def test_constant_parameter_works(when):
     assert np.array_equal(net(nd.ones((2, 3)))[0].asnumpy(), [[2, 3, 4]] * 2)
 
 
+def test_constants_that_fit_have_the_type_of_what_they_meet():
+    class Sum(gluon.HybridBlock):
+        def __init__(self, value):
+            super().__init__()
+            self.constant = self.params.get_constant("constant", nd.array(value))
+
+        def hybrid_forward(self, F, x, constant):
+            return F.broadcast_add(x, constant) - x
+
+    x = nd.full((1, 1), 1024, dtype="float16")
+    for value, expected in ((0.5, 0), (2049, 2049)):  # which float16 and float32 compute
+        net = ready(Sum([value]))
+        assert amp.convert(net, "pure_float16")(x).asscalar() == np.float16(expected), value
+
+
 def test_constant_ids_are_never_rounded():
     net = ready(WithConstant([1, 2049, 2999]))
     net.embed.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)

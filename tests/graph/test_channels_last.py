@@ -3,12 +3,15 @@ tests/software_gpu/computed/test_computed_layouts.py compares their results."""
 from collections import Counter
 from types import SimpleNamespace
 
+import gluon_amp as amp
 import mxnet as mx
 import pytest
 from gluon_amp.cuda import load
 from gluon_amp.graph.channels_last import channels_last
 from gluon_amp.graph.graph import Graph
 from mxnet import sym
+from mxnet.gluon import nn
+from networks import ready
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +175,12 @@ def test_weights_of_one_pixel_or_one_input_are_not_transposed():
     # `pairs` has two inputs for each output; cuDNN reads no other order of a deconvolution
     assert transposes(graph) == (2, 3)
     assert graph.symbol().infer_shape(x=(2, 3, 8, 6)) == shapes
+
+
+def test_channels_last_layers_are_refused_on_a_cpu():
+    net = amp.convert(ready(nn.Conv2D(4, 3, layout="NHWC", in_channels=3)))
+    with pytest.raises(ValueError, match=r"no channels-last Convolution.*NCHW.*Received: NHWC"):
+        net(mx.nd.ones((1, 8, 8, 3)))
 
 
 @pytest.mark.parametrize("libraries_of", [None, SimpleNamespace(choice=SimpleNamespace(cuda=11))])

@@ -710,15 +710,21 @@ def test_long_digits_in_names_are_refused(saved, path):
     check_refused(trainer, net, path, "another order")
 
 
-@pytest.mark.mx_nd("no sparse arrays")
-@pytest.mark.parametrize("rows", [[0, 4], [1, 1, 2, 3], [-1, 1, 2, 3], [3, 2, 1, 0]])
-def test_row_sparse_states_with_other_indices_are_refused(rows, path):
+def sparse_trainer():
+    """A Trainer whose only state has four rows."""
     weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
     weight.initialize(init="ones")
     trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
                           loss_scale=None)
     trainer.backward(recorded(lambda: weight.row_sparse_data(nd.arange(4)).sum()))
     trainer.step(1)
+    return trainer
+
+
+@pytest.mark.mx_nd("no sparse arrays")
+@pytest.mark.parametrize("rows", [[0, 4], [1, 1, 2, 3], [-1, 1, 2, 3], [3, 2, 1, 0]])
+def test_row_sparse_states_with_other_indices_are_refused(rows, path):
+    trainer = sparse_trainer()
     trainer.save_states(path)
     data = Path(path).read_bytes()
     good = struct.pack("<4q", 0, 1, 2, 3)
@@ -729,6 +735,32 @@ def test_row_sparse_states_with_other_indices_are_refused(rows, path):
     with pytest.raises(ValueError, match=r"trainer\.states"):
         trainer.load_states(path)
     assert same(before, numbers(trainer._updaters[0].states))
+
+
+@pytest.mark.mx_nd("no sparse arrays")
+@pytest.mark.parametrize(("place", "form", "number"), [
+    (12, "q", 3), (60, "i", 4), (64, "i", 2), (68, "q", 5), (68, "q", -1)],
+    ids=["values", "type of indices", "axes of indices", "more rows", "fewer rows"])
+def test_row_sparse_states_with_another_head_are_refused(place, form, number, path):
+    trainer = sparse_trainer()
+    trainer.save_states(path)
+    data = bytearray(Path(path).read_bytes())
+    head = len(data) - 32 - 16 - 76  # before the indices and the values of a 4 x 1 array
+    struct.pack_into(f"<{form}", data, head + place, number)
+    Path(path).write_bytes(fuzz_states.sealed(bytes(data[fuzz_states.HEAD:])))
+    before = numbers(trainer._updaters[0].states)
+    with pytest.raises(ValueError, match=r"trainer\.states"):
+        trainer.load_states(path)
+    assert same(before, numbers(trainer._updaters[0].states))
+
+
+def test_a_network_without_shapes_is_refused(saved, path):
+    net = amp.convert(ready(sequence(nn.Dense(4), nn.BatchNorm(), nn.Dense(2), prefix="net_")))
+    trainer = of(net)
+    with pytest.raises(gluon.parameter.DeferredInitializationError):
+        trainer.load_states(path)
+    fit(net, trainer, 1)
+    trainer.load_states(path)
 
 
 def test_a_length_beyond_the_end_allocates_nothing(path):
