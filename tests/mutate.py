@@ -27,7 +27,7 @@ from pathlib import Path
 import contexts
 import pytest
 from coverage import CoverageData
-from mutants import ROOT, PythonFile, cpp_mutants
+from mutants import ROOT, PythonFile, cpp_mutants, first
 
 ENGINE = Path("gluon_amp", "cpu", "_engine.so")
 ELSEWHERE = "only a copy of the checkout can have this change"
@@ -46,20 +46,34 @@ class Covering:
             self._seconds.update(json.loads(file.read_text()))
 
     def tests(self, mutant):
-        """Those of a mutant, in PATIENCE: quick ones first, one of each function before others."""
+        """Those of a mutant, in PATIENCE: one case of each test before others, and those first that
+        run lines of its function that few tests run."""
         lines = self._data.contexts_by_lineno(mutant.path)
         found = {test for line in self._lines(mutant) for test in lines.get(line, ())}
-        functions = defaultdict(list)
-        for test in sorted(found & self._seconds.keys(), key=self._seconds.get):
-            functions[test.partition("[")[0]].append(test)
-        ranked = sorted((number, self._seconds[test], test) for of in functions.values()
+        found &= self._seconds.keys()
+        fewest = dict.fromkeys(found, len(found))
+        for line in self._around(mutant):
+            for test in found.intersection(lines.get(line, ())):
+                fewest[test] = min(fewest[test], len(lines[line]))
+        cases = defaultdict(list)
+        for test in sorted(found, key=lambda test: (fewest[test], self._seconds[test])):
+            cases[test.partition("[")[0]].append(test)
+        ranked = sorted((number, fewest[test], self._seconds[test], test) for of in cases.values()
                         for number, test in enumerate(of))
         total, kept = 0, []
-        for _, seconds, test in ranked:
+        for *_, seconds, test in ranked:
             total += seconds
             if total < PATIENCE:
                 kept.append(test)
         return kept
+
+    @staticmethod
+    def _around(mutant):
+        """The lines of a mutant's outermost function."""
+        for node in ast.walk(PythonFile(mutant.path).tree):
+            if isinstance(node, ast.FunctionDef) and first(node) == mutant.function:
+                return range(node.body[0].lineno, node.end_lineno + 1)
+        return ()
 
     @staticmethod
     def _lines(mutant):
