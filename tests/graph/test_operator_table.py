@@ -97,6 +97,27 @@ def test_slice_indices_are_not_rounded_to_float16():
     assert np.array_equal(found.asnumpy(), np.insert(x, slice(2049, 2053), y, axis=0))
 
 
+def test_batched_product_between_casts_reads_float16():
+    """It sums in float32 by a setting, without casts of its arrays."""
+    x, y = (mx.sym.amp_cast(mx.sym.var(name), dtype="float32") for name in "xy")
+    graph = Graph.read(mx.sym.amp_cast(mx.sym.batch_dot(x, y), dtype="float16"))
+    built = build(graph, dict.fromkeys("xy", "float16"))
+    assert [node.op for node in built.nodes()] == ["null", "null", "batch_dot"]
+    arrays = [nd.full(shape, 1 / 64, dtype="float16") for shape in ((1, 1, 4096), (1, 4096, 1))]
+    executor = built.symbol().bind(mx.cpu(), arrays, grad_req="null")
+    assert executor.forward()[0].asscalar() == 1
+    counted = build(graph, dict.fromkeys("xy", "float16"), watch=True)
+    assert [node.op for node in counted.nodes()].count("amp_cast") == 3
+
+
+@pytest.mark.parametrize(("dtype", "mirrored"), [("float16", False), ("float32", True)])
+def test_mirroring_does_not_run_16_bit_dropout_twice(dtype, mirrored):
+    with mx.AttrScope(force_mirroring="True"):
+        graph = Graph.read(mx.sym.Dropout(mx.sym.var("x")))
+    node, = (n for n in build(graph, {"x": dtype}).nodes() if n.op == "Dropout")
+    assert ("__force_mirroring__" in node.attrs) is mirrored
+
+
 # functions that numpy mode must compute in float32, and a value whose result overflows float16
 NUMPY = {"degrees": 3000, "exp": 12, "square": 300,
          "expm1": 12, "cosh": 12, "sinh": 12, "reciprocal": 1e-5,
