@@ -49,8 +49,14 @@ test-all: .venv/test
 test-%:
 	$(MAKE) -C tests $*
 
-sanitize coverage mutate:
-	$(MAKE) -C tests $@
+sanitize:
+	$(MAKE) -C tests sanitize
+
+coverage:
+	$(MAKE) -C tests coverage
+
+mutate:
+	$(MAKE) -C tests mutate
 
 lint: .venv/test
 	$(BIN)/ruff check .
