@@ -230,6 +230,9 @@ void dispatch_operators(int count, const char** names);
 bool is_dispatched(const nnvm::Op* x);
 // Whether the engine runs a node on a CPU; `type16`: which 16-bit type some input or output has.
 bool engine_runs(const NodeAttrs& attrs, int type16);
+// The operators that have made finite numbers infinite in float16, in training, since the last call: lines of an operator
+// and the name of its node, if it has one.
+std::string overflow_rows();
 std::string operator_rows();  // a line for each: its name, and words for what it supports
 void register_training();  // training.cc
 // An operator that MXNet does not have, with one output.

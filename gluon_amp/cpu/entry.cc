@@ -130,6 +130,12 @@ const char* operators() {
   return rows.c_str();
 }
 
+const char* overflows() {
+  static thread_local std::string rows;
+  rows = overflow_rows();
+  return rows.c_str();
+}
+
 // The number of the settings in a text (settings.h), or -1 with the error in `reason`.
 int64_t settings(const char* text) {
   try {
@@ -433,7 +439,8 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
   using namespace gluon_amp;
   static const Function functions[] = {
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
-      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(list_repairs), FUNCTION(operators), FUNCTION(settings),
+      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(list_repairs), FUNCTION(operators), FUNCTION(overflows),
+      FUNCTION(settings),
       FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
       FUNCTION(graph_operators), FUNCTION(cached_op_number), FUNCTION(facts_on_gradients), FUNCTION(copy_all),
       FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),

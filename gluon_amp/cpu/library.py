@@ -252,6 +252,15 @@ def started() -> bool:
     return _table is not None
 
 
+def overflows() -> List[Tuple[str, str]]:
+    """Returns the operators that have rounded finite numbers above 65504 to float16's infinity in
+    training since the last call: the operator, and the name of its node, "" if it has none."""
+    if _table is None:
+        return []
+    rows = (row.partition(" ") for row in _table.overflows().decode().splitlines())
+    return [(operator, node) for operator, _, node in rows]
+
+
 def versions(arrays: Sequence["mx.nd.NDArray"],
              since: Optional["mx.nd.NDArray"] = None) -> Optional["mx.nd.NDArray"]:
     """Returns the number of writes to each array, on any device, by all earlier operations.

@@ -145,6 +145,12 @@ def discard_traces(block: Block) -> None:
             net._clear_cached_op()
 
 
+def traced_blocks() -> List[Any]:
+    """Returns the converted blocks that have traced graphs."""
+    with _CACHED_OP_LOCK:
+        return list({net for nets in _TRACED_IN.values() for net in nets})
+
+
 class PolicyBlock:
     """The base of the blocks of converted networks, of all policies: children, copies and files.
 

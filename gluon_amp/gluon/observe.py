@@ -10,8 +10,9 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 from .._mxnet import mx, np
 from ..annotations import Block, Network, Trainer
 from ..cpu import library
+from ..graph.graph import Graph
 from ..policy import Policy
-from .converted import ConvertedBlock, ConvertedHybridBlock, Op, blocks_in
+from .converted import ConvertedBlock, ConvertedHybridBlock, Op, blocks_in, traced_blocks
 
 
 def hybrid_blocks(net: Network) -> List[Any]:
@@ -79,6 +80,26 @@ def traced_again(blocks: List[Any]) -> Iterator[None]:
                                              _out_format=None))
                 stack.enter_context(replaced(block._amp, traces={}))
         yield
+
+
+def traced_graphs() -> List[Tuple[Any, Graph]]:
+    """Returns the graphs without casts that converted blocks run, each with its block."""
+    return [(block, trace.clean) for block in traced_blocks()
+            for trace in block._amp.traces.values()]
+
+
+def trace_again(block: Any) -> None:
+    """Traces the graph of a block that has been traced, from symbols alone, and restores it."""
+    one = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
+
+    def inputs(layout: Any) -> Any:  # of MXNet's _flatten
+        if isinstance(layout, list):
+            return [inputs(each) for each in layout]
+        return None if layout < 0 else one
+
+    arguments = inputs(block._in_format)
+    with traced_again([block]):
+        block._get_graph(*arguments)
 
 
 def read_counts() -> Tuple[bytes, Any]:

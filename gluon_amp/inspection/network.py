@@ -5,7 +5,7 @@ The name of a node starts with its block's prefix.
 import inspect
 import linecache
 import re
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Callable, Dict, Iterable, List, Optional, Set
 
@@ -19,6 +19,13 @@ from ..gluon.observe import hybrid_blocks, observed, traced_again
 from ..gluon.records import kept_in_blocks
 from ..gluon.records import owners as owners_among
 from ..graph.keep import Operators
+
+
+def call_again(net: Network, data: List[Any], make: Callable[..., Op]) -> None:
+    """Calls a network, which traces its graphs again. `make` returns the CachedOps meanwhile."""
+    blocks = hybrid_blocks(net)
+    with traced_again(blocks), random_numbers_kept(), observed(blocks, make):
+        outputs_of(net, data)
 
 
 def outputs_of(net: Network, data: List[Any]) -> object:
@@ -87,10 +94,10 @@ def kept_already(net: Network) -> List[Any]:
 _NOT_THE_USERS = ("mxnet", "gluon_amp")
 
 
-def _line_of_the_user() -> str:
+def line_of_the_user() -> str:
     """Returns the innermost line of the call stack that is neither MXNet's nor this package's."""
     frame: Optional[FrameType] = inspect.currentframe()
-    while frame is not None and frame.f_code is not outputs_of.__code__:
+    while frame is not None and frame.f_code is not line_of.__code__:
         if frame.f_globals.get("__name__", "").split(".")[0] not in _NOT_THE_USERS:
             path, number = frame.f_code.co_filename, frame.f_lineno
             text = linecache.getline(path, number).strip()
@@ -99,23 +106,19 @@ def _line_of_the_user() -> str:
     return ""
 
 
-def line_of(net: Network, node: str, data: List[Any], make: Callable[..., Op]) -> str:
+def line_of(net: Network, node: str, trace: Callable[[], object]) -> str:
     """Returns a node's block and the line of the user's code that created the node.
 
-    If MXNet's code created it, returns the location of the block's code. The network is traced
-    again, and the call stack of each node is inspected. `make` returns the CachedOps meanwhile.
+    If MXNet's code created it, returns the location of the block's code. `trace` traces the network
+    again, and the call stack of each node is inspected.
     """
     if isinstance(net, mx.gluon.SymbolBlock):
         return ""
     lines: Dict[str, str] = {}
     blocks = [b for b in blocks_in(net) if isinstance(b, ConvertedBlock)]
-    with ExitStack() as stack:
-        hybrid = hybrid_blocks(net)
-        for context in (traced_again(hybrid), random_numbers_kept(), mx.autograd.record(),
-                        observed(hybrid, make), recording_names(
-                            blocks, lambda name: lines.setdefault(name, _line_of_the_user()))):
-            stack.enter_context(context)
-        outputs_of(net, data)
+    with mx.autograd.record(), recording_names(
+            blocks, lambda name: lines.setdefault(name, line_of_the_user())):
+        trace()
     line, block = lines.get(node.split("_amp_cast_")[0]), owner(net, node)
     if line:
         return f"block {block.name}, {line}"

@@ -19,7 +19,7 @@ from ..cpu.library import random_numbers_kept
 from . import judge
 from .judge import FIRST_SCALE, Overflow, Training
 from .layout import Flow
-from .network import keep_for, kept_already, line_of
+from .network import call_again, keep_for, kept_already, line_of
 from .notes import notes, remedy_of_data
 from .session import Batch, NetworkCopy, Session, StepResult, scales_down
 from .steps import TrainerSteps
@@ -135,7 +135,8 @@ def _find_line(low: NetworkCopy, batch: Batch, overflow: Optional[Overflow]) -> 
     """Sets the line of code that created the node of an overflow."""
     if overflow is not None and overflow.op:
         node = low.layout.blamed(Key(overflow.node, overflow.backward, 0))
-        overflow.where = line_of(low.session.net, node, batch.data, low.make)
+        net = low.session.net
+        overflow.where = line_of(net, node, lambda: call_again(net, batch.data, low.make))
 
 
 # ---- steps --------------------------------------------------------------------------------------

@@ -258,13 +258,11 @@ class _Module(Trained):
             self._workers.lay_out(gradient.own for gradient in gradients)
             super().update()
             self._step.finish()
-            return True
+            return self._end_step()
         if self._workers.sums:
             self._workers.sum(self._step)
         self._step.apply([module._updater])
-        if self._workers.exchange:
-            self._comparisons.after_step()
-        return self._step.updated
+        return self._end_step()
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""

@@ -1,7 +1,9 @@
 """What a Trainer and a Module show of their step."""
-from typing import Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
+from ..cpu.library import overflows
 from ..parallel.consistency import Comparisons
+from ..parallel.sync import Workers
 from .loss_scale import LossScale
 from .step import Stage, Step
 
@@ -10,7 +12,20 @@ class Trained:
     """What a Trainer and a Module show of their step."""
 
     _step: Step
+    _workers: Workers
     _comparisons: Comparisons
+    # Called after an update with the result of `overflows`, of the forward pass; inspection sets it.
+    after_overflow: Optional[Callable[[Any, List[Tuple[str, str]]], None]] = None
+
+    def _end_step(self) -> bool:
+        """Compares ranks from time to time, and reports overflows of the forward pass. Returns
+        whether the step updated."""
+        if self._workers.exchange:
+            self._comparisons.after_step()
+        operators = overflows()  # of a skipped step, the reason is logged
+        if operators and self._step.updated and self.after_overflow is not None:
+            self.after_overflow(operators)
+        return self._step.updated
 
     @property
     def scaling(self) -> LossScale:

@@ -356,14 +356,12 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        """Compares ranks from time to time. Returns whether the step updated."""
-        if self._workers.exchange:
-            self._comparisons.after_step()
-        if self._step.updated:
+        updated = super()._end_step()
+        if updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return self._step.updated
+        return updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if

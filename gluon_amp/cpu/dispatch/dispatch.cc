@@ -34,6 +34,20 @@ bool engine_runs(const Operator& op, const Settings& settings, int type16) {
   return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !is_fast_in_mxnet(op)) || settings.needs_engine();
 }
 
+// ---- overflow ----------------------------------------------------------------------------
+
+std::mutex overflow_lock;
+std::set<std::string> overflows;  // of lines: an operator, and the node's name, which imperative calls lack
+
+// Notes the operator of a call in training that has just run, if its results have overflowed.
+void note_overflow(const Operator& op, const NodeAttrs& attrs, const OpContext& context) {
+  if (!__atomic_load_n(&overflowed, __ATOMIC_RELAXED)) return;
+  __atomic_store_n(&overflowed, 0, __ATOMIC_RELAXED);
+  if (!context.is_train) return;
+  const std::lock_guard<std::mutex> guard(overflow_lock);
+  overflows.insert(op.name() + " " + attrs.name);
+}
+
 // ---- one call ----------------------------------------------------------------------------
 
 // Whether an output shares memory with an input that the hand-written kernel still reads.
@@ -105,6 +119,7 @@ void compute(const Operator& op, const F& original, const NodeAttrs& attrs, cons
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
   run_stateless(op, attrs, settings, type16, context, inputs, req, plain_outputs(out, req));
+  note_overflow(op, attrs, context);
 }
 
 // ---- operators with state ----------------------------------------------------------------
@@ -216,6 +231,7 @@ void run_stateful(const Operator& op, const F& original, const OpStatePtr& state
   std::vector<NDArray> copies;
   const auto& inputs = plain(in, &copies);
   ours->run(op, bool(op.create_state), context, inputs, req, plain_outputs(out, req));
+  note_overflow(op, ours->attrs(), context);
 }
 
 // ---- one operator ------------------------------------------------------------------------
@@ -391,6 +407,14 @@ void use_generic(const std::string& operators) {
   generic_operators.clear();
   std::istringstream names(generic_only ? "" : operators);
   for (std::string name; names >> name;) generic_operators.insert(dispatched.at(nnvm::Op::Get(name)));
+}
+
+std::string overflow_rows() {
+  const std::lock_guard<std::mutex> guard(overflow_lock);
+  std::string rows;
+  for (const std::string& row : overflows) rows += row + "\n";
+  overflows.clear();
+  return rows;
 }
 
 std::string operator_rows() {

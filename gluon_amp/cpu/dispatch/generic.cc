@@ -11,6 +11,7 @@
 namespace gluon_amp {
 
 const Kernels *kernels = nullptr, *float16_kernels = nullptr, *bfloat16_kernels = nullptr;
+int overflowed = 0;
 
 // ---- one call ----------------------------------------------------------------------
 

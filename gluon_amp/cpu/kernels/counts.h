@@ -267,6 +267,13 @@ class Shown {
   float tile_[kTile + W];
 };
 
+// Notes overflow.
+struct Noted {
+  Overflow overflow;
+  explicit Noted(Counts*) {}
+  template <typename L> void operator()(V v, L lanes) { overflow.note(v, lanes); }
+};
+
 // Counts nothing.
 struct NotShown {
   explicit NotShown(Counts*) {}

@@ -80,7 +80,7 @@ void unary(Unary f, const void* x, void* y, int64_t n, float a, float b, Write w
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
-        put(y, i, function.of(load(x, i, lanes)), add, lanes);
+        return put(y, i, function.of(load(x, i, lanes)), add, lanes);
       });
     });
   });
@@ -105,7 +105,7 @@ template <typename F>
 void map_two(const void* x, const void* y, void* out, int64_t n, Write write, F f) {
   with_add(write, [=](auto add) {
     vectors(n, [=](int64_t i, auto lanes) {
-      put(out, i, f(load(x, i, lanes), load(y, i, lanes)), add, lanes);
+      return put(out, i, f(load(x, i, lanes), load(y, i, lanes)), add, lanes);
     });
   });
 }
@@ -135,7 +135,7 @@ void sum(const void* const* in, int count, void* out, int64_t n, Write write) {
   vectors(n, [=](int64_t i, auto lanes) {
     V v = count > 0 ? load(in[0], i, lanes) : splat(0);
     for (int k = 1; k < count; ++k) v = v + load(in[k], i, lanes);
-    put(out, i, v, add, lanes);
+    return put(out, i, v, add, lanes);
   });
 }
 

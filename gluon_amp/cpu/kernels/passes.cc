@@ -14,7 +14,7 @@ void widen(const void* from, float* to, int64_t n) {
 
 void narrow(const float* from, void* to, int64_t n, Write write) {
   with_add(write, [=](auto add) {
-    vectors(n, [=](int64_t i, auto lanes) { put(to, i, load(from + i, lanes), add, lanes); });
+    vectors(n, [=](int64_t i, auto lanes) { return put(to, i, load(from + i, lanes), add, lanes); });
   });
 }
 
@@ -106,8 +106,9 @@ inline void narrow_tile(const float* y, Number* x, bool add, const Layout& b, in
   for (int64_t s = 0; s < W; ++s)
     rows[s] = s < places ? load(y + s * b.together, channel_lanes) : splat(0);
   transpose(rows);
+  Overflow overflow;
   for (int64_t c = 0; c < W; ++c)
-    if (c < count) put(x, c * b.plane, rows[c], add, lanes);
+    if (c < count) overflow.note(put(x, c * b.plane, rows[c], add, lanes), lanes);
 }
 
 // Calls tile(offset in the plain array, offset in oneDNN's, channels, lanes of positions, positions,

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #ifdef __clang__
@@ -297,6 +298,22 @@ inline int64_t count_of(Whole) { return W; }
 using U = uint32_t __attribute__((vector_size(4 * W)));
 inline U bits_of(V v) { return (U)v; }
 inline V float_of(U u) { return (V)u; }
+#else
+using U = uint32_t;
+#endif
+
+#if defined(__AVX512F__)
+inline U smaller(U a, U b) { return (U)_mm512_min_epu32((__m512i)a, (__m512i)b); }
+inline bool any_below(U u, U limit) { return _mm512_cmplt_epu32_mask((__m512i)u, (__m512i)limit) != 0; }
+#elif defined(__AVX2__) && defined(__F16C__)
+inline U smaller(U a, U b) { return (U)_mm256_min_epu32((__m256i)a, (__m256i)b); }
+inline bool any_below(U u, U limit) {
+  const U not_below = (U)_mm256_cmpeq_epi32((__m256i)smaller(u, limit), (__m256i)limit);
+  return _mm256_movemask_epi8((__m256i)not_below) != -1;
+}
+#else
+inline U smaller(U a, U b) { return a < b ? a : b; }
+inline bool any_below(U u, U limit) { return u < limit; }
 #endif
 
 // ---- sums --------------------------------------------------------------------
@@ -355,12 +372,33 @@ template <typename F> inline void with_add(Write write, F f) {
   else if (write == kStore) f(No());
 }
 
-// Rounds v and writes or adds it to number i.
-template <typename A, typename L> inline void put(void* p, int64_t i, V v, A add, L lanes) {
+// Rounds v and writes or adds it to number i. Returns the number before the last rounding.
+template <typename A, typename L> inline V put(void* p, int64_t i, V v, A add, L lanes) {
   Number* const to = numbers(p) + i;
   if (add) v = load(to, lanes) + rounded(v);
   store(to, v, lanes);
+  return v;
 }
+
+// Sets `overflowed` at its end if it has noted a finite number that float16 rounds to infinity.
+#if defined(FLOAT32) || defined(BFLOAT16)
+struct Overflow {
+  template <typename L> void note(V, L) const {}
+};
+#else
+class Overflow {
+ public:
+  template <typename L> void note(V v, L lanes) { least_ = smaller(least_, bits_of(only(v, lanes)) - kInfinite); }
+  ~Overflow() {
+    if (any_below(least_, U{} + (0x7f800000 - kInfinite))) __atomic_store_n(&overflowed, 1, __ATOMIC_RELAXED);
+  }
+
+ private:
+  static constexpr uint32_t kInfinite = 0x477ff000;  // 65520, the first that is rounded to infinity
+  // The bits of finite numbers from it on, minus its own, are the smallest unsigned integers.
+  U least_ = ~U{};
+};
+#endif
 
 inline void put(float* to, double v, Write write) {
   if (write == kStore) *to = static_cast<float>(v);
@@ -371,11 +409,18 @@ inline void put(float* to, double v, Write write) {
 
 constexpr int64_t kChunk = 4096;          // elements per task
 
-// calls f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for the rest
+// Calls f(i, Whole()) for each vector of [begin, end), and f(i, Part(n)) for the rest. Notes the overflow of numbers that
+// f returns.
 template <typename F> inline void each(int64_t begin, int64_t end, F f) {
   int64_t i = begin;
-  for (; i + W <= end; i += W) f(i, Whole());
-  if (W > 1 && i < end) f(i, Part(end - i));
+  if constexpr (std::is_void<decltype(f(i, Whole()))>::value) {
+    for (; i + W <= end; i += W) f(i, Whole());
+    if (W > 1 && i < end) f(i, Part(end - i));
+  } else {
+    Overflow overflow;
+    for (; i + W <= end; i += W) overflow.note(f(i, Whole()), Whole());
+    if (W > 1 && i < end) overflow.note(f(i, Part(end - i)), Part(end - i));
+  }
 }
 
 // The same; the third argument of f is 0 or 1 in turn: the index of one of two sums.
