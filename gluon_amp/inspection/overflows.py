@@ -8,6 +8,7 @@ watched call by call for their lines.
 """
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import Any, Callable, List, Mapping, Optional, Tuple
 from weakref import WeakSet
 
@@ -40,8 +41,9 @@ def warn(trained: Any, operators: List[Tuple[str, str]]) -> None:
         _warned.add(net)
         where = ""
         with suppress(Exception):  # of the user's code, which runs again
-            where = "" if is_module else ", " + line_of(net, node, lambda net=net: trace_again(net))
-        _log(f"{node}{where}", "amp.xray(module, batches)" if is_module else _XRAY)
+            where = "" if is_module else ", " + line_of(net, node, partial(trace_again, net))
+        xray = "amp.xray(module, batches)" if is_module else "amp.xray(net, batches, loss_fn)"
+        _log(f"{node}{where}", f"{xray} names what to keep in float32")
     if "" in noted and trained not in _warned:
         _warned.add(trained)
         _watch_calls()
@@ -54,13 +56,10 @@ def _first(graph: Graph, noted: Mapping[str, str]) -> Optional[str]:
                  if noted.get(node.name) == node.op or node.name in casts), None)
 
 
-_XRAY = "amp.xray(net, batches, loss_fn)"
-
-
-def _log(where: str, xray: str) -> None:
-    log.warning("the forward pass overflows at %s: numbers above 65504 are infinite in float16. No "
-                "step is skipped, because the gradients are finite, but they may be wrong. %s names "
-                "what to keep in float32", where, xray)
+def _log(where: str, remedy: str) -> None:
+    log.warning("the forward pass overflows at %s: numbers above 65504 are infinite in float16. "
+                "The gradients are finite, so the step is not skipped, but they may be wrong. %s",
+                where, remedy)
 
 
 def _watch_calls() -> None:
@@ -78,7 +77,8 @@ def _watch_calls() -> None:
             mx.nd.waitall()
         noted = [operator for operator, node in overflows() if not node] if is_forward else []
         if noted:
-            _log(f"{noted[0]}, {line_of_the_user()}", _XRAY)
+            _log(f"{noted[0]}, {line_of_the_user()}", "Compute it in float32. amp.xray names such "
+                 "operators of networks")
         if noted or has_begun and not is_forward:
             library.MXImperativeInvokeEx = original
         has_begun = has_begun or is_forward

@@ -58,6 +58,7 @@ def counted_apart() -> Iterator[None]:
     finally:
         if library.started():
             read()
+            library.overflows()  # an X-ray has reported them
         _observers[:] = waiting
 
 

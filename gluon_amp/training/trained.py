@@ -1,5 +1,5 @@
 """What a Trainer and a Module show of their step."""
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, ClassVar, List, Optional, Tuple
 
 from ..cpu.library import overflows
 from ..parallel.consistency import Comparisons
@@ -14,8 +14,8 @@ class Trained:
     _step: Step
     _workers: Workers
     _comparisons: Comparisons
-    # Called after an update with the result of `overflows`, of the forward pass; inspection sets it.
-    after_overflow: Optional[Callable[[Any, List[Tuple[str, str]]], None]] = None
+    # Called after an update whose forward pass overflowed, with the result of `overflows`
+    after_overflow: ClassVar[Optional[Callable[[Any, List[Tuple[str, str]]], None]]] = None
 
     def _end_step(self) -> bool:
         """Compares ranks from time to time, and reports overflows of the forward pass. Returns
@@ -23,8 +23,8 @@ class Trained:
         if self._workers.exchange:
             self._comparisons.after_step()
         operators = overflows()  # of a skipped step, the reason is logged
-        if operators and self._step.updated and self.after_overflow is not None:
-            self.after_overflow(operators)
+        if operators and self._step.updated and Trained.after_overflow is not None:
+            Trained.after_overflow(self, operators)
         return self._step.updated
 
     @property

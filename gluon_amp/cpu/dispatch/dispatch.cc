@@ -214,6 +214,7 @@ OpStatePtr create_state(const NodeAttrs& attrs, mxnet::Context context,
   Types wide(types);
   std::replace_if(wide.begin(), wide.end(), [](int type) { return is_16bit(type); }, int(mshadow::kFloat32));
   auto node = copy_node(op, attrs, type16);
+  node->attrs.name = attrs.name;  // for note_overflow
   const OpStatePtr inner = create(node->attrs, wide);
   const uint32_t outputs = op.nnvm_op->get_num_outputs ? op.nnvm_op->get_num_outputs(attrs)
                                                   : op.nnvm_op->num_outputs;

@@ -268,10 +268,15 @@ class Shown {
 };
 
 // Notes overflow.
-struct Noted {
-  Overflow overflow;
+class Noted {
+ public:
   explicit Noted(Counts*) {}
-  template <typename L> void operator()(V v, L lanes) { overflow.note(v, lanes); }
+  Noted(const Noted&) = delete;
+  ~Noted() { note_overflow(most_); }
+  template <typename L> void operator()(V v, L lanes) { most_ = most_of(most_, v, lanes); }
+
+ private:
+  V most_ = splat(0);
 };
 
 // Counts nothing.

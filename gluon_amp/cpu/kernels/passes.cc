@@ -106,9 +106,10 @@ inline void narrow_tile(const float* y, Number* x, bool add, const Layout& b, in
   for (int64_t s = 0; s < W; ++s)
     rows[s] = s < places ? load(y + s * b.together, channel_lanes) : splat(0);
   transpose(rows);
-  Overflow overflow;
+  V most = splat(0);
   for (int64_t c = 0; c < W; ++c)
-    if (c < count) overflow.note(put(x, c * b.plane, rows[c], add, lanes), lanes);
+    if (c < count) most = most_of(most, put(x, c * b.plane, rows[c], add, lanes), lanes);
+  note_overflow(most);
 }
 
 // Calls tile(offset in the plain array, offset in oneDNN's, channels, lanes of positions, positions,

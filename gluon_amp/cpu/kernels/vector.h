@@ -298,22 +298,6 @@ inline int64_t count_of(Whole) { return W; }
 using U = uint32_t __attribute__((vector_size(4 * W)));
 inline U bits_of(V v) { return (U)v; }
 inline V float_of(U u) { return (V)u; }
-#else
-using U = uint32_t;
-#endif
-
-#if defined(__AVX512F__)
-inline U smaller(U a, U b) { return (U)_mm512_min_epu32((__m512i)a, (__m512i)b); }
-inline bool any_below(U u, U limit) { return _mm512_cmplt_epu32_mask((__m512i)u, (__m512i)limit) != 0; }
-#elif defined(__AVX2__) && defined(__F16C__)
-inline U smaller(U a, U b) { return (U)_mm256_min_epu32((__m256i)a, (__m256i)b); }
-inline bool any_below(U u, U limit) {
-  const U not_below = (U)_mm256_cmpeq_epi32((__m256i)smaller(u, limit), (__m256i)limit);
-  return _mm256_movemask_epi8((__m256i)not_below) != -1;
-}
-#else
-inline U smaller(U a, U b) { return a < b ? a : b; }
-inline bool any_below(U u, U limit) { return u < limit; }
 #endif
 
 // ---- sums --------------------------------------------------------------------
@@ -359,6 +343,7 @@ constexpr float kTiny = 0x1p-25f;
 inline V rounded(V v) { return rounded16(v); }
 #endif
 constexpr bool k16Bit = sizeof(Number) == sizeof(Number16);
+constexpr bool kOverflows = k16Bit && kTiny == 0x1p-25f;  // float16: the others have float32's range
 
 inline const Number* numbers(const void* p) { return static_cast<const Number*>(p); }
 inline Number* numbers(void* p) { return static_cast<Number*>(p); }
@@ -380,29 +365,21 @@ template <typename A, typename L> inline V put(void* p, int64_t i, V v, A add, L
   return v;
 }
 
-// Sets `overflowed` at its end if it has noted a finite number that float16 rounds to infinity.
-#if defined(FLOAT32) || defined(BFLOAT16)
-struct Overflow {
-  template <typename L> void note(V, L) const {}
-};
-#else
-class Overflow {
- public:
-  template <typename L> void note(V v, L lanes) { least_ = smaller(least_, bits_of(only(v, lanes)) - kInfinite); }
-  ~Overflow() {
-    if (any_below(least_, U{} + (0x7f800000 - kInfinite))) __atomic_store_n(&overflowed, 1, __ATOMIC_RELAXED);
-  }
-
- private:
-  static constexpr uint32_t kInfinite = 0x477ff000;  // 65520, the first that is rounded to infinity
-  // The bits of finite numbers from it on, minus its own, are the smallest unsigned integers.
-  U least_ = ~U{};
-};
-#endif
-
 inline void put(float* to, double v, Write write) {
   if (write == kStore) *to = static_cast<float>(v);
   if (write == kAdd) *to += static_cast<float>(v);
+}
+
+// The larger of `most` and of the selected lanes of v, where numbers of the table's type may overflow.
+template <typename L> inline V most_of(V most, V v, L lanes) {
+  return kOverflows ? larger(only(v, lanes), most) : most;  // `most` if v is NaN
+}
+
+// Sets `overflowed` if a lane's largest number is finite, and infinite once rounded. A lane with infinity hides others.
+inline void note_overflow(V most) {
+  constexpr float kFirst = 65520, kLast = __FLT_MAX__;  // 65520 is rounded up
+  if (kOverflows && zeros_in(between(splat(1), most, splat(kFirst), splat(kLast))) < W)
+    __atomic_store_n(&overflowed, 1, __ATOMIC_RELAXED);
 }
 
 // ---- loops -------------------------------------------------------------------
@@ -417,9 +394,10 @@ template <typename F> inline void each(int64_t begin, int64_t end, F f) {
     for (; i + W <= end; i += W) f(i, Whole());
     if (W > 1 && i < end) f(i, Part(end - i));
   } else {
-    Overflow overflow;
-    for (; i + W <= end; i += W) overflow.note(f(i, Whole()), Whole());
-    if (W > 1 && i < end) overflow.note(f(i, Part(end - i)), Part(end - i));
+    V most = splat(0);
+    for (; i + W <= end; i += W) most = most_of(most, f(i, Whole()), Whole());
+    if (W > 1 && i < end) most = most_of(most, f(i, Part(end - i)), Part(end - i));
+    note_overflow(most);
   }
 }
 
