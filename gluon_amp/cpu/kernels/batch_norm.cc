@@ -204,7 +204,7 @@ void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
   if (p.batch * p.plane == 0) return;
   if constexpr (k16Bit)
     if (f.counts) return over_channels(p, Forward<Shown>(p, f));
-  over_channels(p, Forward<Noted>(p, f));
+  over_channels(p, Forward<NotShown>(p, f));
 }
 
 template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {

@@ -448,7 +448,7 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
     whole ? by_channels<Walk>(planes, job, threads) : by_pieces<Walk>(planes, job);
   };
 #if defined(__AVX512F__)
-  if constexpr (!std::is_same<typename J::Shows, Shown>::value)
+  if constexpr (std::is_same<typename J::Shows, NotShown>::value)
     if (p.in_layout) return run_with(LayoutWalk());
 #endif
   if (planes.group == 1) run_with(PlaneWalk<1>());

@@ -267,18 +267,6 @@ class Shown {
   float tile_[kTile + W];
 };
 
-// Notes overflow.
-class Noted {
- public:
-  explicit Noted(Counts*) {}
-  Noted(const Noted&) = delete;
-  ~Noted() { note_overflow(most_); }
-  template <typename L> void operator()(V v, L lanes) { most_ = most_of(most_, v, lanes); }
-
- private:
-  V most_ = splat(0);
-};
-
 // Counts nothing.
 struct NotShown {
   explicit NotShown(Counts*) {}

@@ -61,6 +61,14 @@ struct OverFunction {
   V gradient(V g, V) const { return g / a; }
 };
 
+// Whether the result may be infinite in float16 where x is finite.
+template <typename F> constexpr bool kMayOverflow = true;
+template <> constexpr bool kMayOverflow<ReluFunction> = false;
+template <> constexpr bool kMayOverflow<ClipFunction> = false;
+template <> constexpr bool kMayOverflow<SigmoidFunction> = false;
+template <> constexpr bool kMayOverflow<TanhFunction> = false;
+template <> constexpr bool kMayOverflow<GeluFunction> = false;
+
 template <typename F> void with_function(Unary f, float a, float b, F run) {
   switch (f) {
     case kReluOf: return run(ReluFunction{});
@@ -80,7 +88,8 @@ void unary(Unary f, const void* x, void* y, int64_t n, float a, float b, Write w
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {
-        return put(y, i, function.of(load(x, i, lanes)), add, lanes);
+        const V v = put(y, i, function.of(load(x, i, lanes)), add, lanes);
+        if constexpr (kMayOverflow<decltype(function)>) return v;
       });
     });
   });

@@ -13,8 +13,8 @@ namespace gluon_amp {
 
 using Number16 = uint16_t;  // float16 or bfloat16
 
-// Whether a forward kernel has rounded a finite number above 65504 to float16's infinity. Kernels set it; dispatch.cc
-// reads and clears it. Numbers below -65504 do not count: masks have such on purpose.
+// Whether a kernel has rounded a finite number above 65504 to float16's infinity. Conversions, sums, products and
+// quotients set it; dispatch.cc reads and clears it. Numbers below -65504 do not count: masks have such on purpose.
 extern int overflowed;
 
 // Below this count, threads that sleep between loops cost more than they save. With threads that spin, half as

@@ -68,7 +68,7 @@ void layer_norm(const LayerNorm& p, const void* x, const float* gamma, const flo
     const V shift = splat(middle), inverse = splat(1 / wide);
     each(0, p.width, [=](int64_t i, auto lanes) {
       const V v = (load(from + i, lanes) - shift) * inverse;
-      return put(to, i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
+      put(to, i, v * load(gamma + i, lanes) + load(beta + i, lanes), add, lanes);
     });
   });
 }
