@@ -258,11 +258,14 @@ class _Module(Trained):
             self._workers.lay_out(gradient.own for gradient in gradients)
             super().update()
             self._step.finish()
-            return self._end_step()
+            return True
         if self._workers.sums:
             self._workers.sum(self._step)
         self._step.apply([module._updater])
-        return self._end_step()
+        if self._workers.exchange:
+            self._comparisons.after_step()
+        self._step.report_overflow(self)
+        return self._step.updated
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""

@@ -1,9 +1,7 @@
 """What a Trainer and a Module show of their step."""
-from typing import Any, Callable, ClassVar, List, Optional, Tuple
+from typing import Optional, Tuple
 
-from ..cpu.library import overflows
 from ..parallel.consistency import Comparisons
-from ..parallel.sync import Workers
 from .loss_scale import LossScale
 from .step import Stage, Step
 
@@ -12,20 +10,7 @@ class Trained:
     """What a Trainer and a Module show of their step."""
 
     _step: Step
-    _workers: Workers
     _comparisons: Comparisons
-    # Called after an update whose forward pass overflowed, with the result of `overflows`
-    after_overflow: ClassVar[Optional[Callable[[Any, List[Tuple[str, str]]], None]]] = None
-
-    def _end_step(self) -> bool:
-        """Compares ranks from time to time, and reports overflows of the forward pass. Returns
-        whether the step updated."""
-        if self._workers.exchange:
-            self._comparisons.after_step()
-        operators = overflows()  # of a skipped step, the reason is logged
-        if operators and self._step.updated and Trained.after_overflow is not None:
-            Trained.after_overflow(self, operators)
-        return self._step.updated
 
     @property
     def scaling(self) -> LossScale:

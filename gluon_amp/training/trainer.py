@@ -356,12 +356,15 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        updated = super()._end_step()
-        if updated:
+        """Compares ranks from time to time. Returns whether the step updated."""
+        if self._workers.exchange:
+            self._comparisons.after_step()
+        self._step.report_overflow(self)
+        if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return updated
+        return self._step.updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
