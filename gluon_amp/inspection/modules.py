@@ -18,7 +18,7 @@ from ..cpu.arrays import TYPES_16BIT, dtype_name, to_float32
 from ..gluon.convert import convert
 from ..graph.casts import insert_casts, sparse_nodes
 from ..graph.graph import TYPE_FLAG, Entry, Graph, Node
-from ..graph.operators import CASTS, LOSSES
+from ..graph.operators import CASTS, LOSSES, NORM, SENSITIVE, runs_in
 from ..policy import Policy
 from ..record import record_in
 from ..symbolic.convert import parameter_names
@@ -26,6 +26,7 @@ from .tensors import Key
 
 _WIDE = "float32"
 Types = Dict[str, str]
+Reads = Dict[str, Tuple[Node, Tuple[Any, ...]]]  # operators and the types of their inputs, by name
 
 
 class ModuleBlock(mx.gluon.SymbolBlock):
@@ -102,11 +103,9 @@ def _as_tuple(module: Module, bucket: Any, batch: Batch) -> Tuple[Any, ...]:
 
 
 def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
-    """Returns a module's float32 graph, and the policy and the kept nodes of its symbol."""
+    """Returns a module's float32 graph, and the policy and the kept nodes of its symbol: those that
+    convert_symbol has recorded, or those that have the casts of MXNet's own scripts."""
     record, mixed = record_in(module._symbol), Graph.read(module._symbol)
-    if record is None:
-        raise ValueError("the Module's symbol must be one of gluon_amp.convert_symbol in a 16-bit "
-                         "policy, which it records. Received: a symbol without a record")
     for entry in mixed.outputs:  # a cast at an output has the name of its input
         cast = entry.node
         if cast.op in CASTS and cast.inputs[0].node.name == f"{cast.name}_float16":
@@ -115,15 +114,48 @@ def _as_converted(module: Module) -> Tuple[Graph, Policy, Set[str]]:
     executor = module._exec_group.execs[0]
     for name, array in [*executor.arg_dict.items(), *executor.aux_dict.items()]:
         types[name] = dtype_name(array.dtype)
-    clean, policy, kept = _without_casts(mixed, types), record.policies[""], set(record.nodes or ())
-    again = insert_casts(clean, types, policy, parameter_names(clean), kept)
-    reads, wanted = _reads(again, types), _reads(mixed, types)
-    others = [name for name in wanted if reads.get(name) != wanted[name]]
+    wanted, clean = _reads(mixed, types), _without_casts(mixed, types)
+    parameters = parameter_names(clean)
+    policy = record.policies[""] if record else _policy_of_casts(mixed, types, parameters, wanted)
+    kept = set(record.nodes or ()) if record else set()
+    others = _others(clean, types, policy, parameters, kept, wanted)
+    while not record and others and not others <= kept:
+        kept |= others
+        others = _others(clean, types, policy, parameters, kept, wanted)
     if others:
         raise ValueError("the symbol must have no casts but those of convert_symbol: "
                          "convert the float32 symbol with convert_symbol, and list in keep= what "
-                         f"stays float32. Received: other types in {listed(others)}")
+                         f"stays float32. Received: other types in {listed(sorted(others))}")
     return clean, policy, kept
+
+
+def _policy_of_casts(mixed: Graph, types: Types, parameters: Set[str], wanted: Reads) -> Policy:
+    """Returns the policy that has a symbol's casts, besides kept nodes."""
+    inferred = mixed.types(types)
+    low = next((name for name in TYPES_16BIT if name in inferred.values()), "")
+    if not low:
+        raise ValueError("the Module is all float32: convert its symbol with "
+                         "gluon_amp.convert_symbol")
+
+    def low_if(is_low: bool) -> str:
+        return low if is_low else _WIDE
+
+    def low_in(rule: str) -> str:
+        return low_if(any(low in read and runs_in(node) == rule for node, read in wanted.values()))
+
+    return Policy("as its symbol", low_if(low in map(types.get, parameters)), low, low_in(NORM),
+                  low_in(SENSITIVE), low_if(low in map(inferred.get, mixed.outputs)))
+
+
+def _others(clean: Graph, types: Types, policy: Policy, parameters: Set[str], kept: Set[str],
+            wanted: Reads) -> Set[str]:
+    """Returns the first nodes that read other types than in the module's symbol: those whose
+    inputs do not come from such nodes."""
+    mixed = insert_casts(clean, types, policy, parameters, kept)
+    others = {name for name, (_, read) in _reads(mixed, types).items() if read != wanted[name][1]}
+    return {name for name in others if not any(
+        e.node.name in others for before in wanted[name][0].inputs
+        for e in (before.node.inputs if before.node.op in CASTS else [before]))}
 
 
 def _without_casts(graph: Graph, types: Types) -> Graph:
@@ -148,14 +180,14 @@ def _without_casts(graph: Graph, types: Types) -> Graph:
     return graph.rewrite(make)
 
 
-def _reads(graph: Graph, types: Types) -> Dict[str, Tuple[Optional[str], ...]]:
-    """Returns the types of the inputs of operators, by name, those in loops included."""
+def _reads(graph: Graph, types: Types) -> Reads:
+    """Returns operators and the types of their inputs, by name, those in loops included."""
     inferred, reads = graph.types(types), {}
     for node in graph.nodes():
         for body in node.bodies(inferred):
             reads.update(_reads(body.graph, body.types))
         if not node.is_variable and node.op not in CASTS:
-            reads[node.name] = tuple(inferred[e] for e in node.inputs)
+            reads[node.name] = node, tuple(inferred[e] for e in node.inputs)
     return reads
 
 

@@ -80,12 +80,16 @@ def test_module_and_random_state_are_unchanged():
     np.testing.assert_array_equal(drawn, nd.random.uniform(shape=3).asnumpy())
 
 
-def test_symbols_with_other_casts_are_refused():
+def test_xray_of_symbol_with_its_own_casts():
     x = S.Cast(S.Convolution(S.Cast(S.var("data"), dtype="float16"), kernel=(3, 3), num_filter=4,
                              name="conv"), dtype="float32")
     x = S.SoftmaxOutput(S.FullyConnected(x * 1e5, num_hidden=3, name="fc"), name="head")
-    with pytest.raises(ValueError, match="without a record"):
-        amp.xray(ready(x), [batch()])
+    view = amp.xray(ready(x), [batch()])
+    types = {t.key.node: t.format.name for t in view.tensors}
+    assert (types["conv"], types["fc"]) == ("float16", "float32")
+
+
+def test_symbols_with_other_casts_are_refused():
     x = S.relu(S.Cast(S.FullyConnected(S.var("data"), num_hidden=3), dtype="float32"), name="relu")
     with pytest.raises(ValueError, match=r"other types in .*relu"):
         amp.xray(ready(amp.convert_symbol(S.SoftmaxOutput(x, name="head"))), [batch()])
