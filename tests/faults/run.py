@@ -2,6 +2,7 @@
 
     python tests/faults/run.py                          all stories and functions
     python tests/faults/run.py --most 5 "dense step"    at most five calls of each function
+    python tests/software_gpu --compute python tests/faults/run.py    calls of CUDA's libraries
 
 Each trial is a fork of this process, which has imported MXNet and computed nothing. It fails if
 
@@ -26,9 +27,12 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-FUNCTIONS = ("posix_memalign", "malloc", "write", "fsync", "rename", "mmap")  # as in fail.c
+ON_GPU = "RECORDING_GPU_COUNT" in os.environ
+FUNCTIONS = ("cudaMalloc", "cudaMemcpy", "cudaLaunchKernel", "cudnn", "cublas", "nvrtc") \
+    if ON_GPU else ("posix_memalign", "malloc", "write", "fsync", "rename", "mmap")  # as in fail.c
 MOST = 40  # calls of each function that fail, evenly spaced
-CAUSES = r"[Mm]emory|alloc|No space|Input/output error|MemoryError"
+CAUSES = r"CUDA|cuda|CUDNN|cudnn|CUBLAS|cublas|NVRTC|nvrtc" if ON_GPU else \
+    r"[Mm]emory|alloc|No space|Input/output error|MemoryError"
 HERE = Path(__file__).parent
 
 
@@ -87,8 +91,20 @@ class Faults:
     def __init__(self, name, folder, limit):
         from stories import READERS, STORIES
         self.name, self.story, self.reader = name, STORIES[name], READERS.get(name)
-        self.folder, self.limit, self.library = folder, limit, ctypes.CDLL(None)
+        self.folder, self.limit = folder, limit
         self.expected, self.wholes = None, []
+
+    def arm(self, function, n, stack):
+        """Counts the calls of a function from now on, and lets call n fail. Returns the number of
+        calls before."""
+        if ON_GPU:
+            return ctypes.CDLL("libcudart.so.11.0").recording_gpu_fail(function.encode(),
+                                                                       ctypes.c_longlong(n), stack)
+        library = ctypes.CDLL(None)
+        calls = library.fault_disarm()
+        if function:
+            library.fault_arm(FUNCTIONS.index(function) + 1, ctypes.c_long(n), stack)
+        return calls
 
     def trial(self, function, n):
         """Runs the story with a failure of call n; 0: of none. Returns its result or error, its
@@ -104,11 +120,11 @@ class Faults:
             @contextmanager
             def failing():
                 nonlocal calls
-                self.library.fault_arm(FUNCTIONS.index(function) + 1, n, stack)
+                self.arm(function, n, stack)
                 try:
                     yield
                 finally:
-                    calls = self.library.fault_disarm()
+                    calls = self.arm("", 0, stack)
 
             try:
                 result = self.story(str(files), failing)
@@ -121,14 +137,15 @@ class Faults:
         return in_fork(lambda: self.reader(f"{self.folder}/files"), self.folder, self.limit)
 
     def undisturbed(self):
-        """Runs the story and its reader without a failure; with one in the first call, the files
-        are those of before."""
-        (self.expected, error, _), ended, text = self.trial("malloc", 0)
-        if error or ended:
-            raise RuntimeError(f"{self.name}: {error or ended}\n{text}")
+        """Runs the story and its reader without a failure; with one in the first call that
+        must succeed, the files are those of before."""
+        outcome, ended, text = self.trial(FUNCTIONS[0], 0)
+        if ended or outcome[1]:
+            raise RuntimeError(f"{self.name}: {ended or outcome[1]}\n{text}")
+        self.expected = outcome[0]
         if self.reader:
             after, _, text = self.read()
-            self.trial("rename", 1)
+            self.trial("cudaMemcpy" if ON_GPU else "posix_memalign", 1)
             before, _, text = self.read()
             self.wholes = [before, after]
             if None in self.wholes:
@@ -188,15 +205,16 @@ def main():
     parser.add_argument("--limit", type=float, default=10, help="seconds for each trial")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
-    if "GLUON_AMP_FAULTS" not in os.environ:
+    if not ON_GPU and "GLUON_AMP_FAULTS" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "LD_PRELOAD": build(folder), "GLUON_AMP_FAULTS": "1",
                            "OMP_NUM_THREADS": "2"}
             sys.exit(subprocess.run([sys.executable, "-W", "ignore", *sys.argv],
                                     env=environment).returncode)
     sys.path.insert(0, str(HERE))
-    from stories import STORIES
-    sys.exit(bool(run(args.names or STORIES, args.most, args.limit, args.verbose)))
+    from stories import ON_CPU, STORIES
+    names = args.names or [name for name in STORIES if not (ON_GPU and name in ON_CPU)]
+    sys.exit(bool(run(names, args.most, args.limit, args.verbose)))
 
 
 if __name__ == "__main__":

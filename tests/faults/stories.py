@@ -7,6 +7,7 @@ same in each run. A story that writes files has a reader: it loads each file in 
 a step, and returns the bits.
 """
 import hashlib
+import os
 
 import gluon_amp as amp
 import mxnet as mx
@@ -14,6 +15,7 @@ import numpy as np
 from mxnet import autograd, gluon
 
 BATCH = 32
+DEVICE = mx.gpu() if "RECORDING_GPU_COUNT" in os.environ else mx.cpu()
 
 
 def dense():
@@ -40,11 +42,11 @@ def create(kind, policy):
     mx.random.seed(3)
     np.random.seed(3)
     net, shape = kind()
-    net.initialize(mx.init.Xavier())
+    net.initialize(mx.init.Xavier(), ctx=DEVICE)
     net.hybridize()
     amp.convert(net, policy)
-    data = mx.nd.array(np.random.standard_normal(shape))
-    label = mx.nd.array(np.arange(BATCH) % 10)
+    data = mx.nd.array(np.random.standard_normal(shape), DEVICE)
+    label = mx.nd.array(np.arange(BATCH) % 10, DEVICE)
     net(data).wait_to_read()
     trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 1e-3})
     return net, trainer, data, label
@@ -110,6 +112,7 @@ def export(folder, failing):
     net.export(f"{folder}/net")
     for parameter in net.collect_params().values():
         parameter.set_data(parameter.data() * 2)
+    mx.nd.waitall()
     with failing():
         net.export(f"{folder}/net")
     return b""
@@ -167,8 +170,8 @@ def read_checkpoint(folder):
 
 def read_export(folder):
     net = gluon.SymbolBlock.imports(f"{folder}/net-symbol.json", "data",
-                                    f"{folder}/net-0000.params")
-    return (net(mx.nd.ones((2, 512))).asnumpy().tobytes(),)
+                                    f"{folder}/net-0000.params", DEVICE)
+    return (net(mx.nd.ones((2, 512), DEVICE)).asnumpy().tobytes(),)
 
 
 STORIES = {
@@ -178,3 +181,4 @@ STORIES = {
     "save files": save_files, "save checkpoint": save_checkpoint, "export": export,
     "load files": load_files, "load checkpoint": load_checkpoint, "xray": xray}
 READERS = {"save files": read_files, "save checkpoint": read_checkpoint, "export": read_export}
+ON_CPU = ("convolutional bfloat16 step", "xray")  # not on GPUs

@@ -210,8 +210,9 @@ static int launch(const void* host, dim3 grid, dim3 block, void** args, size_t s
 }
 
 API int cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** args, size_t shared, void* stream) {
-  int status = launch(host, grid, block, args, shared, stream);
-  if (status || computes()) t_last_error = status;  // a computing GPU resets the error: later launches succeed
+  int status = fails("cudaLaunchKernel") ? kFailed : launch(host, grid, block, args, shared, stream);
+  // a computing GPU resets the error: later launches succeed, unless the kernel has failed
+  if (status || (computes() && t_last_error != kFailed)) t_last_error = status;
   return status;
 }
 

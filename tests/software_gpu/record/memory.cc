@@ -96,6 +96,7 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
 
 API int cudaMalloc(void** p, size_t bytes) {
   if (!outside_capture("cudaMalloc")) return kInCapture;
+  if (fails("cudaMalloc")) return 2;
   Device& d = devices()[t_device];
   size_t need = rounded(bytes);
   bool there = false;
@@ -162,6 +163,7 @@ API int cudaMemGetInfo(size_t* left, size_t* total) {
 
 static int copy(const char* call, void* to, const void* from, size_t bytes, void* stream) {
   if (!live(call, stream)) return 400;
+  if (fails(call)) return kFailed;
   bool a = device_of(from) >= 0, b = device_of(to) >= 0;
   if (bytes && ((a && !check(call, "source", from, bytes)) || (b && !check(call, "target", to, bytes)))) return 1;
   memmove(real(to), real(from), bytes);
@@ -181,6 +183,7 @@ API int cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t fr
                           size_t height, int, void* stream) {
   const char* call = "cudaMemcpy2DAsync";
   if (!live(call, stream)) return 400;
+  if (fails(call)) return kFailed;
   bool a = device_of(from) >= 0, b = device_of(to) >= 0;
   if (height && ((a && !check(call, "source", from, (height - 1) * from_pitch + width)) ||
                  (b && !check(call, "target", to, (height - 1) * to_pitch + width))))

@@ -106,7 +106,35 @@ int bad(const char* call, const std::string& why, int status) {
   return status;
 }
 
+// ---- failures
+
+static std::string& g_failing = *new std::string();  // what the names of the calls begin with
+static ll g_failing_calls, g_fails_at;
+static int g_stack;  // a file
+static bool g_broken;  // a copy or a kernel has failed: so does all after it, as in CUDA
+
+bool fails(const char* call) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (g_broken) return true;
+  if (g_failing.empty() || strncmp(call, g_failing.c_str(), g_failing.size()) || ++g_failing_calls != g_fails_at)
+    return false;
+  void* frames[64];
+  backtrace_symbols_fd(frames, backtrace(frames, 64), g_stack);
+  g_broken = !strncmp(call, "cudaMemcpy", 10) || !strcmp(call, "cudaLaunchKernel");
+  return true;
+}
+
+// Counts the calls of functions with this beginning from now on, and lets call n fail; 0: none. Returns the number of
+// calls that were counted before.
+API ll recording_gpu_fail(const char* beginning, ll n, int stack) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const ll calls = g_failing_calls;
+  g_failing = beginning, g_fails_at = n, g_stack = stack, g_failing_calls = 0;
+  return calls;
+}
+
 int then_compute(const char* call, int status, int failed, const std::function<void()>& f) {
+  if (!status && fails(call)) return failed;
   if (status || !computes()) return status;
   try {
     f();

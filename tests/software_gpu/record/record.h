@@ -30,6 +30,7 @@ void say(const char* call, const char* format, ...) __attribute__((format(printf
 inline void say(const char* call) { say(call, "%s", ""); }
 // A violation; returns the status, for `return bad(...)`.
 int bad(const char* call, const std::string& why, int status = 0);
+bool fails(const char* call);  // whether this call is to fail: see recording_gpu_fail
 
 // ---- memory.cc: device memory
 
@@ -48,6 +49,7 @@ bool check(const char* call, const char* what, const void* p, size_t bytes, size
 int compute_capability(int device = t_device);  // 70 for 7.0
 extern thread_local int t_last_error;  // what cudaGetLastError returns
 bool outside_capture(const char* call);     // whether this thread captures no CUDA graph
+enum { kFailed = 719 };                     // the status of a copy or a kernel that fails on the device
 enum { kInCapture = 900 };                  // the status of a call that a capture forbids
 bool live(const char* call, void* stream);  // whether a stream is the default one or not yet destroyed
 void* made_handle();  // a library's handle: some memory
