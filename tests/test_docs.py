@@ -87,7 +87,8 @@ class MXNetAlone:
 
 
 with_code = pytest.mark.parametrize(
-    "page", [page for page in PAGES if "```" in page.read_text() and page.name != "index.md"],
+    "page", [page for page in PAGES
+             if "```" in page.read_text() and page.name not in ("index.md", "howto.md")],
     ids=lambda page: page.name)
 each_page = pytest.mark.parametrize("page", PAGES + NOTEBOOKS, ids=lambda page: page.name)
 
@@ -195,6 +196,17 @@ def same_log():
 def test_code_runs(page, tmp_path, monkeypatch, same_log):
     monkeypatch.chdir(tmp_path)
     Runner().run(page)
+
+
+def test_each_section_of_howto_runs_after_the_set_up(tmp_path, monkeypatch, same_log):
+    monkeypatch.chdir(tmp_path)
+    introduction, set_up, *sections = re.split(
+        r"(?m)^(?=## )", (ROOT / "docs" / "howto.md").read_text())
+    assert set_up.startswith("## Set-up\n")
+    for section in sections:
+        page = tmp_path / "section.md"
+        page.write_text(set_up + section)
+        Runner().run(page)
 
 
 @pytest.mark.parametrize("number", [0, 1])
