@@ -200,7 +200,7 @@ def test_code_runs(page, tmp_path, monkeypatch, same_log):
 
 def test_each_section_of_howto_runs_after_the_set_up(tmp_path, monkeypatch, same_log):
     monkeypatch.chdir(tmp_path)
-    introduction, set_up, *sections = re.split(
+    _, set_up, *sections = re.split(
         r"(?m)^(?=## )", (ROOT / "docs" / "howto.md").read_text())
     assert set_up.startswith("## Set-up\n")
     for section in sections:

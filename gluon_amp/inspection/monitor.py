@@ -33,8 +33,6 @@ class Monitor:
 
     Training does not change by a bit. Call `step` once after each step of the trainer:
 
-    .. code-block:: python
-
         with amp.Monitor(net, trainer, "statistics.jsonl", interval=100) as monitor:
             for data, label in batches:
                 with autograd.record():
@@ -45,21 +43,21 @@ class Monitor:
 
     Each line of the file is a JSON object with one tensor of one step:
 
-    - ``step``: the number of steps so far; ``node``: the operator; ``tensor``: ``output``, or for a
-      gradient the name of its variable, such as ``dense0_weight``; ``index``: that of the output,
-      or of the input; ``kind``: ``output`` or ``gradient``; ``format``.
-    - ``numbers``: the number of elements; ``zero``, ``underflow``, ``subnormal``, ``overflow``: the
-      shares that were 0 before rounding, became 0, are subnormal, or became infinite; ``nan``: the
+    - `step`: the number of steps so far; `node`: the operator; `tensor`: `output`, or for a
+      gradient the name of its variable, such as `dense0_weight`; `index`: that of the output,
+      or of the input; `kind`: `output` or `gradient`; `format`.
+    - `numbers`: the number of elements; `zero`, `underflow`, `subnormal`, `overflow`: the
+      shares that were 0 before rounding, became 0, are subnormal, or became infinite; `nan`: the
       number of NaNs.
-    - ``rms``: the root of the mean square; ``least``, ``largest``: the binary exponents of the
-      smallest and largest number other than 0; ``bins``: pairs of such an exponent and the number
+    - `rms`: the root of the mean square; `least`, `largest`: the binary exponents of the
+      smallest and largest number other than 0; `bins`: pairs of such an exponent and the number
       of values with it.
-    - ``loss_scale``: the scale of a gradient, which is counted scaled.
+    - `loss_scale`: the scale of a gradient, which is counted scaled.
 
     A converted network on CPUs is counted before values are rounded. Otherwise, and under bfloat16
-    policies, tensors are counted as they are stored, and ``underflow`` is null. On a GPU,
-    ``least`` and ``bins`` are null, too, and ``largest`` is null if the tensor is not finite.
-    ``gluon-amp xray statistics.jsonl`` writes a page of the file.
+    policies, tensors are counted as they are stored, and `underflow` is null. On a GPU,
+    `least` and `bins` are null, too, and `largest` is null if the tensor is not finite.
+    `gluon-amp xray statistics.jsonl` writes a page of the file.
 
     Args:
         net: a network that `convert` has converted, or with hybridized blocks.

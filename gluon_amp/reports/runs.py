@@ -89,8 +89,9 @@ class Run:
     Attributes:
         name: the name of the run.
         arguments: its flags by name.
-        epochs: an `Epoch` for each number, from 0 on, with `top1` (an error), `loss`, `lr` and
-            others.
+        epochs: an `Epoch` for each number, from 0 on. Its attributes are None where the log lacks
+            them: `top1` (one minus the accuracy; of another measure, the value, negated if higher
+            is better), `loss`, `validation_loss`, `lr`, `loss_scale`, `skipped` and others.
         steps: what was logged between epochs (loss, gradient_norm, lr, loss_scale, skipped), each
             as (epoch, batch, value).
         notes: remarks on the log: where it was resumed, what its source is.
@@ -212,7 +213,8 @@ class Run:
 
     @property
     def final(self) -> Optional[float]:
-        """The measured value of its last validated epoch."""
+        """The measure of its last validated epoch: an accuracy in percent (0.9 in the log gives
+        90.0), or the value of another measure."""
         last = self.epochs.get(self.validated - 1)
         return None if last is None or last.top1 is None else self.told(last.top1)
 

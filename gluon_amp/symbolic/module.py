@@ -491,6 +491,14 @@ class Module(_Module, mx.mod.Module):
         """Writes PREFIX-symbol.json, PREFIX-EPOCH.params and optionally PREFIX-EPOCH.states.
 
         Each file is replaced atomically. PREFIX-EPOCH.params.json has the policy of the symbol.
+        Parameters have the symbol's types.
+
+        Args:
+            prefix: the beginning of the files' names, with a folder or without.
+            epoch: the number in the files' names.
+            save_optimizer_states: whether to write PREFIX-EPOCH.states, too.
+            remove_amp_cast: removes `amp_cast` operators, such as those of `mx.contrib.amp`. The
+                casts of `gluon_amp.convert_symbol` stay: the symbol is in mixed precision.
         """
         replace_file(f"{prefix}-symbol.json",
                      lambda path: self._symbol.save(path, remove_amp_cast=remove_amp_cast))
@@ -503,7 +511,9 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     """`mx.mod.BucketingModule` in mixed precision, with one loss scale for all buckets.
 
     Args:
-        sym_gen: as for `mx.mod.BucketingModule`.
+        sym_gen: a function of a bucket's key. It returns the symbol, which
+            `gluon_amp.convert_symbol` has converted, the names of its data and those of its labels.
+        default_bucket_key: the key of the largest bucket.
         loss_scale: as for `gluon_amp.Module`.
         clip_norm: as for `gluon_amp.Module`.
         kwargs: as for `mx.mod.BucketingModule`.
@@ -553,7 +563,20 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
     def load(prefix: str, epoch: int, sym_gen: Any = None,
              default_bucket_key: Hashable = None,
              load_optimizer_states: bool = False, **kwargs: Any) -> BucketingModule:
-        """Loads a module from a checkpoint. Arguments are those of the class."""
+        """Loads a module from a checkpoint.
+
+        Args:
+            prefix: the beginning of the files' names.
+            epoch: the number in the files' names.
+            sym_gen: as for the class. It is required: the saved symbols are not read.
+            default_bucket_key: as for the class, required.
+            load_optimizer_states: whether `init_optimizer` loads the optimizer's states.
+            kwargs: as for the class.
+
+        Raises:
+            TypeError: `sym_gen` or `default_bucket_key` is missing.
+            ValueError: the parameters do not fit the symbol of the default bucket.
+        """
         must_exist(f"{prefix}-{epoch:04d}.params")
         module = BucketingModule(sym_gen, default_bucket_key, **kwargs)
         symbol, data_names, label_names = module._call_sym_gen(default_bucket_key)
@@ -575,8 +598,10 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
                         remove_amp_cast: bool = False) -> None:
         """Writes the parameters, the symbols of the buckets and optionally the states.
 
-        The files are PREFIX-EPOCH.params, PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and
-        PREFIX-EPOCH.states. Each is replaced atomically.
+        The files are PREFIX-EPOCH.params, PREFIX-EPOCH.params.json with the policy of the symbol,
+        PREFIX-KEY-symbol.json of each bucket, PREFIX.buckets and PREFIX-EPOCH.states. Each is
+        replaced atomically. Arguments are those of `Module.save_checkpoint`; the default of
+        `remove_amp_cast` is that of `mx.mod.BucketingModule`.
         """
         self.save_params(f"{prefix}-{epoch:04d}.params")
         for key in self._buckets:

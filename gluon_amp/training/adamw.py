@@ -21,7 +21,12 @@ class AdamW(mx.optimizer.Optimizer):
     Without weight decay it is MXNet's Adam.
 
     Args:
-        wd: the decay; the learning rate multiplies it, as in PyTorch.
+        learning_rate: the factor `lr` of each update.
+        beta1: the decay of the average `m` of gradients.
+        beta2: the decay of the average `v` of their squares.
+        epsilon: a small number that prevents a division by 0.
+        kwargs: those of `mx.optimizer.Optimizer`, such as `wd`: the weight decay, which the
+            learning rate multiplies, as in PyTorch.
     """
 
     def __init__(self, learning_rate: float = 0.001, beta1: float = 0.9, beta2: float = 0.999,

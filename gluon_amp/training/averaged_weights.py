@@ -72,7 +72,11 @@ class AveragedWeights:
         trainer._averaged.append(self)
 
     def value(self, parameter: Parameter) -> Array:
-        """Returns the average of a parameter, or the parameter's weights before any update."""
+        """Returns the average of a parameter as a float32 array.
+
+        It returns the current value of a parameter that is not averaged: before any update, or
+        without gradients, such as `running_mean` of a batch norm.
+        """
         value = self.trainer.master(parameter)  # which raises if the Trainer lacks the parameter
         average = self._averages.get(self.trainer._param2idx[parameter.name])
         if average is not None:

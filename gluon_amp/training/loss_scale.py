@@ -122,12 +122,10 @@ class DynamicLossScale(LossScale):
         growth_interval: the number of finite steps before the scale doubles.
         minimum: the smallest scale. An overflow there raises LossScaleError.
         maximum: the largest scale.
-
-    Attributes:
-        scale: this value's scale.
-        finite_steps: the number of finite steps in a row since the scale last changed.
-        settled: whether the first steps, which calibrate it, are over.
-        overflows: the number of overflows since the scale could last double after
+        scale: state; the scale of the next step. 0: `initial`.
+        finite_steps: state; the number of finite steps in a row since the scale last changed.
+        settled: state; whether the first steps, which calibrate it, are over.
+        overflows: state; the number of overflows since the scale could last double after
             `growth_interval` finite steps. Until then it does not grow sooner.
     """
     initial: Optional[float] = None
@@ -156,13 +154,13 @@ class DynamicLossScale(LossScale):
 
     def update(self, norm: float, used: Optional[float] = None,
                parameters: Iterable[str] = ()) -> DynamicLossScale:
-        """Returns the loss scale of the next step.
+        """Returns a new DynamicLossScale, of the next step; this one does not change.
 
         A scale fits if norm * scale <= 65504 / 16.
 
         - In the first 10 finite steps, it becomes the largest power of two that fits, and changes
           by at most 16 in a step.
-        - Later, it doubles after ``growth_interval`` finite steps, if that fits; 20 times as often
+        - Later, it doubles after `growth_interval` finite steps, if that fits; 20 times as often
           while norm * scale < 65504 / 64.
         - If norm * scale > 65504 / 4, it is lowered to one that fits, before anything overflows.
         - An overflow halves it; in the first steps, it divides it by 16.
@@ -229,7 +227,11 @@ class DynamicLossScale(LossScale):
                 "overflows": self.overflows, "settled": self.settled}
 
     def load_state_dict(self, state: Dict[str, Any]) -> DynamicLossScale:
-        """Returns this loss scale with a `state_dict`. A bad one raises ValueError."""
+        """Returns a new DynamicLossScale with a `state_dict`; this one does not change.
+
+        Raises:
+            ValueError: the state is damaged.
+        """
         added = {"settled", "overflows"}  # since earlier versions
         if not isinstance(state, dict) or set(state) | added != {"scale", "finite_steps"} | added:
             raise ValueError("a DynamicLossScale's state has scale, finite_steps, overflows and "

@@ -775,6 +775,8 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
 
         with gluon_amp.scale_loss(loss, trainer) as scaled:
             autograd.backward(scaled)
+
+    Call it within `autograd.record()`.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
