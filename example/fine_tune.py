@@ -12,7 +12,7 @@ import os
 import warnings
 
 import gluon_amp as amp
-import image_classification as recipe
+import image_classification
 import images
 import mxnet as mx
 import recipes
@@ -124,16 +124,17 @@ def main(arguments=None):
         ("--pretrained-symbol", str, None, "the -symbol.json of an exported network"),
         ("--layer-before-fullc", str, None, "the layer whose output the new head takes, with "
          "--pretrained-symbol (default: the input of the last fully connected layer)"),
-        ("--freeze", recipes.whole, 0, "number of layers to freeze, counted from the input"),
-        ("--head-lr-mult", recipes.decimal, 1.0, "multiplier of --lr for the new head"),
-        ("--bn-momentum", recipes.share, None, "momentum of batch norms' moving averages")))
-    recipe.add_flags(parser, folder="runs/fine_tune")
+        ("--freeze", recipes.non_negative_int, 0,
+         "number of layers to freeze, counted from the input"),
+        ("--head-lr-mult", recipes.non_negative_float, 1.0, "multiplier of --lr for the new head"),
+        ("--bn-momentum", recipes.fraction, None, "momentum of batch norms' moving averages")))
+    image_classification.add_flags(parser, folder="runs/fine_tune")
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("pass a network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
                      "--pretrained-params NET-0000.params")
-    return recipe.train(args, network, validates_first=True)
+    return image_classification.train(args, network, validates_first=True)
 
 
 if __name__ == "__main__":

@@ -48,24 +48,26 @@ def add_flags(parser, folder="runs/image_classification"):
         ("--policy", POLICIES, None, "policy of gluon_amp.convert, in place of --dtype"),
         ("--mode", ("hybrid", "imperative"), "hybrid", "execution mode of the network"),
         ("--no-wd", bool, False, "no weight decay for biases and batch norms' parameters"),
-        ("--label-smoothing", recipes.share, 0, "amount of label smoothing; 0.1 for the flag "
+        ("--label-smoothing", recipes.fraction, 0, "amount of label smoothing; 0.1 for the flag "
          "without a number", {"nargs": "?", "const": 0.1}),
         ("--mixup", bool, False, "train on weighted sums of two images and of their labels"),
-        ("--mixup-alpha", recipes.above_0, 0.2, "parameter of the weights' beta distribution"),
-        ("--mixup-off-epoch", recipes.whole, 0, "number of last epochs without mixup"),
+        ("--mixup-alpha", recipes.positive_float, 0.2,
+         "parameter of the weights' beta distribution"),
+        ("--mixup-off-epoch", recipes.non_negative_int, 0, "number of last epochs without mixup"),
         ("--teacher", str, None, "also train on this network's outputs (distillation)"),
         ("--teacher-params", str, None, "parameters of the teacher (default: the model zoo's)"),
-        ("--temperature", recipes.above_0, 20.0, "divisor of both networks' logits"),
-        ("--hard-weight", recipes.share, 0.5, "weight of the labels' loss; the rest: teacher's")))
+        ("--temperature", recipes.positive_float, 20.0, "divisor of both networks' logits"),
+        ("--hard-weight", recipes.fraction, 0.5,
+         "weight of the labels' loss; the rest: teacher's")))
     recipes.add_flags(parser, "output and resuming", (
         ("--benchmark", bool, False, "train on random images, and print samples/s and memory"),
         ("--logging-file", str, None, "write the log to this file, too"),
         ("--save-dir", str, folder, "folder for all files of the run"),
-        ("--save-period --save-frequency", recipes.positive, None, "epochs between kept files"),
+        ("--save-period --save-frequency", recipes.positive_int, None, "epochs between kept files"),
         ("--resume", bool, False, "resume from the last epoch in --save-dir, if there is one"),
         ("--resume-params", str, None, "start with this file of parameters"),
         ("--resume-states", str, None, "start with this file of states of the Trainer"),
-        ("--resume-epoch", recipes.whole, 0, "start with this epoch, counted from 0")))
+        ("--resume-epoch", recipes.non_negative_int, 0, "start with this epoch, counted from 0")))
 
 
 # ---- network, Trainer and loss
@@ -108,7 +110,7 @@ def trainer_of(args, net, kvstore="device", **schedule):
 def loss_of(args):
     """Softmax cross entropy in float32, with label smoothing and a teacher if the flags say so."""
     smooth, classes = args.label_smoothing, images.classes_of(args)
-    hot, soft = args.temperature, 1 - args.hard_weight
+    temperature, teacher_weight = args.temperature, 1 - args.hard_weight
     loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
     sparse_loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -118,21 +120,22 @@ def loss_of(args):
         label = label.one_hot(classes) if label.ndim == 1 else label
         return loss(out, label * (1 - smooth) + smooth / classes if smooth else label)
 
-    def loss_fn(out, label, taught=None):
+    def loss_fn(out, label, teacher_out=None):
         out = out.astype("float32")  # under pure_float16 the network returns float16
-        if taught is None:
+        if teacher_out is None:
             return of_labels(out, label)
-        if taught.shape != out.shape:
-            raise ValueError(f"--teacher {args.teacher} has {taught.shape[1]} classes, and the "
-                             f"network {out.shape[1]}")
-        taught = (taught.astype("float32") / hot).softmax()
-        return (1 - soft) * of_labels(out, label) + soft * hot ** 2 * loss(out / hot, taught)
+        if teacher_out.shape != out.shape:
+            raise ValueError(f"--teacher {args.teacher} has {teacher_out.shape[1]} classes, and "
+                             f"the network {out.shape[1]}")
+        teacher_probabilities = (teacher_out.astype("float32") / temperature).softmax()
+        distillation = temperature ** 2 * loss(out / temperature, teacher_probabilities)
+        return (1 - teacher_weight) * of_labels(out, label) + teacher_weight * distillation
     return loss_fn
 
 
 # ---- training
 
-def mixed(args, data, label):
+def mixup(args, data, label):
     """Returns weighted sums of two images and of their labels."""
     share = np.random.beta(args.mixup_alpha, args.mixup_alpha)
     label = label.one_hot(images.classes_of(args))
@@ -146,8 +149,10 @@ def validate(net, loader, devices, loss_fn):
         parts = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False) for x in batch)
         for data, label in zip(*parts):
             out = net(data)
-            best = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy() == label.asnumpy()[:, None]
-            top1, top5, count = top1 + best[:, 0].sum(), top5 + best.sum(), count + len(best)
+            predicted = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy()
+            correct = predicted == label.asnumpy()[:, None]
+            top1, top5 = top1 + correct[:, 0].sum(), top5 + correct.sum()
+            count += len(correct)
             loss += float(loss_fn(out, label).sum().asscalar())
     return 1 - top1 / count, 1 - top5 / count, loss / count
 
@@ -235,18 +240,18 @@ def train(args, make_network, validates_first=False):
         if args.xray and workers.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
         recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)  # dropout, augmentation
-        mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
+        uses_mixup = args.mixup and epoch < args.epochs - args.mixup_off_epoch
         metric, start = mx.metric.Accuracy(), time.time()
         tic = start
         for i, (data, label) in enumerate(position.batches(loader)):
             images.check_labels(args, label)
-            data, target = mixed(args, data, label) if mixes else (data, label)
+            data, target = mixup(args, data, label) if uses_mixup else (data, label)
             datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
                                       for x in (data, label, target))
-            taught = [teacher(x) if teacher else None for x in datas]
+            teacher_outs = [teacher(x) if teacher else None for x in datas]
             with autograd.record():
                 outputs = [net(x) for x in datas]
-                losses = [loss_fn(*each) for each in zip(outputs, targets, taught)]
+                losses = [loss_fn(*each) for each in zip(outputs, targets, teacher_outs)]
             trainer.backward(losses)
             trainer.step(images_per_step)
 

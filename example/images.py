@@ -24,7 +24,7 @@ _VALID = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folde
 
 def add_image_flags(parser):
     """Adds the flags of images; second names are from GluonCV's scripts."""
-    positive = recipes.positive
+    positive_int = recipes.positive_int
     crop_ratio = recipes.flag_type(float, lambda x: 0 < x <= 1, "must be above 0, and at most 1")
     recipes.add_flags(parser, "data", (
         ("--dataset --rec-train", str, "digits", _VALID),
@@ -33,12 +33,15 @@ def add_image_flags(parser):
         ("--rec-train-idx", str, None, "index of a .rec dataset, which must be next to it"),
         ("--rec-val-idx", str, None, "index of the validation data"),
         ("--data-dir", str, None, "folder of the dataset (default: MXNet's)"),
-        ("--examples", positive, None, "number of training images to use (default: all)"),
-        ("--classes --num-classes", positive, None, "number of classes (default: the dataset's)"),
-        ("--image-size --input-size", positive, None, "height and width (default: the dataset's)"),
+        ("--examples", positive_int, None, "number of training images to use (default: all)"),
+        ("--classes --num-classes", positive_int, None,
+         "number of classes (default: the dataset's)"),
+        ("--image-size --input-size", positive_int, None,
+         "height and width (default: the dataset's)"),
         ("--crop-ratio", crop_ratio, 1.0, "center crop in validation, a share of each side"),
         ("--random-crop", bool, False, "crop that share in training (default: 40 to 100 %% of it)"),
-        ("--num-workers --num-data-workers -j", recipes.whole, 0, "processes that load images"),
+        ("--num-workers --num-data-workers -j", recipes.non_negative_int, 0,
+         "processes that load images"),
         ("--rgb-mean", recipes.decimals, [114.75], "mean of pixels from 0 to 255: one or three"),
         ("--rgb-std", recipes.deviations, [63.75], "standard deviation of pixels")))
 
@@ -50,7 +53,7 @@ def image_loaders(args, workers):
     train_data, val_data = image_datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
-    order = recipes.Part(len(train_data), args.seed, workers)
+    order = recipes.WorkerSampler(len(train_data), args.seed, workers)
     options = {"num_workers": args.num_workers,
                "batchify_fn": functools.partial(image_batch, *(
                    [x / 255 for x in values] for values in (args.rgb_mean, args.rgb_std)))}

@@ -68,7 +68,7 @@ class GPT(gluon.HybridBlock):
         super().__init__()
         with self.name_scope():
             self.embed = nn.Embedding(characters, width)
-            self.places = self.params.get("places", shape=(1, length, width))
+            self.positions = self.params.get("positions", shape=(1, length, width))
             self.layers = nn.HybridSequential()
             for _ in range(layers):
                 self.layers.add(Layer(width, heads, length, dropout))
@@ -76,34 +76,34 @@ class GPT(gluon.HybridBlock):
             self.scores = nn.Dense(characters, flatten=False, use_bias=False, in_units=width,
                                    params=self.embed.params)
 
-    def hybrid_forward(self, F, x, places):
-        x = F.broadcast_add(self.embed(x), places)
+    def hybrid_forward(self, F, x, positions):
+        x = F.broadcast_add(self.embed(x), positions)
         return self.scores(self.norm(self.layers(x)))
 
 
 def main(arguments=None):
     """Trains with the flags, and prints a generated text."""
-    positive, whole = recipes.positive, recipes.whole
+    positive_int, non_negative_int = recipes.positive_int, recipes.non_negative_int
     parser = recipes.Parser(__doc__)
     recipes.add_flags(parser, "network", (
-        ("--layers", positive, 4, "number of layers"),
-        ("--heads", positive, 4, "attention heads of a layer"),
-        ("--width", positive, 128, "width of the residual stream"),
-        ("--length", positive, 64, "context length in characters"),
-        ("--dropout", recipes.share, 0.0, "dropout rate of each layer")))
+        ("--layers", positive_int, 4, "number of layers"),
+        ("--heads", positive_int, 4, "attention heads of a layer"),
+        ("--width", positive_int, 128, "width of the residual stream"),
+        ("--length", positive_int, 64, "context length in characters"),
+        ("--dropout", recipes.fraction, 0.0, "dropout rate of each layer")))
     recipes.add_flags(parser, "training", (
         ("--text", str, None, "file of a text to train on (default: Python's help)"),
         ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
-        ("--batch-size", positive, 32, "sequences in a step"),
-        ("--steps", positive, 1000, "number of updates"),
-        ("--lr", recipes.above_0, 1e-3, "peak learning rate"),
-        ("--warmup", whole, 100, "number of warm-up steps"),
-        ("--wd", recipes.decimal, 0.1, "weight decay of matrices"),
-        ("--clip", recipes.above_0, 1.0, "maximum norm of the gradient")))
+        ("--batch-size", positive_int, 32, "sequences in a step"),
+        ("--steps", positive_int, 1000, "number of updates"),
+        ("--lr", recipes.positive_float, 1e-3, "peak learning rate"),
+        ("--warmup", non_negative_int, 100, "number of warm-up steps"),
+        ("--wd", recipes.non_negative_float, 0.1, "weight decay of matrices"),
+        ("--clip", recipes.positive_float, 1.0, "maximum norm of the gradient")))
     recipes.add_flags(parser, "output", (
-        ("--log-interval", positive, 100, "number of steps between two log lines"),
+        ("--log-interval", positive_int, 100, "number of steps between two log lines"),
         ("--save", recipes.new_file, None, "file to save the parameters to"),
-        ("--characters", whole, 200, "number of characters to generate at the end")))
+        ("--characters", non_negative_int, 200, "number of characters to generate at the end")))
     recipes.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.width % args.heads:
@@ -137,7 +137,7 @@ def main(arguments=None):
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
 
     # The Trainer scales the loss and updates float32 master weights
-    net.collect_params(".*(bias|gamma|beta|places)").setattr("wd_mult", 0.0)
+    net.collect_params(".*(bias|gamma|beta|positions)").setattr("wd_mult", 0.0)
     schedule = mx.lr_scheduler.CosineScheduler(
         args.steps, args.lr, warmup_steps=min(args.warmup, args.steps - 1))
     trainer = amp.Trainer(net.collect_params(), "adamw",
@@ -153,12 +153,13 @@ def main(arguments=None):
             loss = loss_fn(net(data), label)
         trainer.backward(loss)
         trainer.step(args.batch_size)
-        total += float(loss.mean().asscalar())
+        total = total + loss.mean()
         if step % args.log_interval == 0 or step == args.steps:
             steps = (step - 1) % args.log_interval + 1
             losses = [loss_fn(net(data), label).mean().asscalar()
                       for data, label in (batch_of(validation) for _ in range(4))]
-            print(f"step {step}: loss={total / steps:.4f} validation-loss={np.mean(losses):.4f} "
+            print(f"step {step}: loss={total.asscalar() / steps:.4f} "
+                  f"validation-loss={np.mean(losses):.4f} "
                   f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
                   f"skipped={trainer.skipped} {(time.time() - start) / steps * 1e3:.0f} ms/step",
                   flush=True)

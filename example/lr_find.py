@@ -7,7 +7,7 @@ The flags are those of image_classification.py: only the script's name in a comm
 of the learning rate, epochs, logs and output files have no effect.
 """
 import gluon_amp as amp
-import image_classification as recipe
+import image_classification
 import images
 import recipes
 from matplotlib.figure import Figure
@@ -17,11 +17,11 @@ def main(arguments=None):
     parser = recipes.Parser(__doc__)
     recipes.add_flags(parser, "learning rates", (
         ("--plot", str, "rates.png", "output file, PNG or SVG"),
-        ("--start", recipes.above_0, 1e-5, "first learning rate"),
-        ("--end", recipes.above_0, 10.0, "last learning rate"),
-        ("--steps", recipes.positive, 100, "number of learning rates")))
-    recipe.add_flags(parser)
-    recipe.add_network_flags(parser)
+        ("--start", recipes.positive_float, 1e-5, "first learning rate"),
+        ("--end", recipes.positive_float, 10.0, "last learning rate"),
+        ("--steps", recipes.positive_int, 100, "number of learning rates")))
+    image_classification.add_flags(parser)
+    image_classification.add_network_flags(parser)
     args = parser.parse_args(arguments)
     for name in ("teacher", "resume", "resume_params", "resume_states", "resume_epoch"):
         if getattr(args, name):
@@ -34,32 +34,33 @@ def main(arguments=None):
     recipes.seed_all(args.seed)
 
     _, loader, _ = images.image_loaders(args, workers)
-    net = recipe.converted(args, recipe.network(args, [device]))
+    net = image_classification.converted(args, image_classification.network(args, [device]))
     net(next(iter(loader))[0].as_in_context(device))  # initializes deferred shapes
-    trainer, loss_fn = recipe.trainer_of(args, net, workers.store), recipe.loss_of(args)
+    trainer = image_classification.trainer_of(args, net, workers.store)
+    loss_fn = image_classification.loss_of(args)
     batches = Batches(args, loader, device)
     if args.xray and workers.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
-    found = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps)
+    sweep = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps)
     if workers.rank:
         return
-    if not found.rates:
+    if not sweep.rates:
         print("no rate has a finite loss")
         return
-    draw(found, args.plot)
-    print(f"{len(found.rates)} rates from {found.rates[0]:g} to {found.rates[-1]:g}: {args.plot}")
-    print("proposed: " + ("none, the loss did not fall" if found.suggestion is None
-                          else f"{found.suggestion:.2g}"))
+    draw(sweep, args.plot)
+    print(f"{len(sweep.rates)} rates from {sweep.rates[0]:g} to {sweep.rates[-1]:g}: {args.plot}")
+    print("proposed: " + ("none, the loss did not fall" if sweep.suggestion is None
+                          else f"{sweep.suggestion:.2g}"))
 
 
-def draw(found, path):
+def draw(sweep, path):
     figure = Figure(layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(found.rates, found.losses)
-    if found.suggestion is not None:
-        axes.axvline(found.suggestion, linestyle="--", label=f"{found.suggestion:.2g}")
+    axes.plot(sweep.rates, sweep.losses)
+    if sweep.suggestion is not None:
+        axes.axvline(sweep.suggestion, linestyle="--", label=f"{sweep.suggestion:.2g}")
         axes.legend()
-    first, highest = found.losses[0], max(found.losses)
+    first, highest = sweep.losses[0], max(sweep.losses)
     axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss",
              ylim=(None, min(highest, first + abs(first))))
     figure.savefig(path)
@@ -75,7 +76,7 @@ class Batches:
         for data, label in self.loader:
             images.check_labels(self.args, label)
             if self.args.mixup:
-                data, label = recipe.mixed(self.args, data, label)
+                data, label = image_classification.mixup(self.args, data, label)
             yield data.as_in_context(self.device), label.as_in_context(self.device)
 
 

@@ -2,7 +2,8 @@
 
     python minimal_fine_tune.py photos/train photos/test
 
-Each of them has a folder of images for each class. A second run continues the first.
+Each of them has a folder of images for each class. The pretrained weights are downloaded. A second
+run continues the first.
 """
 import sys
 
@@ -20,7 +21,11 @@ np.random.seed(0)
 prepare = transforms.Compose([
     transforms.Resize(256, keep_ratio=True), transforms.CenterCrop(224), transforms.ToTensor(),
     transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
+if len(sys.argv) != 3:
+    raise SystemExit(__doc__)
 training, test = map(ImageFolderDataset, sys.argv[1:])
+if test.synsets != training.synsets:
+    raise SystemExit(f"classes differ: {training.synsets} in training, {test.synsets} in the test")
 loader = gluon.data.DataLoader(training.transform_first(prepare), 8, shuffle=True)
 test_loader = gluon.data.DataLoader(test.transform_first(prepare), 8)
 

@@ -16,7 +16,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 CLASSES = ("square", "disc", "triangle")
-MOST = 3  # maximum number of objects in an image
+MAX_OBJECTS = 3  # maximum number of objects in an image
 SIZES = ((0.2, 0.27), (0.37, 0.45))  # sizes of each map's anchors, as shares of the image
 RATIOS = (1.0, 2.0, 0.5)
 ANCHORS = len(SIZES[0]) + len(RATIOS) - 1  # anchors at each position
@@ -26,10 +26,10 @@ def drawn(rng, count, size):
     """Returns images, and for each image three rows of class, left, top, right and bottom. Rows of
     -1 are padding."""
     images = rng.normal(0.0, 0.3, (count, 3, size, size)).astype(np.float32)
-    labels = np.full((count, MOST, 5), -1, np.float32)
+    labels = np.full((count, MAX_OBJECTS, 5), -1, np.float32)
     y, x = np.mgrid[:size, :size] + 0.5
     for image, label in zip(images, labels):
-        for row in label[:rng.randint(1, MOST + 1)]:
+        for row in label[:rng.randint(1, MAX_OBJECTS + 1)]:
             side = rng.uniform(0.18, 0.45) * size
             left, top = rng.uniform(0, size - side, 2)
             kind = rng.randint(len(CLASSES))
@@ -71,8 +71,8 @@ class SSD(gluon.HybridBlock):
 
     def hybrid_forward(self, F, x):
         anchors, scores, boxes = [], [], []
-        for sizes, go_on, score, box in zip(SIZES, self.maps, self.scores, self.boxes):
-            x = go_on(x)
+        for sizes, stage, score, box in zip(SIZES, self.maps, self.scores, self.boxes):
+            x = stage(x)
             anchors.append(F.contrib.MultiBoxPrior(x, sizes=sizes, ratios=RATIOS))
             scores.append(F.Flatten(F.transpose(score(x), (0, 2, 3, 1))))
             boxes.append(F.Flatten(F.transpose(box(x), (0, 2, 3, 1))))
@@ -91,39 +91,39 @@ def overlap(box, others):
 def average_precision(detections, labels, kind):
     """Returns the average precision of a class at an IoU of 0.5; NaN without objects."""
     objects = [label[label[:, 0] == kind, 1:] for label in labels]
-    found = [np.zeros(len(each), bool) for each in objects]
-    mine = [(row[1], i, row[2:]) for i, rows in enumerate(detections)
-            for row in rows if row[0] == kind]
+    detected = [np.zeros(len(boxes), bool) for boxes in objects]
+    candidates = [(row[1], i, row[2:]) for i, rows in enumerate(detections)
+                  for row in rows if row[0] == kind]
     hits = []
-    for _, i, box in sorted(mine, key=lambda each: -each[0]):
-        overlaps = overlap(box, objects[i]) * ~found[i]
+    for _, i, box in sorted(candidates, key=lambda candidate: -candidate[0]):
+        overlaps = overlap(box, objects[i]) * ~detected[i]
         hits.append(len(overlaps) > 0 and overlaps.max() >= 0.5)
         if hits[-1]:
-            found[i][overlaps.argmax()] = True
-    true = np.cumsum(hits)
-    precision = np.maximum.accumulate((true / np.arange(1, len(hits) + 1))[::-1])[::-1]
+            detected[i][overlaps.argmax()] = True
+    true_positives = np.cumsum(hits)
+    precision = np.maximum.accumulate((true_positives / np.arange(1, len(hits) + 1))[::-1])[::-1]
     count = sum(map(len, objects))
     return float((precision * hits).sum() / count) if count else np.nan
 
 
 def main(arguments=None):
     """Trains with the flags, and prints the mean average precision."""
-    positive = recipes.positive
+    positive_int = recipes.positive_int
     parser = recipes.Parser(__doc__)
     recipes.add_flags(parser, "network", (
-        ("--image-size", positive, 64, "height and width in pixels, a multiple of 16"),
-        ("--width", positive, 16, "channels of the first convolution")))
+        ("--image-size", positive_int, 64, "height and width in pixels, a multiple of 16"),
+        ("--width", positive_int, 16, "channels of the first convolution")))
     recipes.add_flags(parser, "training", (
         ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
-        ("--batch-size", positive, 32, "images in a step"),
-        ("--steps", positive, 1000, "number of updates"),
-        ("--lr", recipes.above_0, 0.05, "peak learning rate"),
-        ("--momentum", recipes.share, 0.9, "momentum of SGD"),
-        ("--wd", recipes.decimal, 5e-4, "weight decay")))
+        ("--batch-size", positive_int, 32, "images in a step"),
+        ("--steps", positive_int, 1000, "number of updates"),
+        ("--lr", recipes.positive_float, 0.05, "peak learning rate"),
+        ("--momentum", recipes.fraction, 0.9, "momentum of SGD"),
+        ("--wd", recipes.non_negative_float, 5e-4, "weight decay")))
     recipes.add_flags(parser, "output", (
-        ("--log-interval", positive, 50, "number of steps between two log lines"),
+        ("--log-interval", positive_int, 50, "number of steps between two log lines"),
         ("--save", recipes.new_file, None, "file to save the parameters to"),
-        ("--validation-images", positive, 128, "number of validation images")))
+        ("--validation-images", positive_int, 128, "number of validation images")))
     recipes.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.image_size % 16:
@@ -161,12 +161,13 @@ def main(arguments=None):
                 + box_loss(boxes * box_mask, box_target * box_mask)
         trainer.backward(loss)
         trainer.step(args.batch_size)
-        total += float(loss.mean().asscalar())
+        total = total + loss.mean()
         if step % args.log_interval == 0 or step == args.steps:
             steps = (step - 1) % args.log_interval + 1
-            print(f"step {step}: loss={total / steps:.5f} lr={trainer.learning_rate:.2e} "
-                  f"loss-scale={trainer.loss_scale:g} skipped={trainer.skipped} "
-                  f"{(time.time() - start) / steps * 1e3:.0f} ms/step", flush=True)
+            print(f"step {step}: loss={total.asscalar() / steps:.5f} "
+                  f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
+                  f"skipped={trainer.skipped} {(time.time() - start) / steps * 1e3:.0f} ms/step",
+                  flush=True)
             total, start = 0.0, time.time()
     if args.save:
         net.save_parameters(args.save)
@@ -177,9 +178,10 @@ def main(arguments=None):
     detections = []
     for begin in range(0, len(images), args.batch_size):
         anchors, scores, boxes = net(nd.array(images[begin:begin + args.batch_size], device))
-        found = nd.contrib.MultiBoxDetection(scores.softmax().transpose((0, 2, 1)), boxes, anchors,
-                                             nms_threshold=0.45, threshold=0.05)
-        detections += [rows[rows[:, 0] >= 0] for rows in found.asnumpy()]
+        detected = nd.contrib.MultiBoxDetection(
+            scores.softmax().transpose((0, 2, 1)), boxes, anchors, nms_threshold=0.45,
+            threshold=0.05)
+        detections += [rows[rows[:, 0] >= 0] for rows in detected.asnumpy()]
     precisions = [average_precision(detections, labels, kind) for kind in range(len(CLASSES))]
     print(f"mAP@0.5={np.nanmean(precisions):.4f}", *(
         f"{name}={each:.4f}" for name, each in zip(CLASSES, precisions)))

@@ -107,12 +107,12 @@ def list_of(number):
     return lambda text: [number(part) for part in text.split(",") if part]
 
 
-positive = flag_type(int, lambda n: n >= 1, "must be an integer >= 1")
-whole = flag_type(int, lambda n: n >= 0, "must be an integer >= 0")
+positive_int = flag_type(int, lambda n: n >= 1, "must be an integer >= 1")
+non_negative_int = flag_type(int, lambda n: n >= 0, "must be an integer >= 0")
 seed = flag_type(int, lambda n: 0 <= n < 2**31, "must be an integer from 0 to 2147483647")
-decimal = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number >= 0")
-above_0 = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number > 0")
-share = flag_type(float, lambda x: 0 <= x <= 1, "must be a number from 0 to 1")
+non_negative_float = flag_type(float, lambda x: 0 <= x < math.inf, "must be a finite number >= 0")
+positive_float = flag_type(float, lambda x: 0 < x < math.inf, "must be a finite number > 0")
+fraction = flag_type(float, lambda x: 0 <= x <= 1, "must be a number from 0 to 1")
 numbers = flag_type(list_of(int), lambda values: min(values, default=0) >= 0,
                     "must be integers >= 0, such as 0,2")
 decimals = flag_type(
@@ -138,7 +138,7 @@ def add_device_flags(parser):
         ("--loss-scale", loss_scale, "auto", "loss scale: auto, dynamic, a number or none"),
         ("--seed", seed, 0, "seed of all random numbers"),
         ("--gpus", numbers, [], "GPUs to use, such as 0 or 0,2,5 (default: the CPU)"),
-        ("--num-gpus", lambda text: list(range(whole(text))), argparse.SUPPRESS,
+        ("--num-gpus", lambda text: list(range(non_negative_int(text))), argparse.SUPPRESS,
          "use the first N GPUs", {"dest": "gpus", "metavar": "N"})))
 
 
@@ -146,26 +146,28 @@ def add_training_flags(parser):
     """Adds the flags of scripts that count epochs, under MXNet's and GluonCV's names."""
     add_device_flags(parser)
     add_flags(parser, "training", (
-        ("--batch-size", positive, 64, "batch size of a process, over all its GPUs"),
-        ("--epochs --num-epochs", positive, 10, "epochs; more with --resume extend a finished run"),
+        ("--batch-size", positive_int, 64, "batch size of a process, over all its GPUs"),
+        ("--epochs --num-epochs", positive_int, 10,
+         "epochs; more with --resume extend a finished run"),
         ("--optimizer", str, "sgd", "an optimizer of MXNet, or adamw"),
-        ("--momentum --mom", share, 0.9, "momentum, for optimizers that have one"),
-        ("--wd", decimal, 1e-4, "weight decay"),
-        ("--lr", decimal, 0.1, "learning rate"),
+        ("--momentum --mom", fraction, 0.9, "momentum, for optimizers that have one"),
+        ("--wd", non_negative_float, 1e-4, "weight decay"),
+        ("--lr", non_negative_float, 0.1, "learning rate"),
         ("--lr-mode", ("step", "cosine"), None, "step if there is --lr-decay-epoch, else cosine"),
         ("--lr-decay-epoch --lr-step-epochs", numbers, [], "epochs after which step decays it"),
-        ("--lr-decay --lr-factor", decimal, 0.1, "decay factor of step"),
-        ("--warmup-epochs", decimal, 0, "number of warm-up epochs"),
-        ("--warmup-lr", decimal, 0.0, "learning rate at the start of warm-up"),
+        ("--lr-decay --lr-factor", non_negative_float, 0.1, "decay factor of step"),
+        ("--warmup-epochs", non_negative_float, 0, "number of warm-up epochs"),
+        ("--warmup-lr", non_negative_float, 0.0, "learning rate at the start of warm-up"),
         ("--warmup-strategy", ("linear", "constant"), "linear", "constant stays at --warmup-lr"),
         ("--kvstore --kv-store", ("local", "device", *DISTRIBUTED), "device", "all-reduce in one "
          "process, or of many that read a part of the data each (docs/distributed.md)")))
     add_flags(parser, "logs and X-rays", (
-        ("--log-interval --disp-batches", positive, 20, "number of batches between two log lines"),
+        ("--log-interval --disp-batches", positive_int, 20,
+         "number of batches between two log lines"),
         ("--tensorboard", str, None, "folder for TensorBoard's files (pip install tensorboard)"),
         ("--claim-speed", bool, False, "nothing else runs on this machine: reports compare speed"),
         ("--xray", str, None, "folder for an X-ray of each epoch's first steps (docs/xray.md)"),
-        ("--xray-steps", positive, 3, "number of steps of an X-ray")))
+        ("--xray-steps", positive_int, 3, "number of steps of an X-ray")))
 
 
 def devices_of(gpus):
@@ -230,7 +232,7 @@ class Workers:
                             format=format.format(self.rank))
 
 
-class Part(gluon.data.Sampler):
+class WorkerSampler(gluon.data.Sampler):
     """A worker's part of the training data: equal, disjoint parts, in an order for each `epoch`."""
 
     def __init__(self, length, seed, workers):

@@ -17,7 +17,7 @@ import gluon_amp as amp
 import images
 import mxnet as mx
 import recipes
-import train_imagenet as recipe
+import train_imagenet
 
 
 def load(name):
@@ -111,10 +111,10 @@ def main(arguments=None):
          {"required": True, "metavar": "PREFIX[,EPOCH]"}),
         ("--layer-before-fullc", str, None, "the layer before the head (default: detected)"),
         ("--freeze", int, 0, "1: train the new head only", {"choices": (0, 1)}),
-        ("--bn-momentum", recipes.share, None, "momentum of all batch norms")))
-    recipe.add_arguments(parser)
+        ("--bn-momentum", recipes.fraction, None, "momentum of all batch norms")))
+    train_imagenet.add_arguments(parser)
     parser.set_defaults(epochs=3, lr=0.01, lr_decay_epoch=[2], batch_size=32)
-    args = recipe.parse_flags(parser, arguments)
+    args = train_imagenet.parse_flags(parser, arguments)
 
     symbol, arg_params, aux_params = load(args.pretrained_model)
     features, symbol = with_new_head(symbol, args.num_classes, args.layer_before_fullc,
@@ -127,9 +127,9 @@ def main(arguments=None):
     if args.dtype == "float32" and "float16" in {v.dtype.__name__ for v in arg_params.values()}:
         raise SystemExit(f"{args.pretrained_model} is in float16: --dtype float16")
     symbol = amp.convert_symbol(symbol, args.dtype)
-    recipe.fit(args, symbol, {n: v for n, v in arg_params.items() if n in body},
-                   {n: aux_params[n] for n in features.list_auxiliary_states()},
-                   sorted(body) if args.freeze else None)
+    train_imagenet.fit(args, symbol, {n: v for n, v in arg_params.items() if n in body},
+                       {n: aux_params[n] for n in features.list_auxiliary_states()},
+                       sorted(body) if args.freeze else None)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,14 @@ image_shape = recipes.flag_type(
 
 def add_arguments(parser):
     """Adds the flags of training and data; second names are from image_classification.py."""
-    positive, zero_or_one = recipes.positive, {"choices": (0, 1)}
+    positive_int, zero_or_one = recipes.positive_int, {"choices": (0, 1)}
     recipes.add_training_flags(parser)
     parser.set_defaults(batch_size=128, epochs=80, lr_mode="step", lr_decay_epoch=[30, 60])
     recipes.add_flags(parser, "precision and initialization", (
         ("--dtype", ("float32", "float16"), "float32", "type of the network"),
-        ("--macrobatch-size", positive, None, "images of an update over all workers, a multiple of "
-         "--batch-size: gradients accumulate (default: one batch)"),
+        ("--macrobatch-size", positive_int, None,
+         "images of an update over all workers, a multiple of --batch-size: gradients accumulate "
+         "(default: one batch)"),
         ("--gc-type", ("none", "2bit"), "none", "only none: MXNet cannot compress float16"),
         ("--gc-threshold", float, 0.5, "threshold of --gc-type 2bit"),
         ("--initializer", ("default", "xavier", "msra", "orthogonal", "normal", "uniform", "one",
@@ -47,14 +48,15 @@ def add_arguments(parser):
          "alexnet, xavier for vgg, else Gaussian xavier by fan-in of magnitude 2)")))
     recipes.add_flags(parser, "output and resuming", (
         ("--model-prefix", str, None, "save checkpoints under this prefix"),
-        ("--save-period", positive, 1, "number of epochs between two checkpoints"),
-        ("--load-epoch", positive, None, "resume from this epoch of --model-prefix"),
+        ("--save-period", positive_int, 1, "number of epochs between two checkpoints"),
+        ("--load-epoch", positive_int, None, "resume from this epoch of --model-prefix"),
         ("--resume", bool, False, "resume from the last checkpoint of --model-prefix, if any"),
         ("--save-dir", str, None, "write log.jsonl to this folder (see docs/recipes.md)"),
         ("--loss", tuple(LOSSES), "", "log these losses: ce, nll, or both as ce,nll",
          {"metavar": "NAMES"}),
-        ("--top-k", recipes.whole, 0, "log the top-k accuracy, too"),
-        ("--monitor", recipes.whole, 0, "batches between two logs of the outputs' sizes"),
+        ("--top-k", recipes.non_negative_int, 0, "log the top-k accuracy, too"),
+        ("--monitor", recipes.non_negative_int, 0,
+         "batches between two logs of the outputs' sizes"),
         ("--test-io", int, 0, "1: only read the images, and log the speed", zero_or_one),
         ("--benchmark", int, 0, "1: train on random images, without files", zero_or_one)))
     recipes.add_flags(parser, "data", (
@@ -64,13 +66,14 @@ def add_arguments(parser):
         ("--data-val-idx --rec-val-idx", str, "", "its index"),
         ("--use-rec", bool, False, "no effect: images always come from RecordIO files"),
         ("--image-shape", image_shape, [3, 224, 224], "channels,height,width"),
-        ("--input-size", lambda text: [3, positive(text), positive(text)], argparse.SUPPRESS,
+        ("--input-size", lambda text: [3, *[positive_int(text)] * 2], argparse.SUPPRESS,
          "--image-shape 3,N,N", {"dest": "image_shape", "metavar": "N"}),
-        ("--num-classes --classes", positive, 1000, "number of classes"),
-        ("--num-examples", positive, None, "images of an epoch (default, and at most: the file's)"),
+        ("--num-classes --classes", positive_int, 1000, "number of classes"),
+        ("--num-examples", positive_int, None,
+         "images of an epoch (default, and at most: the file's)"),
         ("--rgb-mean", recipes.decimals, "123.68,116.779,103.939", "mean of pixels from 0 to 255"),
         ("--rgb-std", recipes.deviations, "1,1,1", "standard deviation of pixels from 0 to 255"),
-        ("--data-nthreads --num-data-workers -j", positive, 4, "threads that decode images")))
+        ("--data-nthreads --num-data-workers -j", positive_int, 4, "threads that decode images")))
     recipes.add_flags(parser, "augmentation (arguments of mx.io.ImageRecordIter)", (
         ("--use-imagenet-data-augmentation", int, 0, "1: the usual augmentation of ResNets on "
          "ImageNet, with --rgb-std 58.393,57.12,57.375; other flags override it", zero_or_one),
@@ -305,7 +308,7 @@ class AddingModule(amp.Module):
 
     def update(self):
         self.added = (self.added + 1) % self.batches
-        return self.added > 0 or super().update()
+        return self.added == 0 and super().update()
 
 
 class ModuleLog:

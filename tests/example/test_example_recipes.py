@@ -67,7 +67,7 @@ def test_boxes_match_their_objects():
     images, labels = object_detection.drawn(np.random.RandomState(0), 8, 64)
     for image, label in zip(images, labels):
         boxes = label[label[:, 0] >= 0, 1:]
-        assert 1 <= len(boxes) <= object_detection.MOST
+        assert 1 <= len(boxes) <= object_detection.MAX_OBJECTS
         inside = np.zeros((64, 64), bool)
         for left, top, right, bottom in np.round(boxes * 64).astype(int):
             assert 0 <= left < right <= 64

@@ -56,6 +56,16 @@ def test_pretrained_network_learns_photos(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines() == first[3:]
 
 
+@pytest.mark.parametrize("arguments", [["train"], ["train", "other"]])
+def test_fine_tuning_refuses_a_missing_or_another_folder(arguments, tmp_path, monkeypatch):
+    write_photos(tmp_path)
+    (tmp_path / "other" / "blue").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["minimal_fine_tune.py", *arguments])
+    with pytest.raises(SystemExit, match=r"python minimal_fine_tune.py|blue"):
+        runpy.run_path(str(EXAMPLES / "minimal_fine_tune.py"))
+
+
 def write_photos(folder):
     """Bright and dark images: of each class two for training, and one for the test."""
     for part, count in (("train", 2), ("test", 1)):

@@ -25,7 +25,7 @@ import recipes
 from mxnet import nd
 
 folder, seen, nets = sys.argv[2], [], []
-make, order, save = recipe.network, recipes.Part.__iter__, recipe.save
+make, order, save = recipe.network, recipes.WorkerSampler.__iter__, recipe.save
 
 def network(*args):
     nets.append(make(*args))
@@ -41,7 +41,7 @@ def save_and_copy(args, net, trainer, position, record):
     if position.epoch == 1 and trainer.rank == 0:
         shutil.copytree(args.save_dir, folder + "/cut")
 
-recipe.network, recipes.Part.__iter__, recipe.save = network, indices, save_and_copy
+recipe.network, recipes.WorkerSampler.__iter__, recipe.save = network, indices, save_and_copy
 recipe.main(sys.argv[3:])
 rank = seen[-1][0]
 nets[0].save_parameters(f"{folder}/rank{rank}.params")
