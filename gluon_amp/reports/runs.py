@@ -213,8 +213,10 @@ class Run:
 
     @property
     def final(self) -> Optional[float]:
-        """The measure of its last validated epoch: an accuracy in percent (0.9 in the log gives
-        90.0), or the value of another measure."""
+        """The measure of its last validated epoch.
+
+        It is an accuracy in percent (0.9 in the log gives 90.0), or the value of another measure.
+        """
         last = self.epochs.get(self.validated - 1)
         return None if last is None or last.top1 is None else self.told(last.top1)
 
