@@ -1,4 +1,5 @@
 import faulthandler
+import logging
 import os
 import sys
 from collections import Counter, defaultdict
@@ -16,6 +17,7 @@ import pytest
 from ranks import Ranks
 
 STDERR = pytest.StashKey()
+HANDLERS = logging.StreamHandler, logging.FileHandler  # those of basicConfig
 LIMIT = 600  # seconds, after which a test that hangs ends its process: pytest-xdist names it
 
 # They run on a software GPU: make -C tests gpu.
@@ -104,6 +106,19 @@ def same_numbers():
     yield
     mx.npx.reset_np()
     mx.nd.waitall()
+
+
+@pytest.fixture(autouse=True)
+def same_logs():
+    """Restores the levels of logs, and removes the handlers of `logging.basicConfig`."""
+    logs = [logging.getLogger(), logging.getLogger("gluon_amp")]
+    before = [(log.level, list(log.handlers)) for log in logs]
+    yield
+    for log, (level, handlers) in zip(logs, before):
+        log.setLevel(level)
+        for handler in log.handlers[:]:
+            if handler not in handlers and type(handler) in HANDLERS:
+                log.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import functools
 import importlib
 import io
 import json
-import logging
 import os
 import re
 import shlex
@@ -182,23 +181,13 @@ class Runner:
             raise AssertionError(f"{example.path}:{example.line}: it prints\n{printed}")
 
 
-@pytest.fixture()
-def same_log():
-    """A page may enable logging."""
-    log = logging.getLogger("gluon_amp")
-    level, handlers = log.level, list(log.handlers)
-    yield
-    log.setLevel(level)
-    log.handlers[:] = handlers
-
-
 @with_code
-def test_code_runs(page, tmp_path, monkeypatch, same_log):
+def test_code_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Runner().run(page)
 
 
-def test_each_section_of_howto_runs_after_the_set_up(tmp_path, monkeypatch, same_log):
+def test_each_section_of_howto_runs_after_the_set_up(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, set_up, *sections = re.split(
         r"(?m)^(?=## )", (ROOT / "docs" / "howto.md").read_text())

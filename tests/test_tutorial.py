@@ -1,7 +1,6 @@
 """The tutorial's notebooks run with the results that their text states."""
 import contextlib
 import io
-import logging
 import re
 import subprocess
 import sys
@@ -24,8 +23,6 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     backend = matplotlib.get_backend()
     matplotlib.use("agg")
-    log = logging.getLogger("gluon_amp")
-    level = log.level
 
     def run(name):
         page, names, printed = TUTORIAL / f"{name}.md", {"__name__": "__main__"}, io.StringIO()
@@ -37,7 +34,6 @@ def run(tmp_path, monkeypatch):
         return names, printed.getvalue()
 
     yield run
-    log.setLevel(level)
     import matplotlib.pyplot as plt
     plt.close("all")
     matplotlib.use(backend)
