@@ -137,7 +137,7 @@ def main(folder):
     texts = declarations(old), declarations(new)
     counts, failed = Counter(), []
     for library in IN_BOTH:
-        newer = libraries._REPLACED[13].get(library, library)
+        newer = libraries.REPLACED[13].get(library, library)
         of_11, of_13 = opened(old, library), opened(new, newer)
         for function in libraries.functions():
             if function.library != library:
