@@ -36,7 +36,7 @@ class View:
         scale: the loss scale of the gradients' counts: that of the first step with finite
             gradients, or 2^16.
         outcome: what the training does, the start of `verdict`.
-        converts: the start of `keep_line`.
+        converts: the call that converts, up to `keep`, such as "amp.convert(net".
         training: the training's loss scales, and whether it checks gradients.
         one_step: whether this is the result of `explain`, which gives no advice.
     """

@@ -125,8 +125,8 @@ class DynamicLossScale(LossScale):
         scale: state; the scale of the next step. 0: `initial`.
         finite_steps: state; the number of finite steps in a row since the scale last changed.
         settled: state; whether the first steps, which calibrate it, are over.
-        overflows: state; the number of overflows since the scale could last double after
-            `growth_interval` finite steps. Until then it does not grow sooner.
+        overflows: state; the number of overflows since `growth_interval` finite steps in a row
+            last passed. While it is above 0, the scale does not grow earlier than after these.
     """
     initial: Optional[float] = None
     growth_interval: int = 2000

@@ -104,7 +104,7 @@ def save_checkpoint(folder: Folder, net: Any, trainer: Trainer, position: Positi
         net: the network.
         trainer: its Trainer.
         position: what `load_checkpoint` returned.
-        log: a `gluon_amp.reports.log.Log`, which `Log(path, begin=position)` continues.
+        log: a `gluon_amp.reports.Log`, which `Log(path, begin=position)` continues.
     """
     folder = os.fspath(folder)
     now = random_state(f"{position.epoch}, {position.batch}, {trainer.rank}")
