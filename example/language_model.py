@@ -156,12 +156,14 @@ def main(arguments=None):
         total = total + loss.mean()
         if step % args.log_interval == 0 or step == args.steps:
             steps = (step - 1) % args.log_interval + 1
+            train_loss = total.asscalar() / steps  # waits for the steps
+            seconds = time.time() - start
             losses = [loss_fn(net(data), label).mean().asscalar()
                       for data, label in (batch_of(validation) for _ in range(4))]
-            print(f"step {step}: loss={total.asscalar() / steps:.4f} "
+            print(f"step {step}: loss={train_loss:.4f} "
                   f"validation-loss={np.mean(losses):.4f} "
                   f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
-                  f"skipped={trainer.skipped} {(time.time() - start) / steps * 1e3:.0f} ms/step",
+                  f"skipped={trainer.skipped} {seconds / steps * 1e3:.0f} ms/step",
                   flush=True)
             total, start = 0.0, time.time()
     if args.save:
