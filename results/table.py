@@ -303,6 +303,11 @@ def evident(found):
     return [max(machines.values(), key=evidence) for machines in answers.values()]
 
 
+def subject(of):
+    """Returns the name of a study with its network and task."""
+    return f"`{of.name}`, {SUBJECTS[of.name]}"
+
+
 def readers_table(found):
     """Yields the lines of the table for readers, a row for each study."""
     yield from head("network and task", "measure: float32",
@@ -316,7 +321,7 @@ def readers_table(found):
                 cells.append(f"{answer(one, p)}: {interval(one)}, {one.difference.seeds} pairs")
             else:
                 cells.append("not run")
-        yield line(SUBJECTS[of.name], f"{of.measure.name}: {spread(of, 'float32')}", *cells)
+        yield line(subject(of), f"{of.measure.name}: {spread(of, 'float32')}", *cells)
 
 
 def costs_table(found):
@@ -329,7 +334,7 @@ def costs_table(found):
         control = "not run"
         if "control" in arms:
             control = signed(of, max(map(abs, of.differences("control")))).replace("+", "±")
-        yield line(SUBJECTS[of.name], of.machine, control,
+        yield line(subject(of), of.machine, control,
                    *(cost(of, costs, of_step) for of_step in ("step_seconds", "bytes")))
 
 
