@@ -109,7 +109,7 @@ def main(arguments=None):
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
     if len(args.gpus) > 1:
-        parser.error("--gpus: one is enough")
+        parser.error("--gpus: this script uses one GPU")
     (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
     recipes.seed_all(args.seed)
 

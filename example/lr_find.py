@@ -28,7 +28,7 @@ def main(arguments=None):
             parser.error(f"--{name.replace('_', '-')}: the sweep starts with a new network, or "
                          "--use-pretrained, and trains on labels alone")
     if len(args.gpus) > 1 and args.kvstore != "horovod":
-        parser.error("--gpus: one is enough")
+        parser.error("--gpus: this script uses one GPU")
     workers = recipes.Workers(args)
     device, = workers.devices
     recipes.seed_all(args.seed)

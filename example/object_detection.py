@@ -129,7 +129,7 @@ def main(arguments=None):
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
     if len(args.gpus) > 1:
-        parser.error("--gpus: one is enough")
+        parser.error("--gpus: this script uses one GPU")
     (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
     recipes.seed_all(args.seed)
 

@@ -2,7 +2,8 @@
 
     python train_imagenet.py --gpus 0,1,2,3 --dtype float16 --batch-size 1024 --lr 0.4 \\
         --data-train train.rec --data-val val.rec
-    python train_imagenet.py --benchmark 1 --dtype float16 --num-layers 18 --batch-size 8
+    python train_imagenet.py --benchmark 1 --dtype float16 --num-layers 18 --batch-size 8 \\
+        --num-epochs 1 --num-examples 160
 
 The flags and the log format are those of MXNet's example/image-classification.
 """
@@ -39,8 +40,8 @@ def add_arguments(parser):
     recipes.add_flags(parser, "precision and initialization", (
         ("--dtype", ("float32", "float16"), "float32", "type of the network"),
         ("--macrobatch-size", positive_int, None,
-         "images of an update over all workers, a multiple of --batch-size: gradients accumulate "
-         "(default: one batch)"),
+         "images of an update over all workers, a multiple of --batch-size times the number of "
+         "workers: gradients accumulate (default: one batch)"),
         ("--gc-type", ("none", "2bit"), "none", "only none: MXNet cannot compress float16"),
         ("--gc-threshold", float, 0.5, "threshold of --gc-type 2bit"),
         ("--initializer", ("default", "xavier", "msra", "orthogonal", "normal", "uniform", "one",
@@ -136,17 +137,18 @@ def iterators(args, part=0, parts=1, begin=0):
         "preprocess_threads": args.data_nthreads,
         **{f"{name}_{channel}": value for name, values in (("mean", mean), ("std", std))
            for channel, value in zip("rgb", values)}}
-    named = {"pad_size": "pad", "max_random_h": "random_h", "max_random_s": "random_s",
-             "max_random_l": "random_l", "max_random_aspect_ratio": "max_aspect_ratio",
-             "min_random_aspect_ratio": "min_aspect_ratio", "random_crop": "rand_crop",
-             "random_mirror": "rand_mirror", "max_random_rotate_angle": "max_rotate_angle",
-             "max_random_shear_ratio": "max_shear_ratio"}
+    iterator_names = {
+        "pad_size": "pad", "max_random_h": "random_h", "max_random_s": "random_s",
+        "max_random_l": "random_l", "max_random_aspect_ratio": "max_aspect_ratio",
+        "min_random_aspect_ratio": "min_aspect_ratio", "random_crop": "rand_crop",
+        "random_mirror": "rand_mirror", "max_random_rotate_angle": "max_rotate_angle",
+        "max_random_shear_ratio": "max_shear_ratio"}
     flags = [flag.replace("-", "_") for flag in (*AUGMENTATION, "min-random-aspect-ratio")]
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
         seed=(args.seed + begin) % 2**31, seed_aug=(args.seed + begin) % 2**31,
         num_parts=parts, part_index=part, **common,
-        **{named.get(flag, flag): getattr(args, flag) for flag in flags})
+        **{iterator_names.get(flag, flag): getattr(args, flag) for flag in flags})
     val = args.data_val and Unpadded(mx.io.ImageRecordIter(
         path_imgrec=args.data_val, path_imgidx=args.data_val_idx, round_batch=False, **common),
         val_examples, max(1, len(args.gpus)))
@@ -238,12 +240,12 @@ def fit(args, symbol, arg_params=None, aux_params=None, fixed=None):
             logging.warning("%s-%04d.states does not exist: the optimizer starts with new states",
                             args.model_prefix, begin)
         try:
-            module = AddingModule.load(args.model_prefix, begin, states, **options)
+            module = AccumulatingModule.load(args.model_prefix, begin, states, **options)
         except mx.MXNetError as error:
             raise ValueError(f"{args.model_prefix}-{begin:04d}.params is damaged: "
                              f"{recipes.first_line(error)}") from None
     else:
-        module = AddingModule(symbol, **options)
+        module = AccumulatingModule(symbol, **options)
     optimizer = {"learning_rate": args.lr, "wd": args.wd, "begin_num_update": begin * updates,
                  "lr_scheduler": recipes.schedule(args, updates),
                  "rescale_grad": 1 / (args.batch_size * workers.count * per_update),
@@ -289,7 +291,7 @@ def checkpoint(args, module):
     return save
 
 
-class AddingModule(amp.Module):
+class AccumulatingModule(amp.Module):
     """A Module that accumulates the gradients of so many batches for an update."""
 
     def __init__(self, *args, batches=1, **kwargs):

@@ -95,9 +95,9 @@ def test_average_precision_is_area_under_precision_recall_curve():
 @pytest.mark.parametrize(("main", "flags", "message"), [
     (language_model.main, "--heads 3", "--width must be a multiple of --heads 3. Received: 128"),
     (language_model.main, "--text {empty}", "--text is too short: a tenth of it must have more"),
-    (language_model.main, "--gpus 0,1", "--gpus: one is enough"),
+    (language_model.main, "--gpus 0,1", "--gpus: this script uses one GPU"),
     (object_detection.main, "--image-size 50", "--image-size must be a multiple of 16. Rec"),
-    (object_detection.main, "--gpus 0,1", "--gpus: one is enough")])
+    (object_detection.main, "--gpus 0,1", "--gpus: this script uses one GPU")])
 def test_invalid_flag_is_one_line(main, flags, message, tmp_path, capsys):
     (tmp_path / "empty").write_text("a text")
     with pytest.raises(SystemExit):
@@ -115,7 +115,7 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng):
                "fc_bias": mx.nd.zeros(3)}
     norms = []
     for loss_scale in (1, "dynamic"):
-        module = train_imagenet.AddingModule(net, loss_scale=loss_scale, batches=batches)
+        module = train_imagenet.AccumulatingModule(net, loss_scale=loss_scale, batches=batches)
         record = amp.reports.Log(None, interval=batches)
         log = train_imagenet.ModuleLog(record, module, 4)
         module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,

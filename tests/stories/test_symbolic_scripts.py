@@ -131,7 +131,7 @@ def test_macrobatch_matches_large_batch(dtype, scale, rng):
              zip(net.list_arguments(), shapes) if n not in ("data", "softmax_label")}
     trained = []
     for size, batches in ((12, 1), (4, 3)):
-        module = train_imagenet.AddingModule(net, loss_scale=scale, batches=batches)
+        module = train_imagenet.AccumulatingModule(net, loss_scale=scale, batches=batches)
         module.fit(mx.io.NDArrayIter(data, label, size), num_epoch=3, arg_params=begin,
                    optimizer_params={"learning_rate": 0.1, "momentum": 0.9,
                                      "rescale_grad": 1 / 12})
