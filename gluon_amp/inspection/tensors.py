@@ -236,10 +236,12 @@ class Tensor:
         counts: the counts of all steps; None before.
         snr: the SNR against float32 in dB, the lowest of all steps; None without a reference.
         beyond: whether the float32 step has values beyond its format.
-        loss_sensitivities: for each step, the share by which its rounding moves the loss; see
-            `note_loss_sensitivity`.
-        by_chance: for products, the same if errors and gradients are uncorrelated.
-        largest: for each step, the exponent of its largest value; see `note_largest`.
+        loss_sensitivities: for each step, the share by which its rounding moves the loss, to first
+            order: by each value's error times its gradient.
+        by_chance: for products, the same share, if errors and gradients are uncorrelated: from
+            their mean squares alone.
+        largest: for each step, the exponent of its largest value; no entry for a step in which
+            large values have no gradients, such as those of a mask.
         peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
         name: such as conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0.
         begins: whether it is a gradient that a loss operator starts without the loss scale.

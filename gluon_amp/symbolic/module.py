@@ -615,7 +615,13 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
 
 class Speedometer(mx.callback.Speedometer):
-    """MXNet's `Speedometer`, which also logs the loss scale and the number of skipped steps."""
+    """MXNet's `Speedometer`, which also logs the loss scale and the number of skipped steps.
+
+    Args:
+        batch_size: the number of examples of a batch, for the speed.
+        frequent: the number of batches from one log to the next.
+        auto_reset: whether each log resets the metric.
+    """
 
     def __call__(self, param: mx.model.BatchEndParam) -> None:
         module = (param.locals or {}).get("self")
