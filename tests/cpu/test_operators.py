@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.sanitize
 
 sym = mx.sym
-X, Y = sym.var("x"), sym.var("y")
+X, Y, W = sym.var("x"), sym.var("y"), sym.var("w")
 
 
 def round_constants(node):
@@ -60,7 +60,7 @@ def test_gradients_of_float32_tensor_with_many_readers_accumulate():
 
 UNARY = [sym.relu, sym.tanh, sym.sigmoid, sym.abs, lambda s: -s, lambda s: s * 0.37,
          lambda s: s + 0.11, lambda s: sym.clip(s, -0.5, 0.9), lambda s: sym.transpose(s),
-         lambda s: sym.FullyConnected(sym.Cast(s, dtype="float16"), sym.var("w"), no_bias=True,
+         lambda s: sym.FullyConnected(sym.Cast(s, dtype="float16"), W, no_bias=True,
                                       num_hidden=6),
          lambda s: sym.LeakyReLU(s, act_type="gelu"), sym.identity,
          lambda s: sym.Cast(s, dtype="float32"), lambda s: sym.Cast(s, dtype="float16")]
