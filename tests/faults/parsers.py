@@ -45,15 +45,17 @@ def network():
 
 def states(folder):
     net = network()
-    trainers = [amp.Trainer(net.collect_params(), "adam", loss_scale="dynamic"),
-                gluon.Trainer(net.collect_params(), "adam", kvstore=None)]
-    for i, trainer in enumerate(trainers):
+    scaled = amp.Trainer(net.collect_params(), "adam", loss_scale="dynamic")
+    for trainer in (scaled, gluon.Trainer(net.collect_params(), "adam", kvstore=None)):
         with autograd.record():
             loss = net(mx.nd.ones((1, 3))).mean()
-        (loss.backward if i else lambda t=trainers[0], x=loss: t.backward(x))()
+        if trainer is scaled:
+            trainer.backward(loss)
+        else:
+            loss.backward()
         trainer.step(1)
-        trainer.save_states(f"{folder}/{i}")
-    return trainers[0].load_states
+        trainer.save_states(f"{folder}/{type(trainer).__module__}")
+    return scaled.load_states
 
 
 def records(folder):

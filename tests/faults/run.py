@@ -22,7 +22,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,24 +51,16 @@ def in_fork(function, folder, limit):
     result, errors = Path(folder, "result"), Path(folder, "stderr")
     pid = os.fork()
     if pid == 0:
+        signal.setitimer(signal.ITIMER_REAL, limit)  # SIGALRM ends the process
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         result.write_bytes(pickle.dumps(function()))
         os._exit(0)
-    deadline, status = time.monotonic() + limit, None
-    while status is None:
-        done, code = os.waitpid(pid, os.WNOHANG)
-        if done:
-            status = code
-        elif time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return None, "hangs", errors.read_text(errors="replace")
-        else:
-            time.sleep(0.005)
+    _, status = os.waitpid(pid, 0)
     text = errors.read_text(errors="replace")
     if status:
         ended = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) \
             else f"exit status {os.WEXITSTATUS(status)}"
+        ended = "hangs" if ended == "SIGALRM" else ended
         return None, ended, text
     return pickle.loads(result.read_bytes()), None, text
 
@@ -78,7 +69,8 @@ def is_of_mxnet(function, stack):
     """Whether MXNet or a library of its has made a call, without the engine; or oneDNN, which maps
     the code that it generates."""
     callers = [line for line in stack.splitlines() if "/fail.so" not in line]
-    return "_engine.so" not in stack or function == "mmap" and "libmxnet.so" in callers[0]
+    return "libmxnet.so" in stack and (
+        "_engine.so" not in stack or function == "mmap" and "libmxnet.so" in callers[0])
 
 
 class Faults:
@@ -158,7 +150,8 @@ class Faults:
         outcome, ended, text = self.trial(function, n)
         stack = Path(self.folder, "stack").read_text(errors="replace")
         if ended:
-            return (f"{ended} in MXNet", False, "") if is_of_mxnet(function, stack) \
+            return (f"{ended} in MXNet", False, "") \
+                if ended != "hangs" and is_of_mxnet(function, stack) \
                 else (ended, True, f"{text[-2000:]}\n{stack}")
         result, error, _ = outcome
         if error and not re.search(CAUSES, error) and not re.search(ONEDNN_IN_MXNET, stack):
