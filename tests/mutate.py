@@ -7,8 +7,8 @@
 Each mutant runs the tests that cover its place until one fails: `make coverage` has recorded them.
 Those that all tests pass are listed, with the exit status 1.
 
-Changes of functions are made in a fork of a process that has collected the tests. Other changes
-are made in a copy of the checkout, whose engine is compiled anew for C++.
+Changes of functions are applied in a fork of a process that has collected the tests. Other changes
+are applied to a copy of the checkout, whose engine is compiled again for C++.
 """
 import ast
 import gc

@@ -16,7 +16,7 @@ from .runs import plain
 from .summary import Cells, Verdict
 
 TEXT = ("run", "runs", "against", "model", "dataset", "dtype", "verdict", "paired")  # columns
-MOST_ROWS = 200  # of each table of the page, and of groups whose arguments are told
+MOST_ROWS = 200  # of each table of the page, and of groups whose arguments are listed
 LONGEST_VALUE = 200
 CLASSES = {"the same": "same", "different": "different"}  # of outcomes: their colors
 
