@@ -5,10 +5,9 @@ Ranks compare digests of 8 bytes for each array.
 from __future__ import annotations
 
 import hashlib
-import logging
 import pickle
 import struct
-from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
 
 from .._mxnet import mx, np
 from ..annotations import Trainer, Updater
@@ -17,66 +16,13 @@ from ..cpu.arrays import dtype_name
 from ..version import __version__
 from .sync import Workers
 
-log = logging.getLogger("gluon_amp")
-
 Named = Tuple[str, Any]  # a name and a value
-State = Callable[[], Tuple[Sequence[Named], Sequence[Named]]]
-
-
 # Settings of an optimizer that are compared separately, or do not affect weights.
 _NOT_AMONG_OTHERS = ("lr", "wd", "rescale_grad", "aggregate_num")
 
 
-_STEPS = 100  # from one comparison of ranks to the next
-_MOST_NUMBERS = 2 ** 22  # that such a comparison reads; the next one reads the others
-
-
 class RanksDifferError(RuntimeError):
     """The state of ranks differs that must be equal."""
-
-
-class Comparisons:
-    """Comparisons of ranks after steps: of all their state after the first step, and of a part of
-    it after every hundredth, so that many comparisons together compare all arrays.
-
-    Args:
-        workers: the ranks.
-        state: returns settings, and arrays in the same order on all ranks.
-        instead: the setting with which ranks update, for the refusal if servers do.
-    """
-
-    def __init__(self, workers: Workers, state: State, instead: str) -> None:
-        self._workers, self._state, self._instead = workers, state, instead
-        self.restart()
-
-    def restart(self) -> None:
-        """Makes the next step the first one."""
-        self._steps, self._position = 0, 0
-
-    def after_step(self) -> None:
-        """Compares ranks if it is time. All ranks of several must call it."""
-        if self._steps % _STEPS == 0:
-            settings, arrays = self._state()
-            part = self._part(arrays) if self._steps else arrays
-            _compare(self._workers, [*settings, *part])
-        self._steps += 1
-
-    def compare_all(self) -> None:
-        """Compares all state of ranks now. All ranks must call it."""
-        if self._workers.count > 1 and not self._workers.exchange:
-            raise RuntimeError(f"check_ranks() needs {self._instead}")
-        settings, arrays = self._state()
-        _compare(self._workers, [*settings, *arrays])
-
-    def _part(self, arrays: Sequence[Named]) -> List[Named]:
-        """Returns the arrays after those of the last comparison, and the first ones at the end."""
-        part: List[Named] = []
-        numbers = 0
-        while numbers < _MOST_NUMBERS and len(part) < len(arrays):
-            part.append(arrays[self._position % len(arrays)])
-            numbers += _count(part[-1][1])
-            self._position += 1
-        return part
 
 
 def check_same_network(workers: Workers, arrays: Iterable[Tuple[str, Any, bool]]) -> None:
@@ -147,7 +93,7 @@ def agree_on_scale(workers: Workers, loss_scale: Any) -> Any:
     return loss_scale.load_state_dict(dict(zip(state, of_rank_0)))
 
 
-def _compare(workers: Workers, held: Sequence[Named]) -> None:
+def compare(workers: Workers, held: Sequence[Named]) -> None:
     """Raises an error that names the first value that differs between ranks.
 
     Args:
@@ -212,8 +158,8 @@ def digest(held: Iterable[Named]) -> bytes:
 
 
 def state_of(updater: Updater, loss_scale: Any, weights: Iterable[Named], names: Dict[int, str]
-             ) -> Tuple[List[Named], List[Named]]:
-    """Returns the settings and arrays that are the same on all ranks.
+             ) -> List[Named]:
+    """Returns the settings and arrays that are the same on all ranks, in the same order.
 
     Args:
         updater: MXNet's updater, with the optimizer and its states: master weights, momenta.
@@ -230,16 +176,9 @@ def state_of(updater: Updater, loss_scale: Any, weights: Iterable[Named], names:
             # between steps; `check_batch_size` compares the value of a Trainer's step
             ("the gradients' factor, one over the batch size,", float(optimizer.rescale_grad)),
             ("one of the optimizer's settings", sorted(others.items())),
-            ("the loss scale", loss_scale)], \
-        [*weights, *((f"the optimizer's state of {names.get(i, i)}", updater.states[i])
-                     for i in sorted(updater.states))]
-
-
-def _count(value: object) -> int:
-    """Returns the number of numbers in arrays."""
-    if isinstance(value, (list, tuple)):
-        return sum(map(_count, value))
-    return value.size if isinstance(value, mx.nd.NDArray) else 1
+            ("the loss scale", loss_scale), *weights,
+            *((f"the optimizer's state of {names.get(i, i)}", updater.states[i])
+              for i in sorted(updater.states))]
 
 
 def _add(state: Any, value: object) -> None:

@@ -72,14 +72,13 @@ class _Module(Trained):
     _used_scale = 1.0  # in the last backward pass
     _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
     _listed: Sequence[Gradient] = ()
+    _updating_here = "MXNET_UPDATE_ON_KVSTORE=0"
 
     def _init_step(self, loss_scale: GivenLossScale, clip_norm: Optional[float]) -> None:
         """Creates the step's state; called before MXNet's `__init__`."""
         self._workers = Workers(names=True)
         gradients = Gradients(self._read_gradients, marked=False, adding=self._adding)
         self._step = Step(gradients, self._workers, loss_scale, clip_norm)
-        self._comparisons = consistency.Comparisons(self._workers, self._compared_state,
-                                                    instead="MXNET_UPDATE_ON_KVSTORE=0")
 
     @property
     def gradient_norm(self) -> Optional[float]:
@@ -262,10 +261,7 @@ class _Module(Trained):
         if self._workers.sums:
             self._workers.sum(self._step)
         self._step.apply([module._updater])
-        if self._workers.exchange:
-            self._comparisons.after_step()
-        self._step.report_overflow(self)
-        return self._step.updated
+        return self._end_step()
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""
@@ -351,7 +347,7 @@ class _Module(Trained):
                            zip(group.aux_names, group.aux_arrays)], False)
         self._params_dirty = module._params_dirty = True
 
-    def _compared_state(self) -> Tuple[List[Any], List[Any]]:
+    def _compared_state(self) -> List[Any]:
         module = self._module()
         group = module._exec_group
         weights = [(name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)]

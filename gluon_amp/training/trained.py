@@ -1,7 +1,8 @@
 """What a Trainer and a Module show of their step."""
-from typing import Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
-from ..parallel.consistency import Comparisons
+from ..parallel import consistency
+from ..parallel.sync import Workers
 from .loss_scale import LossScale
 from .step import Stage, Step
 
@@ -10,7 +11,13 @@ class Trained:
     """What a Trainer and a Module show of their step."""
 
     _step: Step
-    _comparisons: Comparisons
+    _workers: Workers
+    _has_compared = False  # whether ranks have been compared since the training began
+    _updating_here: str  # the setting with which ranks update
+
+    def _compared_state(self) -> List[Any]:
+        """Returns names and values that are the same on all ranks."""
+        raise NotImplementedError
 
     @property
     def scaling(self) -> LossScale:
@@ -58,12 +65,21 @@ class Trained:
     def check_ranks(self) -> None:
         """Compares optimizer, weights, master weights and loss scale over all ranks.
 
-        All ranks must call it; the first step and `average_statistics` do. Every hundredth step
-        compares a part of the weights, and the next ones the others. Moving averages are not
-        compared, because each rank computes them from its own data.
+        All ranks must call it; the first step and `average_statistics` do. Moving averages are
+        not compared, because each rank computes them from its own data.
 
         Raises:
             RuntimeError: servers update the weights.
             RanksDifferError: names the first difference.
         """
-        self._comparisons.compare_all()
+        if self._workers.count > 1 and not self._workers.exchange:
+            raise RuntimeError(f"check_ranks() needs {self._updating_here}")
+        consistency.compare(self._workers, self._compared_state())
+        self._has_compared = True
+
+    def _end_step(self) -> bool:
+        """Compares ranks after the first step. Returns whether the step updated."""
+        if self._workers.exchange and not self._has_compared:
+            self.check_ranks()
+        self._step.report_overflow(self)
+        return self._step.updated

@@ -90,6 +90,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     _is_scalable = False  # whether `__init__` checks that gradients may be scaled
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
     _has_updated = False
+    _updating_here = "update_on_kvstore=False"
 
     def __init__(self, params: Union[ParameterDict, Sequence[Parameter]],
                  optimizer: Union[str, Optimizer],
@@ -109,8 +110,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         # MXNet's lists of arrays, and the moving averages in them
         self._lists_of_averages: List[Any] = []
         self._named_averages: Named = []
-        self._comparisons = consistency.Comparisons(self._workers, self._compared_state,
-                                                    instead="update_on_kvstore=False")
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         counts = Counter(one for one in parameters if isinstance(one, Parameter))
@@ -356,15 +355,12 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        """Compares ranks from time to time. Returns whether the step updated."""
-        if self._workers.exchange:
-            self._comparisons.after_step()
-        self._step.report_overflow(self)
-        if self._step.updated:
+        updated = super()._end_step()
+        if updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return self._step.updated
+        return updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
@@ -427,7 +423,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._broadcast_parameters()
         super().check_ranks()
 
-    def _compared_state(self) -> Tuple[List[Any], List[Any]]:
+    def _compared_state(self) -> List[Any]:
         weights = [(p.name, p.list_data()[0]) for p in self._params if not _is_average(p)]
         names = {i: p.name for i, p in enumerate(self._params)}
         return consistency.state_of(self._updaters[0], self._step.state(), weights, names)
@@ -622,7 +618,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         checkpoint.give(updaters, copies, maker)
         for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
             mine._load(saved)
-        self._comparisons.restart()
+        self._has_compared = False
         self._optimizer = maker
         self._optimizer.param_dict = dict(enumerate(self._params))
 

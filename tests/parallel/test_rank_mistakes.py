@@ -1,8 +1,6 @@
 """Faulty rank programs: errors are raised on all ranks, and no rank deadlocks or diverges."""
 import numpy as np
 import pytest
-from gluon_amp.parallel import consistency
-from mxnet import nd
 from ranks import EITHER
 
 pytestmark = pytest.mark.long
@@ -121,48 +119,11 @@ def test_gradients_accumulate_over_passes_devices_and_ranks(ranks):
 
 @pytest.mark.parametrize("store", EITHER)
 @pytest.mark.parametrize(("what", "named"), [("rate", "learning rate"), ("weight", "weight")])
-@pytest.mark.parametrize("at_end", [False, True])
-def test_later_change_on_one_rank_is_refused(ranks, store, what, named, at_end):
-    for step, told in ranks.run("changes_alone", 2, store, what=what, at_end=at_end):
-        assert step <= (4 if at_end else 200)
+def test_later_change_on_one_rank_is_refused(ranks, store, what, named):
+    for told in ranks.run("changes_alone", 2, store, what=what):
         assert f"{named} is not the same on rank 1" in told
 
 
 def test_later_change_on_one_rank_of_a_module_is_refused(ranks):
-    for step, told in ranks.run("module_changes_alone", 2, "dist_sync"):
-        assert 0 < step <= 200
+    for told in ranks.run("module_changes_alone", 2, "dist_sync"):
         assert "the learning rate is not the same on rank 1" in told
-
-
-def test_comparisons_of_parts_compare_all_arrays():
-    """A comparison reads some of many large arrays; later ones read the others."""
-    arrays = [(f"weight{i}", nd.zeros((3, 2 ** 20))) for i in range(5)]
-    compared = []
-
-    class Ranks:
-        exchange = True
-
-        def gather(self, mine):
-            return [mine]
-
-    def state():
-        compared.append([])
-        return [], [(name, Read(name, array)) for name, array in arrays]
-
-    class Read(list):
-        def __init__(self, name, array):
-            super().__init__([array])
-            self.name = name
-
-        def __iter__(self):
-            compared[-1].append(self.name)
-            return super().__iter__()
-
-    comparisons = consistency.Comparisons(Ranks(), state, "update_on_kvstore=False")
-    for _ in range(501):
-        comparisons.after_step()
-    parts = [set(names) for names in compared]
-    assert len(parts) == 6
-    assert len(parts[0]) == 5
-    assert all(len(part) == 2 for part in parts[1:])
-    assert set().union(*parts[1:4]) == {name for name, _ in arrays}
