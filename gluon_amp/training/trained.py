@@ -76,10 +76,3 @@ class Trained:
             raise RuntimeError(f"check_ranks() needs {self._updating_here}")
         consistency.compare(self._workers, self._compared_state())
         self._has_compared = True
-
-    def _end_step(self) -> bool:
-        """Compares ranks after the first step. Returns whether the step updated."""
-        if self._workers.exchange and not self._has_compared:
-            self.check_ranks()
-        self._step.report_overflow(self)
-        return self._step.updated

@@ -355,12 +355,15 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        updated = super()._end_step()
-        if updated:
+        """Compares ranks after the first step. Returns whether the step updated."""
+        if self._workers.exchange and not self._has_compared:
+            self.check_ranks()
+        self._step.report_overflow(self)
+        if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return updated
+        return self._step.updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
@@ -715,9 +718,9 @@ def _backward(call: str, loss: Arrays,
 
 def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
     """Checks losses, and agrees with other ranks on weights and loss scale."""
+    _check_losses(losses)
     for trainer in trainers:
         trainer._broadcast_parameters()
-    _check_losses(losses)
     steps = [trainer._step for trainer in trainers]
     operators = graph_operators(losses)
     # a graph is read if it has an operator that is in no earlier graph without any loss head
