@@ -6,9 +6,9 @@ backward passes for a step, or that reads scaled gradients, is refused with what
 """
 from __future__ import annotations
 
+import inspect
 import sys
-from contextlib import contextmanager
-from typing import Any, Iterator, List, NoReturn
+from typing import Any, ContextManager, List, NoReturn
 from weakref import ref
 
 import mxnet as mx
@@ -16,6 +16,7 @@ import mxnet as mx
 from ..checks import listed, positive_number
 from ..gluon.convert import convert
 from ..gluon.converted import ConvertedBlock, blocks_in
+from ..gluon.observe import replaced
 from ..policy import Policy, get_policy
 from ..symbolic.convert import convert_symbol
 from ..symbolic.module import BucketingModule, Module
@@ -111,22 +112,19 @@ class Switch:
                 "unscale() between trainer.allreduce_grads() and trainer.update(batch_size) "
                 "returns them unscaled")
 
-    def stepped(self) -> None:
-        self._passes = 0
-
     @property
     def replaces(self) -> bool:
         """Whether a backward pass is the Trainer's."""
         return isinstance(self.trains, Trainer) and not self.nested
 
-    @contextmanager
-    def own_calls(self) -> Iterator[None]:
+    def own_calls(self) -> ContextManager[None]:
         """Leaves MXNet's functions as they are within the block."""
-        before, self.nested = self.nested, True
-        try:
-            yield
-        finally:
-            self.nested = before
+        return replaced(self, nested=True)
+
+    def own_step(self) -> ContextManager[None]:
+        """The same, for a step of the Trainer."""
+        self._passes = 0
+        return self.own_calls()
 
 
 def install(name: str, loss_scale: str = "auto") -> Switch:
@@ -168,23 +166,17 @@ def _replace_functions(switch: Switch) -> None:
 
         cls.hybridize = hybridize
 
-    plain, one = mx.autograd.backward, mx.nd.NDArray.backward
+    for owner in (mx.autograd, mx.nd.NDArray):
+        def backward(*args: Any, original: Any = owner.backward, **kwargs: Any) -> None:
+            if not switch.replaces:
+                original(*args, **kwargs)
+                return
+            given = inspect.signature(original).bind(*args, **kwargs)
+            given.apply_defaults()
+            switch.backward(*given.args)
 
-    def backward(heads: Any, head_grads: Any = None, retain_graph: bool = False,
-                 train_mode: bool = True) -> None:
-        if switch.replaces:
-            switch.backward(heads, head_grads, retain_graph, train_mode)
-        else:
-            plain(heads, head_grads, retain_graph, train_mode)
+        owner.backward = backward
 
-    def backward_of(self: Any, out_grad: Any = None, retain_graph: bool = False,
-                    train_mode: bool = True) -> None:
-        if switch.replaces:
-            switch.backward(self, out_grad, retain_graph, train_mode)
-        else:
-            one(self, out_grad, retain_graph, train_mode)
-
-    mx.autograd.backward, mx.nd.NDArray.backward = backward, backward_of
     _refuse_reads_of_gradients(switch)
 
 
@@ -214,32 +206,34 @@ def _replace_classes(switch: Switch) -> None:
             super().__init__(params, *args, **{"loss_scale": switch.loss_scale, **kwargs})
 
         def step(self, *args: Any, **kwargs: Any) -> bool:
-            switch.stepped()
-            with switch.own_calls():
+            with switch.own_step():
                 return super().step(*args, **kwargs)
 
         def update(self, *args: Any, **kwargs: Any) -> bool:
-            switch.stepped()
-            with switch.own_calls():
+            with switch.own_step():
                 return super().update(*args, **kwargs)
 
         def allreduce_grads(self) -> None:
             with switch.own_calls():
                 super().allreduce_grads()
 
-    class SwitchedModule(Module):
+    class Announced(mx.mod.BaseModule):  # type: ignore[misc]
+        """Tells which Module trains."""
+
+        def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
+            switch.begin(self)
+            kind = "Module" if isinstance(self, Module) else "BucketingModule"
+            switch.tell(f"a {kind} of {listed(self.output_names)}")
+            super().init_optimizer(*args, **kwargs)
+
+    class SwitchedModule(Announced, Module):
         """gluon_amp's Module of the converted symbol."""
 
         def __init__(self, symbol: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(convert_symbol(symbol, switch.policy), *args,
                              **{"loss_scale": switch.loss_scale, **kwargs})
 
-        def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
-            switch.begin(self)
-            switch.tell(f"a Module of {listed(self.output_names)}")
-            super().init_optimizer(*args, **kwargs)
-
-    class SwitchedBucketingModule(BucketingModule):
+    class SwitchedBucketingModule(Announced, BucketingModule):
         """gluon_amp's BucketingModule of the converted symbols."""
 
         def __init__(self, sym_gen: Any, *args: Any, **kwargs: Any) -> None:
@@ -248,11 +242,6 @@ def _replace_classes(switch: Switch) -> None:
                 return (convert_symbol(symbol, switch.policy), *names)
 
             super().__init__(converted, *args, **{"loss_scale": switch.loss_scale, **kwargs})
-
-        def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
-            switch.begin(self)
-            switch.tell(f"a BucketingModule of {listed(self.output_names)}")
-            super().init_optimizer(*args, **kwargs)
 
     mx.gluon.Trainer = mx.gluon.trainer.Trainer = SwitchedTrainer
     mx.mod.Module, mx.mod.BucketingModule = SwitchedModule, SwitchedBucketingModule
