@@ -7,12 +7,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
 
-from ..annotations import Array, Block
+from ..annotations import Array, Block, Context
 from ..checks import imports_of
 from ..gluon.convert import convert
 from ..training.trainer import Trainer
@@ -46,14 +46,16 @@ def network() -> Block:
     return net
 
 
-class _Run:
-    """One of the runs: its network, its trainer, and the seconds of its steps."""
+class Run:
+    """A training: its network, its trainer, and the seconds of its steps. With a seed, networks of
+    all types and on all devices have the same initial weights."""
 
-    def __init__(self, make: Callable[[], Block], dtype: str, seed: int):
+    def __init__(self, make: Callable[[], Block], dtype: str, seed: int,
+                 device: Optional[Context] = None):
         mx.random.seed(seed)
         np.random.seed(seed)
         self.net = make()
-        self.net.initialize(mx.init.Xavier())
+        self.net.initialize(mx.init.Xavier(), ctx=device)
         if dtype != "float32":
             convert(self.net, dtype)
         self.net.hybridize(static_alloc=True, static_shape=True)
@@ -62,7 +64,8 @@ class _Run:
         self.loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
         self.seconds: List[float] = []
 
-    def step(self, images: Array, labels: Array) -> None:
+    def step(self, images: Array, labels: Array) -> Array:
+        """Trains on a batch, and returns its losses."""
         start = time.perf_counter()
         with mx.autograd.record():
             loss = self.loss(self.net(images), labels)
@@ -70,6 +73,7 @@ class _Run:
         self.trainer.step(len(labels))
         mx.nd.waitall()
         self.seconds.append(time.perf_counter() - start)
+        return loss
 
     def accuracy(self, images: Array, labels: Array) -> float:
         predicted = self.net(mx.nd.array(images)).argmax(axis=1).asnumpy()
@@ -95,7 +99,7 @@ def savings(seed: int) -> None:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _memory("VmRSS")
-        runs[dtype] = _Run(mx.gluon.model_zoo.vision.mobilenet_v2_1_0, dtype, seed)
+        runs[dtype] = Run(mx.gluon.model_zoo.vision.mobilenet_v2_1_0, dtype, seed)
         for _ in range(2):  # compile
             runs[dtype].step(images, labels)
         peaks[dtype] = _memory("VmHWM") - before
@@ -125,7 +129,7 @@ def accuracy(data: Tuple[Any, Any, Any, Any], epochs: int, seed: int, batch: int
     with imports_of("demo", "the demo"):
         from tqdm import tqdm
     images, labels, test_images, test_labels = data
-    runs = {dtype: _Run(network, dtype, seed) for dtype in TYPES}
+    runs = {dtype: Run(network, dtype, seed) for dtype in TYPES}
     steps = len(labels) // batch
     order = np.random.RandomState(seed)
     with tqdm(total=epochs * steps, unit="step", disable=None) as bar:

@@ -5,7 +5,7 @@ import json
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx
 import pytest
-from gluon_amp.tools import cli, verify
+from gluon_amp.tools import cli, demo, verify
 
 DEVICE = mx.cpu(1)
 
@@ -62,15 +62,14 @@ def test_wrong_training_fails(few, monkeypatch):
     network = "dense", lambda: mx.gluon.nn.Dense(10), (8, 16)
     monkeypatch.setattr(verify, "_networks", lambda: [network])
     assert errors(verify.verify(DEVICE)) == {}
-    trainer = verify.Trainer
+    trainer = demo.Trainer
 
-    def forgetful(parameters, optimizer, settings, loss_scale):
+    def forgetful(parameters, optimizer, settings):
         on_device = DEVICE in next(iter(parameters.values())).list_ctx()
         return trainer(parameters, optimizer,
-                       {**settings, "learning_rate": 0.01 if on_device else 0.1},
-                       loss_scale=loss_scale)
+                       {**settings, "learning_rate": 0.01 if on_device else 0.1})
 
-    monkeypatch.setattr(verify, "Trainer", forgetful)
+    monkeypatch.setattr(demo, "Trainer", forgetful)
     assert errors(verify.verify(DEVICE)) == {
         ("dense", dtype): "differs from the CPU" for dtype in verify.TYPES}
 
