@@ -7,7 +7,7 @@ operators that run there, those of a CPU in numpy.
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple, Union
 
 import mxnet as mx
 import numpy as np
@@ -33,40 +33,27 @@ OBSERVED = "this network is observed by another Monitor: close that one first, o
 
 @dataclass
 class AfterRounding:
-    """Counts of a tensor's values as they are stored. `least` and `largest` are the binary
-    exponents of the smallest and the largest number other than 0, None if unknown. `bins` is the
-    histogram of exponents, as in `Counts`; None on a GPU."""
+    """A GPU's counts of a tensor's values as they are stored. `largest` is the binary exponent of
+    the largest number; None if all are 0, or one is not finite."""
     numbers: int
     squares: float
-    least: Optional[int]
-    largest: Optional[int]
     zero: int
     subnormal: int
     infinite: int
     nan: int
-    bins: "Optional[np.ndarray[Any, Any]]" = None
-
-    @classmethod
-    def of_counts(cls, counts: Counts, dtype: str) -> "AfterRounding":
-        """Returns the counts of a tensor in host memory."""
-        low, high = counts.range or (None, None)
-        subnormal = counts.shares(FORMATS[dtype])["subnormal"] if dtype in FORMATS else 0.0
-        return cls(counts.numbers, counts.squares, low, high, counts.zero,
-                   round(subnormal * counts.numbers), counts.infinite, counts.nan, counts.bins)
+    largest: Optional[int]
 
     def __add__(self, other: "AfterRounding") -> "AfterRounding":
-        least, largest = ((self.least, other.least), (self.largest, other.largest))
+        largest = [e for e in (self.largest, other.largest) if e is not None]
         return AfterRounding(
-            self.numbers + other.numbers, self.squares + other.squares,
-            min((e for e in least if e is not None), default=None),
-            max((e for e in largest if e is not None), default=None), self.zero + other.zero,
+            self.numbers + other.numbers, self.squares + other.squares, self.zero + other.zero,
             self.subnormal + other.subnormal, self.infinite + other.infinite, self.nan + other.nan,
-            None if self.bins is None or other.bins is None else self.bins + other.bins)
+            max(largest, default=None))
 
 
 class Statistics:
-    """`AfterRounding` of each tensor: on a GPU, by at most `LAUNCHES` kernels for each, and by one
-    copy to the host for 512 tensors of a type."""
+    """Counts of each tensor: on a GPU `AfterRounding`, by at most `LAUNCHES` kernels for each, and
+    by one copy to the host for 512 tensors of a type."""
 
     LAUNCHES = 9  # abs, four comparisons, two for the sums of squares, two for the maximum
 
@@ -75,7 +62,7 @@ class Statistics:
 
     def read(self, array: Array, dtype: str) -> Any:
         if array.ctx.device_type != "gpu":
-            return AfterRounding.of_counts(Counts.of_array(to_float32(array)), dtype)
+            return Counts.of_array(to_float32(array))
         array, format_ = array.reshape(-1), FORMATS[dtype]  # numpy mode has arrays without axes
         size = abs(array)
         marks = [size == 0, size < format_.smallest_normal, size <= format_.largest,
@@ -93,9 +80,9 @@ class Statistics:
             self._rows[key] = _Rows(context, dtype, width)
         return self._rows[key], self._rows[key].add()
 
-    def results(self, read: Iterable[Any]) -> List[AfterRounding]:
+    def results(self, read: Iterable[Any]) -> List[Union[Counts, AfterRounding]]:
         self._rows.clear()
-        return [one if isinstance(one, AfterRounding) else self._counts(*one) for one in read]
+        return [one if isinstance(one, Counts) else self._counts(*one) for one in read]
 
     @staticmethod
     def _counts(numbers: int, sums: "Tuple[_Rows, int]",
@@ -103,8 +90,8 @@ class Statistics:
         squares, zero, below, finite, not_nan = sums[0].values[sums[1]].tolist()
         top = float(largest[0].values[largest[1]][0])
         most = int(np.frexp(top)[1]) - 1 if finite == numbers and top > 0 else None
-        return AfterRounding(numbers, squares, None, most, round(zero), round(below - zero),
-                             round(not_nan - finite), round(numbers - not_nan))
+        return AfterRounding(numbers, squares, round(zero), round(below - zero),
+                             round(not_nan - finite), round(numbers - not_nan), most)
 
 
 class _Rows:
@@ -143,6 +130,8 @@ class HookObserver(Observer):
     The network is converted, or has hybridized blocks. `chosen` returns whether to measure the node
     of a name.
     """
+
+    before_rounding = False
 
     def __init__(self, net: Network, trainer: Trainer, chosen: Callable[[str], bool]
                  ) -> None:

@@ -3,6 +3,7 @@ import json
 import math
 from typing import Any, Callable, Dict, Iterator, Union
 
+from ..formats import FORMATS
 from .hooks import AfterRounding
 from .tensors import Counts, Key, as_pairs
 
@@ -11,29 +12,28 @@ VERSION = 3  # of xray.jsonl
 
 
 def tensor_line(step: int, key: Key, tensor: str, dtype: str, scale: float,
-                measured: Union[Counts, AfterRounding]) -> Line:
+                counts: Union[Counts, AfterRounding], before_rounding: bool = True) -> Line:
     """Returns the line of an output or a gradient of a node."""
+    many = max(counts.numbers, 1)
+    mean = counts.squares / max(many - counts.infinite - counts.nan, 1)
     line = {"step": step, "node": key.node, "tensor": tensor, "index": key.which,
             "kind": "gradient" if key.backward else "output", "format": dtype,
-            **_measured(measured, dtype)}
+            "numbers": counts.numbers, "rms": math.sqrt(mean) if math.isfinite(mean) else None,
+            "least": None, "largest": None, "zero": counts.zero / many, "underflow": None,
+            "subnormal": 0.0, "overflow": counts.infinite / many, "nan": counts.nan, "bins": None}
+    if isinstance(counts, AfterRounding):
+        line.update(largest=counts.largest, subnormal=counts.subnormal / many)
+    else:
+        line["least"], line["largest"] = counts.range or (None, None)
+        line["bins"] = as_pairs(counts.bins)
+        if dtype in FORMATS:
+            line["subnormal"] = counts.shares(FORMATS[dtype])["subnormal"]
+        if before_rounding:
+            line["underflow"] = counts.flushed / many
+            line["overflow"] = (counts.overflowed + counts.infinite) / many
     if key.backward:
         line["loss_scale"] = scale
     return line
-
-
-def _measured(measured: Union[Counts, AfterRounding], dtype: str) -> Line:
-    if isinstance(measured, Counts):  # of the engine, before rounding
-        many = max(measured.numbers, 1)
-        return {**_measured(AfterRounding.of_counts(measured, dtype), dtype),
-                "underflow": measured.flushed / many,
-                "overflow": (measured.overflowed + measured.infinite) / many}
-    many = max(measured.numbers, 1)
-    mean = measured.squares / max(many - measured.infinite - measured.nan, 1)
-    return {"numbers": measured.numbers, "rms": math.sqrt(mean) if math.isfinite(mean) else None,
-            "least": measured.least, "largest": measured.largest, "zero": measured.zero / many,
-            "underflow": None, "subnormal": measured.subnormal / many,
-            "overflow": measured.infinite / many, "nan": measured.nan,
-            "bins": None if measured.bins is None else as_pairs(measured.bins)}
 
 
 def xray_lines(view: Any) -> Iterator[Line]:

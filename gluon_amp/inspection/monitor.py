@@ -177,7 +177,7 @@ class Monitor:
             name = inputs[key.which] if key.backward else \
                 f"output {key.which}" if key.which else "output"
             lines.append(tensor_line(self.steps, key, name, self._observer.format_of(key),
-                                     *measured))
+                                     *measured, self._observer.before_rounding))
         return lines
 
     def _append(self, lines: List[Line]) -> None:

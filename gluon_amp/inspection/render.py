@@ -1,21 +1,16 @@
-"""The text and the files of an X-ray: a page, and a line for each tensor and step."""
+"""The page of an X-ray."""
 import json
 import math
-import os
 import re
 from html import escape
 from typing import Any, Dict, List, Optional, Tuple
 from urllib.parse import quote
 
-from ..files import new_folder, replace_text
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.page import page as page_of
 from ..reports.page import part, table
-from ..training.loss_scale import as_power
-from .lines import xray_lines
 from .tensors import Counts, Tensor
 
-_MOST_SAID = 10  # printed findings
 # the columns of the page's table, and how it shows their values
 _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0", "{:.2%}"),
           "flushed": ("becomes 0", "{:.2%}"), "subnormal": ("subnormal", "{:.2%}"),
@@ -26,69 +21,8 @@ _LOW, _HIGH = -45, 24  # the exponents that are drawn; on the page others are at
 MOST_BY_STEP = 4000  # tensors of single steps on a page; further steps are left out evenly
 
 
-# ---- text ---------------------------------------------------------------------------------------
-
-
-def verdict(view: Any) -> str:
-    """Returns the result in a sentence."""
-    if view.one_step:
-        return f"The step is {'not finite' if view.first_overflow else 'finite'}, with the loss " \
-               f"scale {as_power(view.scale)}"
-    if view.gives_no_advice:
-        return "No verdict: no batch is finite in float32"
-    nodes = len({finding.node for finding in view.findings if not finding.remedy})
-    other = next((f for f in view.findings if f.remedy), None)
-    if other is not None and (not nodes or not other.backward):  # the data, or all gradients
-        return f"{view.outcome}: {other.remedy if other.backward else other.text}"
-    operators = "1 operator needs" if nodes == 1 else f"{nodes or 'no'} operators need"
-    where = f"; overflow begins in {view.first_overflow.node}" \
-        if view.first_overflow and nodes else ""
-    return f"{view.outcome}: {operators} float32 beyond those that the policy keeps{where}"
-
-
-def messages(view: Any) -> List[Tuple[str, str, str]]:
-    """Returns the lines of the result as (kind, subject, text).
-
-    Kinds are "verdict", "good", "error", "warning", "note" and "keep".
-    """
-    lines = [("verdict", "", verdict(view))] if view.steps else []
-    if view.first_overflow:
-        kind = "error" if view.findings or view.one_step else "note"
-        lines.append((kind, "First overflow", str(view.first_overflow)))
-    if view.window:
-        about, fits = str(view.window).split(": ", 1)
-        lines.append(("good" if view.window.low <= view.window.high else "error", about, fits))
-    lines += [("note", "", note) for note in view.notes]
-    lines += [(f.severity, f.node, f"{f.reason}: {f.text}") for f in view.findings[:_MOST_SAID]]
-    if view.keep:
-        lines.append(("keep", "To keep in float32", view.keep_line))
-    return lines
-
-
-def text(view: Any) -> str:
-    """Returns the result as lines of text."""
-    return "\n".join(
-        (f"{kind}: " if kind in _TAGGED else "") + (f"{about}: " if about else "") + line
-        for kind, about, line in messages(view))
-
-
-# ---- files --------------------------------------------------------------------------------------
-
-
-def save(view: Any, folder: str) -> str:
-    """Writes the files into a new folder, all of them or none. Returns the path of the page."""
-    if os.path.exists(folder):
-        raise FileExistsError(f"{folder} exists: xray writes into a new folder")
-    with new_folder(folder) as beside:
-        replace_text(os.path.join(beside, "xray.html"), page(view))
-        replace_text(os.path.join(beside, "xray.jsonl"), "".join(
-            json.dumps(line, allow_nan=False) + "\n" for line in xray_lines(view)))
-    return os.path.join(folder, "xray.html")
-
-
 def rows(view: Any) -> List[Dict[str, Any]]:
-    """Returns the rows of table and page: the tensors, the worst first; then the parameters.
-    """
+    """Returns the rows of the page: the tensors, the worst first; then the parameters."""
     rows = []
     for t in view.worst():
         own = t.counts.own_snr if t.is_low else None
@@ -97,20 +31,17 @@ def rows(view: Any) -> List[Dict[str, Any]]:
                          own_snr=_as_number(own), snr=_as_number(t.snr),
                          inherited_snr=_as_number(view.inherited(t)),
                          bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
-    for weight in view.weights:
-        rows.append(_row(weight.name, "weight", weight.format, weight.counts, node=weight.name))
-    return rows
+    return rows + [_row(weight.name, "weight", weight.format, weight.counts, node=weight.name)
+                   for weight in view.weights]
 
 
 def _row(name: str, kind: str, format_: Format, counts: Counts, judged_in: Format = FLOAT16,
          own: bool = False, **others: Any) -> Dict[str, Any]:
     """Returns a row. Its bins are shares, from the lowest drawn exponent to the highest."""
     low, high = counts.range or (None, None)
-    below, above = counts.headroom(judged_in) or (None, None)
-    lost = counts.infinite + counts.nan
     return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
-            **counts.shares(judged_in, own), "not_finite": lost, "smallest": low, "largest": high,
-            "bits_below": below, "bits_above": above, **_shares(counts), **others}
+            **counts.shares(judged_in, own), "smallest": low, "largest": high,
+            **_shares(counts), **others}
 
 
 def _shares(counts: Counts) -> Dict[str, Any]:
@@ -144,8 +75,8 @@ def _edges(format_: Format) -> Tuple[int, int, int]:
             math.floor(math.log2(format_.largest)) + 1)
 
 
+TAGGED = ("error", "warning", "note")  # kinds of lines that start with a word
 _ORDER = ("verdict", "keep", "error", "warning", "good", "note")
-_TAGGED = ("error", "warning", "note")
 _NAMES = re.compile(r"(?:gradient of )?\w+(?:\.\w+)*(?: input \d+|\[\d+\])?")  # of tensors
 
 
@@ -216,13 +147,13 @@ def _advice(view: Any) -> str:
                           if match[0] in names else match[0], escape(text))
 
     parts = []
-    for kind, about, line in sorted(messages(view), key=lambda each: _ORDER.index(each[0])):
+    for kind, about, line in sorted(view.messages(), key=lambda each: _ORDER.index(each[0])):
         if kind == "keep":
             parts.append(f"<p>{escape(about)}:</p>\n<div class=code><pre>{escape(line)}</pre>"
                          "<button class=copy>Copy</button></div>")
             continue
         style = f"verdict {view.severity}" if kind == "verdict" else kind
-        tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in _TAGGED else ""
+        tag = f"<span class=tag>{kind.capitalize()}</span> " if kind in TAGGED else ""
         head = f"<b>{linked(about)}:</b> " if about else ""
         shown = line if about else line[:1].upper() + line[1:].rstrip(".")
         parts.append(f'<p class="{style}">{tag}{head}{linked(shown)}.</p>')

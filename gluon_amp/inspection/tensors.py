@@ -138,15 +138,6 @@ class Counts:
                 "subnormal": int(self.bins[subnormal].sum()) / count,
                 "overflowed": (beyond + lost) / count}
 
-    def headroom(self, format_: Format = FLOAT16) -> Optional[Tuple[int, int]]:
-        """Returns the headroom in bits below the smallest value, to the format's smallest normal
-        number, and above the largest. Negative if values exceed it."""
-        if self.range is None:
-            return None
-        low, high = self.range
-        return (low - round(math.log2(format_.smallest_normal)),
-                math.floor(math.log2(format_.largest)) - high)
-
     def underflow(self, format_: Format = FLOAT16, scale: float = 1.0) -> float:
         """Returns the share of the tensor's norm that underflow removes in a format, at a scale:
         the error of values that become 0 or subnormal."""
@@ -297,7 +288,7 @@ class Tensor:
 
     def highest_factor(self, counts: Counts) -> float:
         """Returns the headroom of counts as a power of two; less than 1 if a number overflowed."""
-        _, above = counts.headroom(self.format) or (0, 0)
+        above = self.last_exponent - counts.range[1] if counts.range else 0
         return 2.0 ** (above if counts.stay_finite else min(above, -1))
 
     def lowest_factor(self, counts: Counts, underflow: float) -> float:

@@ -1,15 +1,21 @@
-"""The result of an X-ray, as data. judge.py derives its advice, render.py its text and files."""
+"""The result of an X-ray: data, text and files. judge.py derives its advice, render.py its page."""
 from __future__ import annotations
 
+import json
 import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
 
+from ..files import new_folder, replace_text
+from ..training.loss_scale import as_power
 from . import render
 from .judge import Finding, Overflow, Training, Window, window
 from .layout import Flow
+from .lines import xray_lines
 from .tensors import Counts, Key, Tensor, add_counts, decibels
+
+MOST_SAID = 10  # printed findings
 
 
 @dataclass
@@ -125,7 +131,37 @@ class View:
     @property
     def verdict(self) -> str:
         """The result in a sentence."""
-        return render.verdict(self)
+        if self.one_step:
+            return f"The step is {'not finite' if self.first_overflow else 'finite'}, with the " \
+                   f"loss scale {as_power(self.scale)}"
+        if self.gives_no_advice:
+            return "No verdict: no batch is finite in float32"
+        nodes = len({finding.node for finding in self.findings if not finding.remedy})
+        other = next((f for f in self.findings if f.remedy), None)
+        if other is not None and (not nodes or not other.backward):  # the data, or all gradients
+            return f"{self.outcome}: {other.remedy if other.backward else other.text}"
+        operators = "1 operator needs" if nodes == 1 else f"{nodes or 'no'} operators need"
+        where = f"; overflow begins in {self.first_overflow.node}" \
+            if self.first_overflow and nodes else ""
+        return f"{self.outcome}: {operators} float32 beyond those that the policy keeps{where}"
+
+    def messages(self) -> List[Tuple[str, str, str]]:
+        """Returns the lines of the result as (kind, subject, text).
+
+        Kinds are "verdict", "good", "error", "warning", "note" and "keep".
+        """
+        lines = [("verdict", "", self.verdict)] if self.steps else []
+        if self.first_overflow:
+            kind = "error" if self.findings or self.one_step else "note"
+            lines.append((kind, "First overflow", str(self.first_overflow)))
+        if self.window:
+            about, fits = str(self.window).split(": ", 1)
+            lines.append(("good" if self.window.low <= self.window.high else "error", about, fits))
+        lines += [("note", "", note) for note in self.notes]
+        lines += [(f.severity, f.node, f"{f.reason}: {f.text}") for f in self.findings[:MOST_SAID]]
+        if self.keep:
+            lines.append(("keep", "To keep in float32", self.keep_line))
+        return lines
 
     def inherited(self, tensor: Tensor) -> Optional[float]:
         """Returns a tensor's SNR in dB without its own rounding error."""
@@ -150,7 +186,16 @@ class View:
         Returns:
             The path of the page.
         """
-        return render.save(self, os.fspath(folder))
+        folder = os.fspath(folder)
+        if os.path.exists(folder):
+            raise FileExistsError(f"{folder} exists: xray writes into a new folder")
+        with new_folder(folder) as beside:
+            replace_text(os.path.join(beside, "xray.html"), render.page(self))
+            replace_text(os.path.join(beside, "xray.jsonl"), "".join(
+                json.dumps(line, allow_nan=False) + "\n" for line in xray_lines(self)))
+        return os.path.join(folder, "xray.html")
 
     def __str__(self) -> str:
-        return render.text(self)
+        return "\n".join(
+            (f"{kind}: " if kind in render.TAGGED else "") + (f"{about}: " if about else "") + line
+            for kind, about, line in self.messages())

@@ -78,7 +78,10 @@ class Observer:
         inputs: for each chosen node that has run, the names of its inputs without casts.
         formats: the types of measured tensors by key, or those of nodes by name.
         ops: the CachedOps that replace those of the blocks.
+        before_rounding: whether values are counted before they are rounded to their type.
     """
+
+    before_rounding = True
 
     def __init__(self, net: Network, trainer: Trainer) -> None:
         self.blocks, self.trainer = hybrid_blocks(net), trainer

@@ -30,7 +30,7 @@ _NOT_ZIP = (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.Ba
 
 
 class _Model(NamedTuple):
-    """A symbol and its parameters.
+    """A symbol and its parameters, the auxiliary ones included.
 
     Attributes:
         inputs: the names of the data.
@@ -38,8 +38,7 @@ class _Model(NamedTuple):
         has_loss: whether the symbol has losses.
     """
     symbol: Any
-    arguments: Arrays
-    auxiliary: Arrays
+    parameters: Arrays
     inputs: List[str]
     labels: List[str]
     has_loss: bool
@@ -96,20 +95,19 @@ def _model(path: str, params: str) -> _Model:
                          "with the same parameters, such as the argument of convert_symbol. "
                          f"Received: {path}")
     arrays = _parameters(params)
-    auxiliary = {*symbol.list_auxiliary_states()}
     heads = [entry.node for entry in graph.outputs if entry.node.op in LOSSES]
     variables = symbol.list_inputs()
     labels = [name for name in _labels(heads) if name not in arrays]
     inputs = [name for name in variables if name not in arrays and name not in labels]
     extra = sorted({*arrays} - {*variables})
-    missing = sorted((auxiliary | parameter_names(graph)) & {*inputs})
+    needed = parameter_names(graph).union(symbol.list_auxiliary_states())
+    missing = sorted(needed.intersection(inputs))
     if extra or missing:
         problems = [f"{params} lacks {listed(missing)}"] if missing else []
         problems += [f"{path} has no {listed(extra)}"] if extra else []
         raise ValueError(f"the parameters do not fit the symbol: {', and '.join(problems)}. "
                          "HybridBlock.export writes both files")
-    return _Model(symbol, {n: a for n, a in arrays.items() if n not in auxiliary},
-                  {n: a for n, a in arrays.items() if n in auxiliary}, inputs, labels, bool(heads))
+    return _Model(symbol, arrays, inputs, labels, bool(heads))
 
 
 def _labels(heads: List[Any]) -> List[str]:
@@ -197,7 +195,7 @@ def _of_module(model: _Model, batches: List[Any], policy: Policy) -> View:
     module.bind([(n, a.shape) for n, a in zip(model.inputs, data)],
                 [(n, a.shape) for n, a in zip(model.labels, labels)] or None)
     try:
-        module.set_params(model.arguments, model.auxiliary)
+        module.set_params(model.parameters, model.parameters, allow_extra=True)
     except mx.MXNetError as error:
         raise ValueError("the parameters do not fit the symbol with this data: "
                          f"{message(error)}") from None
@@ -214,7 +212,7 @@ def _of_block(model: _Model, batches: List[Any], policy: Policy, loss: str) -> V
     block = mx.gluon.SymbolBlock(model.symbol, [mx.sym.var(name, dtype="float32")
                                                 for name in model.inputs])
     for name, parameter in block.collect_params().items():
-        value = {**model.arguments, **model.auxiliary}[name]
+        value = model.parameters[name]
         parameter.shape = value.shape
         parameter.initialize(mx.init.Zero(), ctx=mx.cpu())
         parameter.set_data(value)

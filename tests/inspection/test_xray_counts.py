@@ -283,5 +283,4 @@ def test_counts_give_shares_in_any_format():
     assert counts.shares(FORMATS["bfloat16"]) == {
         "zero": 0.2, "flushed": 0, "subnormal": 0, "overflowed": 0}
     assert counts.times(2.0 ** -2).shares(FORMATS["float16"])["overflowed"] == 0
-    assert counts.headroom(FORMATS["float16"]) == (-26, -2)
     assert counts.range == (-40, 17)
