@@ -9,7 +9,7 @@ from urllib.parse import quote
 from ..formats import FLOAT16, FLOAT32, FORMATS, Format
 from ..reports.page import page as page_of
 from ..reports.page import part, table
-from .tensors import Counts, Tensor
+from .tensors import Counts
 
 # the columns of the page's table, and how it shows their values
 _SHOWN = {"tensor": ("tensor", "{}"), "format": ("format", "{}"), "zero": ("is 0", "{:.2%}"),
@@ -63,11 +63,6 @@ def _as_number(value: Optional[float]) -> Optional[float]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def _format_of(tensors: List[Tensor]) -> Format:
-    """Returns the format that a heat map of these tensors is about."""
-    return next((t.format for t in tensors if t.is_low), FLOAT16)
-
-
 def _edges(format_: Format) -> Tuple[int, int, int]:
     """Returns the ends of a heat map's bands: below the first, numbers become 0; below the second,
     they have fewer digits; above the third, they overflow."""
@@ -84,7 +79,7 @@ def page(view: Any) -> str:
     """Returns the text of xray.html. Its script draws the heat maps: a row for each tensor, a
     column for each exponent, the share of values as darkness, lines at the ends of the format."""
     every, numbers = rows(view), _steps_on_page(view)
-    format_ = _format_of(view.tensors)
+    format_ = next((t.format for t in view.tensors if t.is_low), FLOAT16)
     data = {
         "low": _LOW, "high": _HIGH, "format": format_.name,
         "edges": {each.name: _edges(each) for each in (format_, *FORMATS.values())

@@ -5,7 +5,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import replace
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 from ..checks import counted
 from ..files import errors_of_damage, replace_text
@@ -81,7 +81,6 @@ def read(path: str, format_: Optional[Format] = None) -> View:
     if stride > 1:
         view.notes.append(f"the page has one of every {stride} steps of the file")
     _note_steps_that_are_not_finite(view)
-    _add_up(view)
     _judge(view, judged)
     return view
 
@@ -120,33 +119,31 @@ def _note_steps_that_are_not_finite(view: View) -> None:
                           f"finite. The first is step {step}, from {name} on")
 
 
-def _add_up(view: View) -> None:
-    """Sums the counts of each tensor: of steps in which its values were finite before rounding, if
-    there are any. An overflow elsewhere would hide the others."""
-    view.add_up()
-    steps: List[Tuple[float, Mapping[Key, Counts]]] = [
-        (scale, {key: each for key, each in counts.items() if each.finite})
-        for scale, counts in view.steps]
-    sound = {key for _, counts in steps for key in counts}
-    replace(view, steps=steps, tensors=[t for t in view.tensors if t.key in sound]).add_up()
-
-
 # ---- findings -----------------------------------------------------------------------------------
 
 
 def _judge(view: View, format_: Format) -> None:
-    """Sets the window, the findings and the outcome from the counts of tensors and weights."""
-    finite = [t for t in view.tensors if t.counts.finite]
-    steps = [(scale, {key: each for key, each in counts.items() if each.finite})
-             for scale, counts in view.advising]
-    view.window = window(finite, steps)
+    """Sets the tensors' counts, the window, the findings and the outcome.
+
+    Counts are of steps in which a tensor was finite before rounding, if there are any. An overflow
+    elsewhere would hide the others.
+    """
+    view.add_up()
+    finite = replace(view, steps=[
+        (scale, {key: each for key, each in counts.items() if each.finite})
+        for scale, counts in view.steps])
+    sound = {key for _, counts in finite.steps for key in counts}
+    finite.tensors = [t for t in view.tensors if t.key in sound]
+    finite.add_up()
+    finite.tensors = [t for t in view.tensors if t.counts.finite]
+    view.window = window(finite.tensors, finite.advising)
     best = view.window.high / view.scale if view.window else 1.0
     view.findings = [f for t in [*view.worst(), *view.weights] for f in _findings(t, best)]
-    view.outcome = f"{counted(len(view.findings), 'tensor')} of {len(finite)} " \
+    view.outcome = f"{counted(len(view.findings), 'tensor')} of {len(finite.tensors)} " \
         f"{'does' if len(view.findings) == 1 else 'do'} not fit {format_.name}"
-    if len(finite) < len(view.tensors):
-        view.notes.append(f"left out: {counted(len(view.tensors) - len(finite), 'tensor')} with "
-                          "infinite inputs in the run")
+    lost = len(view.tensors) - len(finite.tensors)
+    if lost:
+        view.notes.append(f"left out: {counted(lost, 'tensor')} with infinite inputs in the run")
 
 
 def _findings(tensor: Tensor, factor: float) -> List[Finding]:

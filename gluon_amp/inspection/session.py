@@ -390,10 +390,6 @@ class NetworkCopy:
         copy_into([array.as_nd_ndarray() for array in self.arrays.values()],
                   [self.session.parameters[name].data().as_nd_ndarray() for name in self.arrays])
 
-    def gradients(self) -> List[Any]:
-        """Returns the parameters' gradients of the last run."""
-        return [array.grad for array in self.arrays.values() if array.grad is not None]
-
     # ---- a step
 
     def run(self, batch: Batch, scale: float = 1.0) -> StepResult:
@@ -418,7 +414,8 @@ class NetworkCopy:
         mean, total = mean_and_total(loss)
         if isinstance(loss_fn, HeadLosses):
             total = loss_fn.total(counts)
-        return StepResult(scale, mean, all_finite(self.gradients()), counts, total)
+        gradients = [array.grad for array in self.arrays.values() if array.grad is not None]
+        return StepResult(scale, mean, all_finite(gradients), counts, total)
 
     def step(self, batch: Batch, scales: Iterable[float]) -> StepResult:
         """Runs a step from the values of the parameters, at each of these loss scales until not
