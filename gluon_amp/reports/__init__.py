@@ -126,4 +126,3 @@ def _reached_by_most(groups: Sequence[Any]) -> Optional[float]:
     best = sorted(run.best[1] for run in runs if run.best and run.is_share)
     error = best[len(best) - 1 - len(best) // 10] if best else 1
     return (math.floor(100 * (1 - error) + 1e-9) / 100 if error < 1 else 0) or None
-

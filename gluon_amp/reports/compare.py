@@ -9,17 +9,16 @@ least.
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from statistics import mean, median
 from typing import Any, Dict, FrozenSet, List, Optional, Sequence, Set, Tuple
 
 from .runs import FLOAT32, OFF, RESUMING, Run, average, plain
 from .verdict import Difference, Sample, paired, unpaired
 
-PRECISION = {"dtype", "policy", "loss_scale", "amp"}
-NO_RECIPE = {"seed", "claim_speed", "mlperf", "log_interval", "log_seconds", "disp_batches",
-             "save_period", "use_rec", "kvstore", "kv_store", "num_workers", "data_nthreads",
-             "xray", "xray_steps"}
+NO_RECIPE = {"dtype", "policy", "loss_scale", "amp", "seed", "claim_speed", "mlperf",
+             "log_interval", "log_seconds", "disp_batches", "save_period", "use_rec", "kvstore",
+             "kv_store", "num_workers", "data_nthreads", "xray", "xray_steps"}
 PATHS = re.compile(r"(rec|data)_(train|val)(_idx)?|tensorboard|"
                    r"(\w+_|log|save|data|work|out|model)?(dir|file|path|prefix)")  # arguments
 PATH = re.compile(r"(?=.*[/\\]).*[^\W\d].*|.*\.(params|states|rec|json|ya?ml)")  # a value
@@ -101,17 +100,12 @@ class Comparison:
         return self.differences == {"recipe": (NOT_LOGGED, NOT_LOGGED)}
 
     @property
-    def claims_speed(self) -> bool:
-        """Whether all logs state exclusive use of the machine, and nothing else differs."""
-        return not self.differences and all(
-            run.arguments.get("claim_speed") is True
-            for group in (self.float32, self.low) for run in group.runs)
-
-    @property
     def speedup(self) -> Optional[float]:
         """The speedup of the lower precision, by median images per second or else by the median
-        training time; None if no speed is claimed."""
-        if not self.claims_speed:
+        training time; None if recipes differ, or a log does not state exclusive use of the machine.
+        """
+        if self.differences or not all(run.arguments.get("claim_speed") is True
+                                       for group in (self.float32, self.low) for run in group.runs):
             return None
         high, low = (average(median, group.speeds) for group in (self.float32, self.low))
         if high and low:
@@ -188,14 +182,9 @@ def recipe(run: Run) -> Dict[str, Any]:
     options_of_off = tuple(f"{key}_" for key, value in run.arguments.items()
                            if str(value) == "False")
     return {key: value for key, value in on.items()
-            if not _is_of_no_recipe(key) and not key.startswith(options_of_off)
+            if key not in NO_RECIPE and not key.startswith(options_of_off)
+            and not PATHS.fullmatch(key) and not RESUMING.fullmatch(key)
             and not (isinstance(value, str) and PATH.fullmatch(value))}
-
-
-@lru_cache(maxsize=1000)
-def _is_of_no_recipe(key: str) -> bool:
-    return bool(key in PRECISION or key in NO_RECIPE or PATHS.fullmatch(key)
-                or RESUMING.fullmatch(key))
 
 
 # ---- groups

@@ -14,6 +14,7 @@ import math
 import re
 import struct
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
@@ -73,9 +74,9 @@ def read(path: Path, name: str) -> List[Run]:
 
 def continues(run: Run, former: Run) -> bool:
     """Whether a run continues a former one of the same folder."""
-    def which(one: Run) -> Tuple[Any, ...]:  # a resumed run may train more epochs
-        return one.dtype, one.seed, one.model, one.dataset
-    return 0 < min(run.epochs) <= former.done and which(run) == which(former)
+    alike = ("dtype", "seed", "model", "dataset")  # a resumed run may train more epochs
+    return 0 < min(run.epochs) <= former.done and all(
+        getattr(run, name) == getattr(former, name) for name in alike)
 
 
 def _as_column(tag: str) -> str:
@@ -105,7 +106,9 @@ def _scalars(path: Path) -> Tuple[Dict[str, Series], Dict[str, Any]]:
             if isinstance(content, float):
                 series.setdefault(value.tag, {})[event.step] = content
             elif isinstance(content, bytes) and value.tag.split("/")[0] == "arguments":
-                arguments = _arguments(content)
+                with suppress(ValueError):
+                    parsed = json.loads(content)
+                    arguments = parsed if isinstance(parsed, dict) else {}
     return series, arguments
 
 
@@ -144,14 +147,6 @@ def _content(tensor: Any) -> Optional[Any]:
     except (TypeError, ValueError):  # of a type, or of sizes, that no array has
         return None
     return array.item() if array.size == 1 else None
-
-
-def _arguments(text: bytes) -> Dict[str, Any]:
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
 
 
 class EventFile:

@@ -244,7 +244,6 @@ class Log:
         self._closed = True
         if self._events is not None:
             self._events.close()
-            self._events = None
 
     def __enter__(self) -> Log:
         return self

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
-import matplotlib
+import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -26,9 +26,7 @@ from .verdict import in_points
 
 STYLES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.2, 1.2, 1.2)))  # of networks, in turn
 MARKERS = ("", "o", "s", "^", "D", "v", "P", "X")  # of recipes
-DRAWN = re.compile(r"(axes|figure|font|grid|legend|lines|path|savefig|svg|text|[xy]tick)\.")
-STYLE = {  # overrides the caller's style
-    **{name: value for name, value in matplotlib.rcParamsDefault.items() if DRAWN.match(name)},
+STYLE = {  # over matplotlib's defaults
     "svg.hashsalt": "gluon_amp", "text.parse_math": False, "font.family": "DejaVu Sans",
     "font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
@@ -190,7 +188,7 @@ def _draw(chart: Chart, lines: Sequence[Line], left_out: int) -> Plot:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+    with matplotlib.style.context(STYLE, after_reset=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         yield
 

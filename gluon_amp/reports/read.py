@@ -138,7 +138,7 @@ def read_log(path: Path, name: str) -> List[Run]:
             elif not reader.other(line) and line.strip() and not odd:
                 odd = f"line {count}: {line.decode(errors='replace').strip()!r:.80}"
                 is_json = line.lstrip().startswith((b"{", b"["))
-                of_monitor = _is_of_monitor(line)
+                of_monitor = b'"node": ' in line and b'"bins": ' in line
     tables.put_all(reader.results)
     began = bool(reader.runs or reader.header)
     runs = [run for run in reader.runs if run.epochs]
@@ -155,15 +155,6 @@ def read_log(path: Path, name: str) -> List[Run]:
     for i, run in enumerate(runs):
         run.name += f" ({i + 1})" if len(runs) > 1 and run.name == name else ""
     return runs
-
-
-def _is_of_monitor(line: bytes) -> bool:
-    """Whether a line is of a Monitor's file."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(entry, dict) and {"step", "node", "bins"} <= set(entry)
 
 
 class _Reader:

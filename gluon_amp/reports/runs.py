@@ -70,10 +70,10 @@ class Epoch:
         """Returns one of the fields above, or a metric."""
         return getattr(self, quantity) if quantity in vars(self) else self.metrics.get(quantity)
 
-    def put(self, quantity: str, value: Optional[float]) -> None:
+    def put(self, quantity: str, value: float) -> None:
         if quantity in vars(self):
             setattr(self, quantity, value)
-        elif value is not None:
+        else:
             self.metrics[quantity] = value
 
 

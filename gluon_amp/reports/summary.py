@@ -152,6 +152,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
         last, best = (first.last, first.best) if len(group.runs) == 1 else (None, None)
         top5 = None if last is None or last.top5 is None else 1 - last.top5
         ends = [run.final for run in tried if run.final is not None]
+        speed = average(median, group.speeds)
         row = {"runs" if several else "run": group.name, "dataset": first.dataset,
                "model": group.model, "dtype": group.dtype,
                "batch size": _text(first.batch_size, "d"),
@@ -168,7 +169,7 @@ def group_rows(groups: Sequence[Group], accuracy: Optional[float]) -> List[Cells
                                                      for run in group.runs)), ".4g")
                   for name in metrics},
                "skipped": _text(average(mean, (run.skipped for run in group.runs)), ".4g"),
-               "samples/s": _speed_text(average(median, group.speeds)),
+               "samples/s": _text(speed, ".1f" if speed and speed < 100 else ".0f"),
                unit: _text(average(median, group.hours), ".3g", per_hour)}
         if accuracy and first.is_share:
             name = f"{100 * accuracy:g} %"
@@ -198,10 +199,6 @@ def _table(rows: List[Cells]) -> List[Cells]:
 def _value(run: Run, value: Optional[float]) -> str:
     """Returns a measured value as text."""
     return _text(value, ".2f" if run.is_share else ".4g")
-
-
-def _speed_text(speed: Optional[float]) -> str:
-    return _text(speed, ".0f" if (speed or 0) >= 100 else ".1f")
 
 
 def _text(value: Optional[float], form: str, factor: float = 1) -> str:

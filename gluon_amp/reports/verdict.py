@@ -75,11 +75,6 @@ class Difference:
         """The smallest margin within which these seeds show equivalence."""
         return max(map(abs, self.interval(1 - 2 * LEVEL)))
 
-    @property
-    def shown_within(self) -> str:
-        """The same in hundredths, rounded up."""
-        return f"{math.ceil(100 * self.smallest_margin) / 100:.2f}"
-
     def seeds_for(self, margin: float) -> Optional[int]:
         """Returns the number of seeds that show equivalence with a power of 0.8 if the true means
         are equal; None if it exceeds MOST_SEEDS."""
@@ -175,8 +170,8 @@ def conclusion(difference: Difference, margin: float) -> str:
         f"more than {MOST_SEEDS:,} {kind} would be needed to show {margin:g}"
     if word == "different":
         return f"different, and not shown to be {within} ({tests})"
-    return f"the same within {difference.shown_within} {difference.unit}, not shown {within} " \
-           f"({tests}); {needed}"
+    shown = math.ceil(100 * difference.smallest_margin) / 100
+    return f"the same within {shown:.2f} {difference.unit}, not shown {within} ({tests}); {needed}"
 
 
 def _ends(difference: Difference, float32: str) -> str:

@@ -70,11 +70,6 @@ def _folded(summary: str, rows: List[Cells]) -> str:
     return f"<details><summary>{summary} ({len(rows):,})</summary>\n{_table(rows)}</details>"
 
 
-def _figure(plot: Plot, prefix: str) -> str:
-    return f"<figure>\n{_inline(plot, prefix)}\n<figcaption>{escape(plot.caption)}" \
-           "</figcaption>\n</figure>"
-
-
 def _arguments(groups: Sequence[Group]) -> str:
     """Returns the arguments that all groups share, and then those of each group."""
     each = [{plain(name): plain(value)[:LONGEST_VALUE] for name, value in
@@ -92,8 +87,9 @@ def _arguments(groups: Sequence[Group]) -> str:
         + "</dl></details>" for name, of in parts if of)
 
 
-def _inline(plot: Plot, prefix: str) -> str:
+def _figure(plot: Plot, prefix: str) -> str:
     """Returns the SVG without its prologue, in the page's colors, with unique ids and a caption."""
+    caption = escape(plot.caption)
     svg = plot.svg[plot.svg.index("<svg"):].rstrip()
     for name, color in COLORS.items():
         svg = svg.replace(color, f"var(--{name})")
@@ -101,7 +97,8 @@ def _inline(plot: Plot, prefix: str) -> str:
     svg = re.sub(r"<!--.*?-->\n?", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(id="|"#|url\(#)', rf"\g<1>{prefix}{plot.name}-", svg)
     svg = re.sub(r' d="[^"]+"', _shorter, svg)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(plot.caption)}"', 1)
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{caption}"', 1)
+    return f"<figure>\n{svg}\n<figcaption>{caption}</figcaption>\n</figure>"
 
 
 def _shorter(path: re.Match[str]) -> str:
