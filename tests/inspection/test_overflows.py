@@ -4,6 +4,7 @@ import inspect
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
+import processes
 import pytest
 from modules import prepared as bound
 from mxnet import autograd, gluon, nd
@@ -47,13 +48,20 @@ def softmax_np(np, x):
     return exponentials / total
 
 
+def normalized_np(np, x):
+    x = 1.84 * (x - 880)  # up to 257.6: the last square alone, because two would make the mean NaN
+    mean = np.mean(x, axis=-1, keepdims=True)
+    variance = np.mean(x * x, axis=-1, keepdims=True) - mean * mean  # overflows
+    return (x - mean) / np.sqrt(variance + 1e-5)
+
+
 def product_np(np, x):
     products = x * np.flip(x, axis=1)  # overflows
     return 1 / (1 + np.abs(products))
 
 
 FAULTS = {"RMS norm": rms_norm, "softmax": softmax, "E[x^2]": normalized, "product": product}
-NUMPY = {"norm": norm_np, "softmax": softmax_np, "product": product_np}
+NUMPY = {"norm": norm_np, "softmax": softmax_np, "E[x^2]": normalized_np, "product": product_np}
 DATA = np.linspace(880, 1020, 64).reshape(2, 32)  # exp(8.8) to exp(10.2), of which 32 overflow
 
 
@@ -169,6 +177,41 @@ def test_imperative_code_in_numpy_mode_is_named_once_with_its_line(fault, caplog
     net = amp.convert(ready(Imperative(NUMPY[fault]), mx.init.Normal(0.1)))
     train(net, mx.np.array(DATA), steps=4)
     text_on(NUMPY[fault], caplog)
+
+
+SCRIPT = """
+import mxnet as mx
+import numpy as np
+from mxnet import gluon
+from mxnet.gluon import nn
+
+{layer}
+{function}
+net = Layer({name})
+net.initialize(mx.init.Normal(0.1))
+net.hybridize()
+trainer = gluon.Trainer(net.collect_params(), "sgd", {{"learning_rate": 0.01}})
+data = mx.nd.array(np.linspace(880, 1020, 64).reshape(2, 32))
+for _ in range(3):
+    with mx.autograd.record():
+        loss = (net(data).astype("float32") ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+"""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_script_without_an_edit_is_named_once_with_its_line(fault, tmp_path):
+    function = FAULTS[fault]
+    text = SCRIPT.format(layer=inspect.getsource(Layer), function=inspect.getsource(function),
+                         name=function.__name__)
+    line = next(i for i, line in enumerate(text.split("\n"), 1) if "# overflows" in line)
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = processes.run("-m", "gluon_amp", "--dtype", policy_for(fault), script)
+    assert done.returncode == 0, done.stderr
+    assert f"{script}, line {line}:" in done.stderr
+    assert done.stderr.count("forward pass overflows") == 1
 
 
 def test_imperative_code_that_overflows_in_one_step_is_watched_in_one_step(caplog):
