@@ -165,7 +165,7 @@ class Bindable(mx.sym.Symbol):
             executor = graph.symbol().simple_bind(
                 ctx, requests, {k: array_type(t) for k, t in types.items()}, **options,
                 **shapes)
-        bound = _Executor.from_bound(executor, self, options)
+        bound = Executor.from_bound(executor, self, options)
         bound.unscaled_heads = heads
         return bound
 
@@ -177,14 +177,14 @@ class Bindable(mx.sym.Symbol):
                 for name, t in zip(names, [*arguments, *auxiliary])}
 
 
-class _Executor(mx.executor.Executor):
+class Executor(mx.executor.Executor):
     """The executor of a bound graph, with the arguments of the clean symbol in their order."""
 
     unscaled_heads: AbstractSet[str] = frozenset()  # operators that ignore the loss scale
 
     @classmethod
     def from_bound(cls, executor: mx.executor.Executor, clean: Bindable,
-                   options: Dict[str, Any]) -> "_Executor":
+                   options: Dict[str, Any]) -> "Executor":
         bound = {name: (array, grad) for name, array, grad in
                  zip(executor._symbol.list_arguments(), executor.arg_arrays, executor.grad_arrays)}
         auxiliary = executor.aux_dict

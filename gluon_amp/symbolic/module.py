@@ -47,7 +47,7 @@ from ..training.optimizer import (
 )
 from ..training.step import Stage, Step, backward_pass, scale_of_pass
 from ..training.trained import Trained
-from .binding import Bindable
+from .binding import Bindable, Executor
 from .convert import check_parameters, check_range, check_record
 
 # Settings that stay those of a Module when it loads states.
@@ -212,14 +212,15 @@ class _Module(Trained):
                              f"your own, {NO_LOSS_SCALE}. Received outputs: "
                              f"{', '.join(module._symbol.list_outputs())}")
         executors = module._exec_group.execs
+        scalable = [executor for executor in executors if isinstance(executor, Executor)]
         if self._step.loss_scale.scales and scale_of_pass([self._step]) != 1:
-            heads = {head for executor in executors for head in executor.unscaled_heads}
+            heads = {head for executor in scalable for head in executor.unscaled_heads}
             if heads:
                 refuse_heads("the symbol", heads)
         outputs = [output for executor in executors for output in executor.outputs]
         with backward_pass([self._step], outputs) as scale, weights_unwritten(module._optimizer):
             if self._step.loss_scale.scales:
-                for executor in executors:
+                for executor in scalable:
                     executor.set_scale(scale)
                 if out_grads is not None:
                     listed = out_grads if isinstance(out_grads, (list, tuple)) else [out_grads]

@@ -101,8 +101,6 @@ class Gradients:
     def read(self) -> Sequence[Gradient]:
         """Returns all gradients."""
         self.all = self._read()
-        if self.marked and not self.all:
-            refusals.nothing_to_train()
         return self.all
 
     def new(self) -> List[Gradient]:

@@ -112,10 +112,17 @@ class Step:
         those of backward passes by other code."""
         return self.gradients.find_new(self.loss_scale.scales)
 
+    def _read(self) -> Sequence[Gradient]:
+        """Returns all gradients. Refuses a Trainer with a loss scale that has none."""
+        gradients = self.gradients.read()
+        if self.loss_scale.scales and self.gradients.marked and not gradients:
+            refusals.nothing_to_train()
+        return gradients
+
     def take(self, call: str, ignore_stale: bool = True) -> List[Gradient]:
         """Returns the gradients that an update uses, in the order of parameters. Refuses a call
         without new gradients of all parameters, or with those of another backward pass."""
-        gradients, scaled = self.gradients.read(), self.loss_scale.scales
+        gradients, scaled = self._read(), self.loss_scale.scales
         if scaled and self.stage is Stage.EMPTY:
             refusals.no_gradients(call, self.gradients.marked)
         if scaled and self.gradients.marked:
@@ -150,7 +157,7 @@ class Step:
         if not self.loss_scale.scales and self.gradients.marked:
             self.reset()  # results of `unscale` and `clip_norm`
             return
-        gradients = self.gradients.read()
+        gradients = self._read()
         self.gradients.count_writes()
         if self.gradients.written() and are_zero(self.gradients.new()):  # as by zero_grad()
             self.reset()

@@ -101,6 +101,16 @@ def test_given_head_gradients_are_scaled(policy):
     assert same(*moves)
 
 
+def test_backward_of_a_graph_without_gradients_does_nothing():
+    mod = amp.Module(mx.sym.Activation(mx.sym.Variable("data"), act_type="relu"),
+                     label_names=None, loss_scale=64)
+    mod.bind([("data", (2, 3))])
+    mod.init_params()
+    mod.forward(mx.io.DataBatch([nd.ones((2, 3))]), is_train=True)
+    mod.backward([nd.ones((2, 3))])
+    assert mod.get_outputs()[0].asnumpy().tolist() == [[1] * 3] * 2
+
+
 def test_scale_without_loss_or_head_gradients_is_refused():
     mod = prepared(amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=64),
                    (6, 3, 6, 6), optimizer=None)

@@ -396,6 +396,15 @@ def test_no_trainable_parameters_is_refused():
         trainer.step(1)
 
 
+def test_constants_alone_train_without_a_loss_scale():
+    """As with MXNet's Trainer, whose step then does nothing."""
+    constant = gluon.Constant("c", nd.ones(2))
+    constant.initialize()
+    trainer = amp.Trainer([constant], "sgd")
+    assert trainer.step(1)
+    assert constant.data().asnumpy().tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("scaling", [{"loss_scale": "dynamic"}, {"loss_scale": 2},
                                      {"loss_scale": None, "clip_norm": 1}])
 def test_update_on_kvstore_is_refused_with_overflow_check(scaling):
