@@ -16,7 +16,7 @@ import struct
 import sys
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterator, Optional
 
 import numpy as np
 
@@ -38,16 +38,12 @@ _INSTALL = "pip install --no-deps mxnet==1.9.1 (or mxnet-cu112==1.9.1 for NVIDIA
     if numpy_names.NUMPY_2 else f"{pip_install('cpu')} ('.[cu112]' for NVIDIA GPUs)"
 
 
-def _check_environment(builds: List[str]) -> None:
+def _import_mxnet() -> Any:
+    builds = wheel.installed_builds()
     if len(builds) > 1:
         raise ImportError(
             f"two MXNet builds are installed over each other: {', '.join(builds)}. "
             f"Remove both and install one: pip uninstall -y {' '.join(builds)}; {_INSTALL}")
-
-
-def _import_mxnet() -> Any:
-    builds = wheel.installed_builds()
-    _check_environment(builds)
     numpy_names.install()
     os.environ.setdefault("MXNET_SAFE_ACCUMULATION", "1")
     os.environ.setdefault("MXNET_SUBGRAPH_VERBOSE", "0")

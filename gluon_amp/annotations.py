@@ -12,12 +12,11 @@ from mxnet.ndarray import NDArray as Array
 from mxnet.optimizer import Optimizer, Updater
 from mxnet.symbol import Symbol
 
-__all__ = ["AnyArray", "Array", "Arrays", "Batch", "Block", "Context", "DType", "DataBatch",
-           "DataDesc", "DataIter", "KVStore", "LossFunction", "Metric", "Module", "Network",
-           "Optimizer", "Parameter", "ParameterDict", "Shape", "Symbol", "Trainer", "Updater"]
+__all__ = ["Array", "Arrays", "Batch", "Block", "Context", "DType", "DataBatch", "DataDesc",
+           "DataIter", "KVStore", "LossFunction", "Metric", "Module", "Network", "Optimizer",
+           "Parameter", "ParameterDict", "Shape", "Symbol", "Trainer", "Updater"]
 
 Arrays = Union[Array, Sequence[Array]]
-AnyArray = Union[Array, "np.ndarray[Any, Any]"]
 Network = Union[Block, Module]
 Batch = Union[Sequence[Any], DataBatch]
 LossFunction = Callable[..., Array]  # takes a network's output and the label

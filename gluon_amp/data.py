@@ -4,7 +4,7 @@ Float16 represents integers exactly up to 2048: a label of 2049 becomes 2048.
 """
 from __future__ import annotations
 
-from typing import Any, Hashable, Iterable, Iterator, List
+from typing import Any, Hashable, Iterable, List
 
 from ._mxnet import mx, np
 from .annotations import Array, DataBatch, DataDesc, DataIter
@@ -87,9 +87,6 @@ class CastIter(DataIter):
                          batch.index, batch.bucket_key, data,
                          self.provide_label if label is None else label)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
 
 def check_label(label: Array) -> None:
     """Refuses 16-bit labels beyond the integers that their type represents exactly, which may be
@@ -119,13 +116,9 @@ def _is_float(dtype: Hashable) -> bool:
 def _cast_descriptions(given: Iterable[Any], dtype: str) -> List[DataDesc]:
     """Returns descriptions of data after the cast. MXNet accepts pairs of name and shape, too."""
     descriptions = [d if isinstance(d, DataDesc) else DataDesc(*d) for d in given]
-    return [DataDesc(d.name, d.shape, _type_of(dtype) if _is_float(d.dtype) else d.dtype, d.layout)
+    type_of_arrays = BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype).type
+    return [DataDesc(d.name, d.shape, type_of_arrays if _is_float(d.dtype) else d.dtype, d.layout)
             for d in descriptions]
-
-
-def _type_of(dtype: str) -> Any:
-    """Returns a type as MXNet's arrays return it."""
-    return BFLOAT16 if dtype == "bfloat16" else np.dtype(dtype).type
 
 
 def _cast(data: Array, dtype: str) -> Any:

@@ -24,9 +24,15 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
 
     A symbolic link stays one: its target is replaced. An existing file keeps its permissions and
     its owner, if the system allows it. A device or a pipe is written to.
+
+    Raises:
+        OSError: the path is a folder, or in none.
     """
-    check_target(path)
     target = os.path.realpath(path)
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     before = os.stat(target) if os.path.exists(target) else None
     if before is not None and not stat.S_ISREG(before.st_mode):
         write(target)
@@ -48,15 +54,6 @@ def replace_file(path: str, write: Callable[[str], None]) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.remove(beside)
         raise
-
-
-def check_target(path: str) -> None:
-    """Raises OSError if the path of a file to write is a folder, or in none."""
-    target = os.path.realpath(path)
-    if not os.path.isdir(os.path.dirname(target)):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
 
 @contextlib.contextmanager

@@ -21,11 +21,6 @@ class Format:
     fraction: int
 
     @property
-    def bytes(self) -> int:
-        """The bytes of a number in memory."""
-        return (1 + self.exponent + self.fraction) // 8
-
-    @property
     def smallest_normal(self) -> float:
         """The smallest number with all fraction bits."""
         return 2.0 ** (2 - 2 ** (self.exponent - 1))

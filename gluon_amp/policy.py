@@ -43,13 +43,10 @@ class Policy:
             format_ = get_format(getattr(self, role), f"policy {self.name}: {role}")
             object.__setattr__(self, role, format_)
         for role in ("norm", "sensitive", "batched"):
-            self._check(role, (FLOAT32, self.compute))
-
-    def _check(self, role: str, valid: Sequence[Format]) -> None:
-        if getattr(self, role) not in valid:
-            names = " or ".join(dict.fromkeys(format_.name for format_ in valid))
-            raise ValueError(f"policy {self.name}: {role} must be {names}. "
-                             f"Received: {getattr(self, role).name}")
+            if getattr(self, role) not in (FLOAT32, self.compute):
+                valid = " or ".join(dict.fromkeys(("float32", self.compute.name)))
+                raise ValueError(f"policy {self.name}: {role} must be {valid}. "
+                                 f"Received: {getattr(self, role).name}")
 
     @property
     def formats(self) -> Sequence[Format]:

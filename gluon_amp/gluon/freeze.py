@@ -6,7 +6,7 @@ from typing import Any, List
 from mxnet.gluon import Block, Constant, HybridBlock, SymbolBlock, nn
 
 from ..graph.graph import Graph
-from ..graph.operators import BATCH_NORMS, set_frozen
+from ..graph.operators import BATCH_NORMS
 from .convert import blocks_around
 from .converted import blocks_in, discard_traces
 
@@ -48,7 +48,7 @@ def freeze(block: Block, frozen: bool = True) -> Block:
             graph = Graph.read(symbol)
             for node in graph.nodes_within():
                 if node.op in BATCH_NORMS:
-                    set_frozen(node, frozen)
+                    node.attrs["use_global_stats"] = str(frozen)
             one._cached_graph = inputs, graph.symbol(like=symbol)
     for parameter in block.collect_params().values():
         if not isinstance(parameter, Constant) and parameter.name not in averages:

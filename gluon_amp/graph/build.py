@@ -119,9 +119,6 @@ class _GraphBuilder:
         return node.op in CASTS and self.types[node.inputs[0]] == before \
             and self.types[Entry(node)] == after
 
-    def _is_16bit(self, entry: Entry) -> bool:
-        return self.types.get(entry) in TYPES_16BIT
-
     def _rewritten(self, node: Node, inputs: List[Entry]) -> Node:
         """Returns the node with its settings and new inputs."""
         new = node.like(inputs)
@@ -129,7 +126,7 @@ class _GraphBuilder:
             _GraphBuilder(body.graph, body.types, self.counts, self.chosen).run()
             for body in node.bodies(self.types)]
         entries = [*node.inputs, *(Entry(node, i) for i in range(self.count[node]))]
-        if node.op in RUN_ONCE and any(map(self._is_16bit, entries)):
+        if node.op in RUN_ONCE and any(self.types.get(e) in TYPES_16BIT for e in entries):
             new.attrs.pop("__force_mirroring__", None)
         if _is_better_in_the_engine(node):
             new.settings["in_engine"] = "1"
@@ -139,14 +136,10 @@ class _GraphBuilder:
             new.settings.update(FINITE_AVERAGES)
         if self.in_layout:
             new.settings.update(setting(node, self.count[node], self.in_layout))
-        if self.counts and _runs_engine(node) and (not self.chosen or self.chosen(node.name)) \
-                and not node.is_set("sparse_grad"):
+        if self.counts and node.op in library.operators() and node.op not in COLUMNS["moves"] \
+                and (not self.chosen or self.chosen(node.name)) and not node.is_set("sparse_grad"):
             new.settings.update(counts=self.counts, watch=node.name)
         return new
-
-
-def _runs_engine(node: Node) -> bool:
-    return node.op in library.operators() and node.op not in COLUMNS["moves"]
 
 
 def _is_better_in_the_engine(node: Node) -> bool:

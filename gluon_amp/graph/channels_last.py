@@ -85,8 +85,8 @@ class _ChannelsLast:
             return int(is_one)
         are_images = [e in self.images for e in inputs]
         if node.op in COLUMNS["elementwise"]:
-            is_one = any(are_images) and not _has_channels(node)
-            return len(inputs) if is_one else 0
+            has_axes = node.attrs.get("act_type") in ("prelu", "rrelu") or integers(node, "axes")
+            return len(inputs) if any(are_images) and not has_axes else 0
         if node.op in COLUMNS["broadcasting"]:
             return len(inputs) if all(are_images) else 0
         if node.op in ("Concat", "_npi_concatenate"):
@@ -134,11 +134,6 @@ def _transpose(entry: Entry, axes: Sequence[int], name: str) -> Entry:
 def _results(node: Node) -> int:
     """Returns how many of the first outputs are images."""
     return int(node.attrs["num_outputs"]) if node.op == "SliceChannel" else 1
-
-
-def _has_channels(node: Node) -> bool:
-    """Whether an elementwise operator distinguishes channels or axes."""
-    return node.attrs.get("act_type") in ("prelu", "rrelu") or bool(integers(node, "axes"))
 
 
 def _has_mxnets_layout(node: Node) -> bool:

@@ -51,12 +51,6 @@ def _as_mxnet_reads(escape: "re.Match[str]") -> str:
     return character
 
 
-def facts_of(symbol: "mx.sym.Symbol") -> Dict[str, Any]:
-    """Returns a symbol's JSON. To remove casts, MXNet would create a copy that it never frees."""
-    facts: Dict[str, Any] = json.loads(symbol.tojson(remove_amp_cast=False), strict=False)
-    return facts
-
-
 class Entry(NamedTuple):
     """One output of a node."""
     node: "Node"
@@ -130,7 +124,8 @@ class Graph:
 
     @classmethod
     def read(cls, symbol: "mx.sym.Symbol") -> "Graph":
-        return cls._from_dict(facts_of(symbol))
+        # to remove casts, MXNet would create a copy that it never frees
+        return cls._from_dict(json.loads(symbol.tojson(remove_amp_cast=False), strict=False))
 
     @classmethod
     def _from_dict(cls, data: Dict[str, Any]) -> "Graph":

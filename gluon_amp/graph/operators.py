@@ -422,11 +422,6 @@ def moving_averages(graph: Graph) -> Set[str]:
     return graph.mutated(lambda node: _AVERAGES.get(node.op, ()))
 
 
-def set_frozen(norm: Node, frozen: bool) -> None:
-    """Lets a batch norm normalize with its moving averages, without updates, in training too."""
-    norm.attrs["use_global_stats"] = str(frozen)
-
-
 def runs_in(node: Node) -> str:
     """Returns a node's rule: one of the constants above."""
     key, values, runs = _WHEN.get(node.op, ("", (), ""))

@@ -41,7 +41,7 @@ from ..graph.build import (
 from ..graph.channels_last import channels_last
 from ..graph.graph import GROUP, VARIABLE, Entry, Graph, Node
 from ..graph.norms import fuse_norms
-from ..graph.operators import BATCH_NORMS, LOSSES, moving_averages, set_frozen
+from ..graph.operators import BATCH_NORMS, LOSSES, moving_averages
 from ..policy import POLICIES
 from ..training.heads import loss_heads
 
@@ -244,7 +244,7 @@ def _freeze(graph: Graph, requests: Mapping[str, str]) -> bool:
     frozen = [node for node in graph.nodes() if trains and node.op in BATCH_NORMS
               and all(requests.get(entry.node.name) == "null" for entry in _parameters_of(node))]
     for node in frozen:
-        set_frozen(node, True)
+        node.attrs["use_global_stats"] = "True"
     return bool(frozen)
 
 
