@@ -111,25 +111,20 @@ def loss_of(args):
     """Softmax cross entropy in float32, with label smoothing and a teacher if the flags say so."""
     smooth, classes = args.label_smoothing, images.classes_of(args)
     temperature, teacher_weight = args.temperature, 1 - args.hard_weight
-    loss = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
-    sparse_loss = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def of_labels(out, label):
-        if label.ndim == 1 and not smooth:
-            return sparse_loss(out, label)
-        label = label.one_hot(classes) if label.ndim == 1 else label
-        return loss(out, label * (1 - smooth) + smooth / classes if smooth else label)
+    cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
 
     def loss_fn(out, label, teacher_out=None):
         out = out.astype("float32")  # under pure_float16 the network returns float16
+        label = label.one_hot(classes) if label.ndim == 1 else label
+        loss = cross_entropy(out, label * (1 - smooth) + smooth / classes)
         if teacher_out is None:
-            return of_labels(out, label)
+            return loss
         if teacher_out.shape != out.shape:
             raise ValueError(f"--teacher {args.teacher} has {teacher_out.shape[1]} classes, and "
                              f"the network {out.shape[1]}")
         teacher_probabilities = (teacher_out.astype("float32") / temperature).softmax()
-        distillation = temperature ** 2 * loss(out / temperature, teacher_probabilities)
-        return (1 - teacher_weight) * of_labels(out, label) + teacher_weight * distillation
+        distillation = temperature ** 2 * cross_entropy(out / temperature, teacher_probabilities)
+        return (1 - teacher_weight) * loss + teacher_weight * distillation
     return loss_fn
 
 
