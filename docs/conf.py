@@ -149,13 +149,17 @@ class WholeWords(SphinxTransform):
 
 
 class StackedTables(SphinxTransform):
-    """Marks tables of text: on a phone, a cell is a line that begins with its column's name."""
+    """Marks tables of text: on a phone, a cell is a line that begins with its column's name. Other
+    tables scroll there, and their short cells are not broken into lines."""
 
     default_priority = 400
 
     def apply(self):
         for table in self.document.findall(nodes.table):
             head, *rows = table.findall(nodes.row)
+            for cell in table.findall(nodes.entry):
+                if len(cell.astext()) <= 24 and cell.parent is not head:
+                    cell["classes"].append("short")
             longest = sorted(max(len(cell.astext()) for cell in row) for row in rows)
             if not rows or longest[len(longest) // 2] < 25:  # a table of numbers
                 continue

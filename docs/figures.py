@@ -30,9 +30,9 @@ def draw(folder):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in (("float16", what_float16_holds()), ("gradients", gradients()),
-                         ("loss_scale", life_of_a_loss_scale()),
-                         ("overflow", overflow()), ("packages", packages.picture())):
+                         ("loss_scale", life_of_a_loss_scale()), ("overflow", overflow())):
         figure.savefig(folder / f"{name}.png", dpi=150)
+    packages.draw(folder / "packages.png")
 
 
 # ---- the precision of float16

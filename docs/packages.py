@@ -72,7 +72,7 @@ def picture():
         places[other][1] for other in direct if package in direct[other]) - 1)
         for package in direct if not direct[package]})
     heights = 1 + max(y for _, y in places.values())
-    figure = Figure(figsize=(5.4, 0.62 * heights), layout="constrained")
+    figure = Figure(figsize=(5.4, 0.58 * heights), layout="constrained")
     axes = figure.subplots()
     axes.set(xlim=(0, 1), ylim=(-0.4, heights - 0.6))
     axes.axis("off")
@@ -85,5 +85,15 @@ def picture():
     for package, (x, y) in places.items():
         axes.add_patch(FancyBboxPatch((x - 0.09, y - 0.18), 0.18, 0.36, facecolor=FILL,
                                       edgecolor=LINE, boxstyle="round,pad=0.01", lw=0.8))
-        axes.text(x, y, f"{package}/", ha="center", va="center", fontsize=8, color=INK)
+        axes.text(x, y, f"{package}/", ha="center", va="center", fontsize=9.5, color=INK)
     return figure
+
+
+def draw(path):
+    """Writes the picture as a PNG file, with the imports that it shows as its comment."""
+    picture().savefig(path, dpi=150, metadata={"Comment": comment()})
+
+
+def comment():
+    return "; ".join(f"{package}: {' '.join(sorted(below))}"
+                     for package, below in sorted(packages().items()))

@@ -11,11 +11,12 @@ import mxnet as mx
 import pytest
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from PIL import Image
 
 PACKAGE = Path(gluon_amp.__file__).parent
 DOCS = PACKAGE.parent / "docs"
 sys.path.append(str(DOCS))
-from packages import files, imports, packages, picture  # noqa: E402
+from packages import comment, files, imports, packages, picture  # noqa: E402
 
 
 def cycle(graph):
@@ -161,6 +162,8 @@ def test_architecture_page_orders_packages_as_the_layers():
 def test_package_diagram_shows_every_package():
     drawn = {text.get_text() for text in picture().axes[0].texts}
     assert {f"{name}/" for name in packages()} <= drawn
+    with Image.open(DOCS / "figures" / "packages.png") as figure:
+        assert figure.text["Comment"] == comment()  # else: python docs/figures.py docs/figures
 
 
 def listed():
