@@ -92,13 +92,11 @@ def test_softmax_of_logits_masked_with_minus_infinity(policy, train_mode):
 @pytest.mark.parametrize("policy", [None, "float16"])
 def test_given_head_gradients_are_scaled(policy):
     sym = amp.convert_symbol(body(), policy) if policy else body()
-    moves = []
-    for scale in (None, 64):
-        mod = prepared(amp.Module(sym, label_names=None, loss_scale=scale), (6, 3, 6, 6),
-                       init=mx.init.Xavier(), seed=3)
+    mods = [prepared(amp.Module(sym, label_names=None, loss_scale=scale), (6, 3, 6, 6),
+                     init=mx.init.Xavier(), seed=3) for scale in (None, 64)]
+    for mod in mods:
         learn(mod, batch(), [nd.ones((6, 3))])
-        moves.append(values(mod))
-    assert same(*moves)
+    assert same(*map(values, mods))
 
 
 def test_backward_of_a_graph_without_gradients_does_nothing():
@@ -111,12 +109,54 @@ def test_backward_of_a_graph_without_gradients_does_nothing():
     assert mod.get_outputs()[0].asnumpy().tolist() == [[1] * 3] * 2
 
 
-def test_scale_without_loss_or_head_gradients_is_refused():
-    mod = prepared(amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=64),
-                   (6, 3, 6, 6), optimizer=None)
-    mod.forward(batch(), is_train=True)
-    with pytest.raises(ValueError, match=r"needs a loss in .* out_grads.*Received outputs: fc"):
-        mod.backward()
+REFUSED = {  # a call, and what its error says
+    "nothing to scale": (lambda: prepared(
+        amp.Module(amp.convert_symbol(body()), label_names=None, loss_scale=64), (6, 3, 6, 6),
+        optimizer=None).forward_backward(batch()),
+        r"needs a loss in .* out_grads.*Received outputs: fc"),
+    "no optimizer": (lambda: prepared(amp.Module(net(), label_names=["head_label"]), (6, 3, 6, 6),
+                                      (6, 3), optimizer=None).update(), "needs an optimizer"),
+    **{f"symbol {name}": (lambda wrong=wrong: amp.Module(wrong),
+                          rf"Module takes a symbol\. Received: {name}")
+       for name, wrong in (("None", None), ("NDArray", nd.ones(2)), ("Dense", gluon.nn.Dense(1)))},
+    **{f"clip_norm {wrong}": (lambda wrong=wrong: amp.Module(net(), clip_norm=wrong),
+                              "clip_norm must be a positive, finite number")
+       for wrong in (0, -1, float("nan"), "1")},
+    "generator": (lambda: of_buckets(3), "sym_gen must be a function"),
+    "generator of a symbol": (lambda: of_buckets(lambda key: net()), "for the bucket 9"),
+    "generator of an array": (lambda: of_buckets(lambda key: (nd.ones(2), ("data",), None)),
+                              r"BucketingModule takes a symbol\. Received: NDArray"),
+    "no largest bucket": (lambda: of_buckets(lambda key: net(), None), "key of the largest bucket"),
+    "no symbol file": (lambda: amp.Module.load("none", 3), r"none-symbol\.json does not exist"),
+    "no file of parameters": (lambda: amp.BucketingModule.load("none", 3, lambda key: None, 10),
+                              r"none-0003\.params does not exist"),
+    **{f"beyond float16, missing={missing}": (
+        lambda missing=missing: set_large_weight(1e5, missing),
+        r"float16 ends at 65504.*fc_weight \(up to 100000\)") for missing in (False, True)},
+}
+
+
+def of_buckets(sym_gen, key=9):
+    amp.BucketingModule(sym_gen, default_bucket_key=key).bind([("data", (2, 3))])
+
+
+def set_large_weight(value, missing=True):
+    mod = made(net(), context=TWO)
+    args, averages = mod.get_params()
+    mod.set_params({**({} if missing else args), "fc_weight": nd.full((3, 64), value)}, averages,
+                   allow_missing=missing)
+    return values(mod)["fc_weight"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_call_is_refused(case):
+    call, words = REFUSED[case]
+    with pytest.raises((TypeError, ValueError, RuntimeError, FileNotFoundError), match=words):
+        call()
+
+
+def test_large_weights_of_two_devices_are_returned():
+    assert (set_large_weight(40000) == 40000).all()
 
 
 @pytest.mark.parametrize("scale", [64, "dynamic"])
@@ -125,19 +165,20 @@ def test_update_without_new_gradients_is_refused(scale, tmp_path):
     states, mod = str(tmp_path / "states"), made(net(), loss_scale=scale)
     mod.save_optimizer_states(states)
     buckets = bucketing(loss_scale=scale)
-    buckets.forward_backward(words(3))
-    buckets.update()
-    mod.forward_backward(batch())
-    mod.update()
-    for module in (mod, buckets):
+
+    def check_refused(module):
         before = values(module)
         with pytest.raises(RuntimeError, match=r"update\(\) needs new gradients"):
             module.update()
         assert same(values(module), before)
+
+    for module, data in ((mod, batch()), (buckets, words(3))):
+        module.forward_backward(data)
+        module.update()
+        check_refused(module)
     mod.forward_backward(batch())
     mod.load_optimizer_states(states)
-    with pytest.raises(RuntimeError, match=r"update\(\) needs new gradients"):
-        mod.update()
+    check_refused(mod)
     mod.forward_backward(batch())
     assert mod.update()
 
@@ -159,45 +200,27 @@ def test_states_of_a_float32_module_load_in_float16(context, optimizer, tmp_path
     assert any(isinstance(state, tuple) and state[1].dtype == np.float32 for state in states)
 
 
-def test_symbols_and_optimizers_are_checked():
-    for wrong in (None, nd.ones(2), gluon.nn.Dense(1)):
-        with pytest.raises(TypeError, match=r"Module takes a symbol\. Received: "):
-            amp.Module(wrong)
-    with pytest.raises(TypeError, match=r"BucketingModule takes a symbol\. Received: NDArray"):
-        amp.BucketingModule(lambda key: (nd.ones(2), ("data",), None), 3)
-    mod = bound(net())
-    mod.init_params()
-    mod.forward_backward(batch())
-    with pytest.raises(RuntimeError, match=r"update\(\) needs an optimizer"):
-        mod.update()
-
-
-def test_cast_behind_loss_is_still_a_loss():
-    sym = S.Cast(net(), dtype="float32", name="out")
-    assert learn(made(sym, loss_scale=64), batch())
-
-
 def test_optimizer_object_gets_master_weights_as_name_does():
-    def trained(optimizer, params=()):
-        mod = made(net(), optimizer=(optimizer, params), loss_scale=64)
-        train(mod, 5)
-        return mod
-
     settings = {"learning_rate": 0.01, "rescale_grad": 1 / 6}
-    mod = trained(mx.optimizer.Adam(**settings, param_idx2name=dict(
-        enumerate(["conv_weight", "conv_bias", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"]))))
-    assert same(everything(mod), everything(trained("adam", settings)))
+    names = ["conv_weight", "conv_bias", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"]
+    optimizer = mx.optimizer.Adam(**settings, param_idx2name=dict(enumerate(names)))
+    mods = [made(net(), optimizer=given, loss_scale=64)
+            for given in ((optimizer, ()), ("adam", settings))]
+    for mod in mods:
+        train(mod, 5)
+    assert same(*map(everything, mods))
 
 
 # ---- other functions of MXNet's Module
 
-def test_prediction_between_steps_changes_nothing():
+def test_prediction_between_steps_changes_nothing(capfd):
     mod, other = made(net(), loss_scale=dynamic()), made(net(), loss_scale=dynamic())
     for seed in range(4):
         for size in (6, 4):
             mod.forward(batch(seed, size), is_train=False)
         assert learn(mod, batch(seed)) == learn(other, batch(seed))
     assert same(everything(mod), everything(other))
+    assert capfd.readouterr() == ("", "")  # binding prints nothing
 
 
 @pytest.mark.parametrize("policy", [None, "float16"])
@@ -232,12 +255,6 @@ def test_initial_values_are_rounded_float32_values():
     assert same(values(mod), wanted)
 
 
-@pytest.mark.parametrize("policy", ["float32", "float16"])
-def test_bind_prints_nothing(policy, capfd):
-    learn(made(net(policy)), batch())
-    assert capfd.readouterr() == ("", "")
-
-
 def test_input_gradients_and_fixed_parameters():
     mod = made(net(), bind={"inputs_need_grad": True}, fixed_param_names=["conv_weight"],
                loss_scale=64)
@@ -245,14 +262,14 @@ def test_input_gradients_and_fixed_parameters():
     fixed = values(mod)["conv_weight"]
     for m in (mod, stock):
         learn(m, batch())
-    wanted = stock.get_input_grads()[0].asnumpy()
-    assert np.abs(mod.get_input_grads()[0].asnumpy() - wanted).max() \
-        <= 0.01 * np.abs(wanted).max()
+    mine, wanted = (m.get_input_grads()[0].asnumpy() for m in (mod, stock))
+    assert np.abs(mine - wanted).max() <= 0.01 * np.abs(wanted).max()
     assert np.array_equal(values(mod)["conv_weight"], fixed)
 
 
 def test_states_are_kept_between_steps():
     sym = S.LinearRegressionOutput(body() + S.var("state", shape=(6, 3)), name="head")
+    sym = S.Cast(sym, dtype="float32", name="out")  # behind which the loss is still one
     mod = made(amp.convert_symbol(sym), state_names=["state"], loss_scale=64)
     mod.forward(batch(), is_train=True)
     before = mod.get_outputs()[0].asnumpy()
@@ -384,12 +401,9 @@ def test_unfit_states_are_refused_and_change_nothing(kind, tmp_path):
     path = tmp_path / "m.states"
     mod = made(net(), loss_scale=dynamic())
     train(mod, 3)
-    if kind == "network":
-        donor = made(S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3),
-                                              name="head"), loss_scale=dynamic(4))
-    else:
-        donor = made(net(), optimizer="adam" if kind == "adam" else "momentum",
-                     loss_scale=dynamic(4))
+    dense = S.LinearRegressionOutput(S.FullyConnected(S.var("data"), num_hidden=3), name="head")
+    donor = made(dense if kind == "network" else net(), loss_scale=dynamic(4),
+                 optimizer="adam" if kind == "adam" else "momentum")
     train(donor, 2)
     donor.save_optimizer_states(str(path))
     if kind in ("cut", "foreign"):
@@ -419,9 +433,6 @@ def test_failed_save_leaves_old_files_intact(tmp_path, monkeypatch):
 
 # ---- several devices
 
-THREE = [mx.cpu(i) for i in range(3)]
-
-
 def test_float64_weights_of_two_devices_are_returned_in_float64():
     data, weight = (S.var(name, dtype="float64") for name in ("data", "fc_weight"))
     x = S.FullyConnected(data, weight, no_bias=True, num_hidden=3, name="fc")
@@ -435,44 +446,25 @@ def test_float64_weights_of_two_devices_are_returned_in_float64():
 
 @pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16"])
 def test_epochs_at_rate_0_change_no_weight(policy):
-    mod = made(net(policy), context=THREE, optimizer=("sgd", {"learning_rate": 0.0}))
+    mod = made(net(policy), context=[mx.cpu(i) for i in range(3)],
+               optimizer=("sgd", {"learning_rate": 0.0}))
     before = values(mod)
     for seed in range(3):
         learn(mod, batch(seed))
         mod.set_params(*mod.get_params())  # as `fit` does after each epoch
-    trained = {name for name in before if "moving" not in name}
-    after = values(mod)
-    assert all(np.array_equal(before[name], after[name]) for name in trained)
-
-
-def test_large_weights_of_two_devices_are_returned():
-    mod = made(net(), context=TWO)
-    learn(mod, batch())
-    mod.set_params({"fc_weight": nd.full((3, 64), 40000)}, {}, allow_missing=True)
-    assert (values(mod)["fc_weight"] == 40000).all()
+    assert all(np.array_equal(before[name], value) for name, value in values(mod).items()
+               if "moving" not in name)
 
 
 @pytest.mark.parametrize("kvstore", ["local", "device"])
 def test_bfloat16_sums_over_devices_are_rounded_not_truncated(kvstore):
-    ended = []
-    for scale in (None, 1.0):
-        mod = bound(net("bfloat16"), context=TWO, loss_scale=scale)
+    mods = [bound(net("bfloat16"), context=TWO, loss_scale=scale) for scale in (None, 1.0)]
+    for mod in mods:
         mx.random.seed(3)
         mod.init_params(mx.init.Xavier())
         mod.init_optimizer(kvstore, "sgd", {"learning_rate": 0.1})
-        for seed in range(3):
-            learn(mod, batch(seed))
-        ended.append(values(mod))
-    assert same(*ended)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-def test_parameters_beyond_float16_are_refused(missing):
-    mod = made(net())
-    args, averages = mod.get_params()
-    args = {**({} if missing else args), "fc_weight": nd.full((3, 64), 1e5)}
-    with pytest.raises(ValueError, match=r"float16 ends at 65504.*fc_weight \(up to 100000\)"):
-        mod.set_params(args, averages, allow_missing=missing)
+        train(mod, 3)
+    assert same(*map(values, mods))
 
 
 # ---- buckets
@@ -533,12 +525,11 @@ def bucketing(policy="float16", cls=amp.BucketingModule, **kwargs):
 
 @pytest.mark.parametrize("scale", [None, 1024, "dynamic"])
 def test_float32_buckets_match_mxnet_module_bitwise(scale):
-    mod, stock = bucketing("float32", loss_scale=scale), \
-        bucketing("float32", mx.mod.BucketingModule)
-    for seed, length in enumerate((9, 5, 7, 5, 9)):
-        learn(mod, words(length, seed))
-        learn(stock, words(length, seed))
-    assert same(values(mod), values(stock))
+    mods = bucketing("float32", loss_scale=scale), bucketing("float32", mx.mod.BucketingModule)
+    for mod in mods:
+        for seed, length in enumerate((9, 5, 7, 5, 9)):
+            learn(mod, words(length, seed))
+    assert same(*map(values, mods))
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
@@ -597,13 +588,6 @@ def test_ignored_saved_scale_is_logged(caplog, tmp_path):
         in caplog.text
 
 
-def test_missing_checkpoint_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none-symbol\.json does not exist"):
-        amp.Module.load(str(tmp_path / "none"), 3)
-    with pytest.raises(FileNotFoundError, match=r"none-0003\.params does not exist"):
-        amp.BucketingModule.load(str(tmp_path / "none"), 3, lambda key: None, 10)
-
-
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize("mxnets", [False, True])
 def test_states_continue_on_another_number_of_devices(mxnets, first, then, tmp_path):
@@ -647,8 +631,8 @@ def test_overflow_on_one_device_skips_step_on_all():
     data = batch()
     data.label[0][0] = OVERFLOW
     assert [learn(mod, data), *train(mod, 3)] == [False, True, True, True]
-    for first, second in mod._exec_group.param_arrays:
-        assert np.array_equal(first.asnumpy(), second.asnumpy())
+    assert all(np.array_equal(*(array.asnumpy() for array in pair))
+               for pair in mod._exec_group.param_arrays)
 
 
 def test_moving_averages_after_skipped_step_are_returned():
@@ -678,16 +662,19 @@ def test_overflow_at_minimum_scale_raises_with_parameter_names():
         learn(mod, batch(label=OVERFLOW))
 
 
-@pytest.mark.parametrize("scale", [64, dynamic()])
-def test_nan_outputs_do_not_lower_scale(scale, caplog):
-    mod = made(net(), loss_scale=scale)
-    first = mod.loss_scale
+@pytest.mark.parametrize(("scale", "clip_norm", "reason"), [
+    (64, None, "the loss itself is not finite"), (dynamic(), None, "the loss itself is not finite"),
+    (None, 1, "without a loss scale")])
+def test_nan_outputs_skip_steps_and_do_not_lower_scale(scale, clip_norm, reason, caplog):
+    mod = made(net(None if clip_norm else "float16"), loss_scale=scale, clip_norm=clip_norm)
+    first, weight = mod.loss_scale, values(mod)["fc_weight"]
     bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
     for _ in range(15):
         assert learn(mod, bad) is False
     assert (mod.loss_scale, mod.skipped) == (first, 15)
+    assert np.array_equal(weight, values(mod)["fc_weight"])
     assert [r.levelname for r in caplog.records if r.name == "gluon_amp"] == ["WARNING"]
-    with pytest.raises(amp.LossScaleError, match=r"16 steps.*the loss itself is not finite"):
+    with pytest.raises(amp.LossScaleError, match=f"16 steps.*{reason}"):
         learn(mod, bad)
 
 
@@ -709,8 +696,8 @@ def test_overflowed_names_parameters_of_newest_gradients(scale):
 
 def test_clipping_matches_float32_with_any_scale():
     """An update changes weights by at most the learning rate times the norm."""
-    def moved(policy, optimizer=("sgd", {"learning_rate": 1}), **kwargs):
-        mod = made(net(policy), optimizer=optimizer, **kwargs)
+    def moved(policy, **kwargs):
+        mod = made(net(policy), optimizer=("sgd", {"learning_rate": 1}), **kwargs)
         before = values(mod)
         assert learn(mod, batch(label=100))
         return {k: v - before[k] for k, v in values(mod).items() if "moving" not in k}
@@ -722,36 +709,13 @@ def test_clipping_matches_float32_with_any_scale():
     assert norm(free) > 10
     for context in (mx.cpu(), TWO):
         for scale in (None, 64, "dynamic"):
-            clipped = moved(None, loss_scale=scale, clip_norm=0.5, context=context)
+            clipped, loose = (moved(None, loss_scale=scale, clip_norm=limit, context=context)
+                              for limit in (0.5, 1e9))
             assert norm(clipped) == pytest.approx(0.5, rel=1e-4)
-            loose = moved(None, loss_scale=scale, clip_norm=1e9, context=context)
             assert norm(loose) > 10
     for name, move in moved(None, clip_norm=0.5).items():
         np.testing.assert_allclose(move, free[name] * 0.5 / norm(free), rtol=1e-3, atol=1e-6)
     assert norm(moved("float16", loss_scale=64, clip_norm=0.5)) == pytest.approx(0.5, rel=0.01)
-
-
-def test_clipping_without_scale_skips_nonfinite_step():
-    mod = made(net(None), clip_norm=1)
-    bad = mx.io.DataBatch([nd.full((6, 3, 6, 6), np.nan)], batch().label)
-    before = values(mod)["fc_weight"]
-    assert learn(mod, bad) is False
-    assert mod.skipped == 1
-    assert np.array_equal(before, values(mod)["fc_weight"])
-
-
-@pytest.mark.parametrize(("sym_gen", "key", "said"), [
-    (3, 9, "sym_gen must be a function"), (lambda key: net(), 9, "for the bucket 9"),
-    (lambda key: net(), None, "key of the largest bucket")])
-def test_bad_generators_of_buckets_are_refused(sym_gen, key, said):
-    with pytest.raises(TypeError, match=said):
-        amp.BucketingModule(sym_gen, default_bucket_key=key).bind([("data", (2, 3))])
-
-
-@pytest.mark.parametrize("clip_norm", [0, -1, float("nan"), "1"])
-def test_bad_clip_norm_is_refused(clip_norm):
-    with pytest.raises(ValueError, match="clip_norm must be a positive, finite number"):
-        amp.Module(net(), label_names=["head_label"], clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize(("write", "name"), [
@@ -787,14 +751,12 @@ def test_first_steps_find_scale_without_skipping_a_step(context):
 
 
 def test_accumulated_gradients_share_one_scale():
-    scales = dynamic(2.0 ** 2), 2.0 ** 3
-    mods = [made(net(), loss_scale=scale, bind={"grad_req": "add"}) for scale in scales]
-    for label in (1, 1000, 2000):
-        for mod in mods:
+    mods = [made(net(), loss_scale=scale, bind={"grad_req": "add"}) for scale in (dynamic(4), 8)]
+    for mod in mods:
+        for label in (1, 1000, 2000):
             mod.forward_backward(batch(label=label))
     for name, g in grads(mods[0]).items():
-        np.testing.assert_allclose(g / 2.0 ** 2, grads(mods[1])[name] / 2.0 ** 3, rtol=4e-3,
-                                   atol=1e-3)
+        np.testing.assert_allclose(g / 4, grads(mods[1])[name] / 8, rtol=4e-3, atol=1e-3)
     assert mods[0].update()
     assert mods[0].skipped == 0
 
@@ -841,12 +803,10 @@ def test_buckets_share_one_scale():
 @pytest.mark.parametrize("engine", [True, False])
 def test_scale_adds_one_operator_before_and_after_loss(scale, engine, monkeypatch):
     """Without the engine, several operators give the same results."""
+    policy = "float16" if engine else None
     if not engine:
         monkeypatch.setattr(library, "_table", None)
-        mod = made(net(None), loss_scale=scale)
-    else:
-        mod = made(net(), loss_scale=scale)
-    without = made(net("float16" if engine else None), loss_scale=None)
+    mod, without = made(net(policy), loss_scale=scale), made(net(policy), loss_scale=None)
     operators, others = (m._exec_group.execs[0].debug_str().count("Op:") for m in (mod, without))
     assert operators == others + 2 if engine else operators > others + 2
     stock = made(net(None), mx.mod.Module)
@@ -910,14 +870,15 @@ def test_parameters_have_averages_of_last_batch(tmp_path):
     mod = prepared(amp.Module(symbol, label_names=["out_label"]), (512, 1024), (512, 1024),
                    init=mx.init.One(), optimizer={"learning_rate": 0.0})
     data = mx.io.DataBatch([nd.full((512, 1024), 2.0 ** -40)], [nd.zeros((512, 1024))])
-    found = []
-    for read in (lambda: mod.get_params()[1], lambda: mod.save_params(str(tmp_path / "a.params"))
-                 or nd.load(str(tmp_path / "a.params"))):
+
+    def saved():
+        mod.save_params(str(tmp_path / "a.params"))
+        return nd.load(str(tmp_path / "a.params"))["aux:norm_moving_mean"]
+
+    for read, average in ((lambda: mod.get_params()[1]["norm_moving_mean"], 0.1), (saved, 0.19)):
         mod.forward_backward(data)
         mod.update()
-        found += [array.asnumpy() for name, array in read().items() if name.endswith("mean")]
-    np.testing.assert_allclose(found[0], 0.1, rtol=1e-5)
-    np.testing.assert_allclose(found[1], 0.19, rtol=1e-5)
+        np.testing.assert_allclose(read().asnumpy(), average, rtol=1e-5)
 
 
 # ---- devices of parts of a network (group2ctx)
