@@ -17,7 +17,7 @@ from cases import cases
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import ready, sequence
-from trainers import recorded, with_trainer
+from trainers import recorded, values, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -41,10 +41,6 @@ def fit(net, trainer, steps=3, overflow=False):
             loss = nd.square(net(x)).sum() * (1e30 if overflow else 1)
         getattr(trainer, "backward", autograd.backward)(loss)
         trainer.step(4)
-
-
-def values(net):
-    return [p.data().asnumpy() for p in net.collect_params().values()]
 
 
 def everything(net, trainer):
@@ -76,40 +72,32 @@ def saved(path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loaded_trainer_continues_bitwise(name, path, tmp_path):
-    net = make()
-    trainer = of(net, name)
+    (net, trainer), (other, resumed) = ((net, of(net, name)) for net in (make(), make()))
     fit(net, trainer, 10)
     fit(net, trainer, 1, overflow=True)
     trainer.save_states(path)
     net.save_parameters(str(tmp_path / "net.params"))
-    mx.random.seed(1)
-    fit(net, trainer, 1, overflow=True)
-    fit(net, trainer, 10)
-
-    other = make()
     other.load_parameters(str(tmp_path / "net.params"))
-    resumed = of(other, name)
     resumed.load_states(path)
-    mx.random.seed(1)
-    fit(other, resumed, 1, overflow=True)
-    fit(other, resumed, 10)
+    for one, its_trainer in ((net, trainer), (other, resumed)):
+        mx.random.seed(1)
+        fit(one, its_trainer, 1, overflow=True)
+        fit(one, its_trainer, 10)
     assert same(everything(net, trainer), everything(other, resumed))
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("policy", ["float16", "float32"])
-def test_file_of_gluon_trainer_loads(name, policy, path, tmp_path):
-    net = make(policy)
+def test_file_of_gluon_trainer_loads(name, policy, path):
+    net, other = make(policy), make(policy)
     stock = gluon.Trainer(net.collect_params(), name,
                           {"learning_rate": 0.01, "multi_precision": True})
     fit(net, stock, 4)
     stock.save_states(path)
-    other = make(policy)
     trainer = of(other, name)
     trainer.load_states(path)
     assert same(numbers(stock._updaters[0].states), numbers(trainer._updaters[0].states))
-    assert trainer.optimizer.num_update == 4
-    assert trainer.loss_scale == 4
+    assert (trainer.optimizer.num_update, trainer.loss_scale) == (4, 4)
     fit(other, trainer, 4)
     other[0].weight.set_data(nd.zeros((4, 3)))  # master weights follow writes there, too
     fit(other, trainer, 1)
@@ -176,11 +164,14 @@ def test_states_on_kvstore_are_saved(path):
     assert trained(path).optimizer.num_update == 2
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100, 0.5, -1])
-def test_truncated_file_is_refused_and_changes_nothing(cut, saved, path):
+@pytest.mark.parametrize("content", [
+    lambda data: b"", lambda data: data[:1], lambda data: data[:100],
+    lambda data: data[:len(data) // 2], lambda data: data[:-1],
+    lambda data: b"these are no states", lambda data: b"\x80\x04]\x94.",
+    lambda data: pickle.dumps(({}, {})), lambda data: pickle.dumps([1, 2])])
+def test_truncated_or_foreign_file_is_refused_and_changes_nothing(content, saved, path):
     net, trainer = saved
-    data = Path(path).read_bytes()
-    Path(path).write_bytes(data[:int(len(data) * cut) if isinstance(cut, float) else cut])
+    Path(path).write_bytes(content(Path(path).read_bytes()))
     check_refused(trainer, net, path, "holds no optimizer states, or is cut short")
 
 
@@ -193,36 +184,22 @@ def check_refused(trainer, net, path, message):
     fit(net, trainer, 2)
 
 
-@pytest.mark.parametrize("content", [
-    b"these are no states", b"\x80\x04]\x94.", pickle.dumps(({}, {})), pickle.dumps([1, 2])])
-def test_foreign_file_is_refused_and_changes_nothing(content, path):
-    Path(path).write_bytes(content)
-    net = make()
-    check_refused(of(net), net, path, "holds no optimizer states")
-
-
 @pytest.mark.parametrize(("saved", "loading", "message"), [
     ({"name": "adam"}, {}, "holds the states of Adam, not of SGD"),
     ({"width": 5}, {}, r"does not fit .*_weight, \(4, 3\), float16"),
     ({}, {"policy": "float32"}, "does not fit .*_weight, .* float32"),
-    ({"extra": True}, {}, "holds a state of parameter number 6; here are 6"),
-], ids=["optimizer", "shape", "to float32", "more parameters"])
+    ({}, {"count": 2}, r"holds a state of parameter number \d; here are 2"),
+    ({}, {"loss_scale": amp.DynamicLossScale(4, maximum=8)},
+     r"scale must lie between minimum=\S+ and maximum=8"),
+], ids=["optimizer", "shape", "to float32", "more parameters", "scale"])
 def test_unfit_file_is_refused_and_changes_nothing(saved, loading, message, path):
-    def build(name="sgd", extra=False, policy="float16", width=4):
+    def build(name="sgd", policy="float16", width=4, count=None, loss_scale="dynamic"):
         net = make(policy, width)
         params = [p for p in net.collect_params().values() if p.grad_req != "null"]
-        if extra:
-            params.append(gluon.Parameter("extra", shape=(2,), init="ones"))
-            params[-1].initialize()
-        return net, amp.Trainer(params, name, loss_scale=8)
+        return net, amp.Trainer(params[:count], name, loss_scale=loss_scale)
 
     net, trainer = build(**saved)
-    if saved.get("extra"):
-        trainer.backward(recorded(
-            lambda: net(nd.ones((4, 3))).sum() + trainer._params[-1].data().sum()))
-        trainer.step(4)
-    else:
-        fit(net, trainer, 2)
+    fit(net, trainer, 2)
     trainer.save_states(path)
     net, trainer = build(**loading)
     check_refused(trainer, net, path, message)
@@ -242,12 +219,6 @@ def test_changed_sort_order_of_layers_is_refused(names, path):
     check_refused(trainer, net, path, "in another order")
     net, trainer = trained(names)
     trainer.load_states(path)
-
-
-def test_scale_out_of_bounds_is_refused_and_changes_nothing(saved, path):
-    net = make()
-    check_refused(of(net, loss_scale=amp.DynamicLossScale(initial=4, maximum=8)), net, path,
-                  r"scale must lie between minimum=\S+ and maximum=8")
 
 
 def test_missing_file_raises_file_not_found_error(path):
@@ -270,57 +241,53 @@ def test_failed_save_leaves_old_file_intact(saved, path, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["trainer.states"]
 
 
-def saved_and_loaded(trainer, net, other, path):
-    """A Trainer of the other network, with the weights and states of this one."""
-    trainer.save_states(path)
-    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
-        mine.set_data(theirs.data())
-    resumed = of(other, "adam", loss_scale=64)
-    resumed.load_states(path)
-    return resumed
-
-
 @pytest.mark.parametrize("before", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
 @pytest.mark.parametrize("after", [[mx.cpu(0)], [mx.cpu(1)], [mx.cpu(0), mx.cpu(1)]])
 def test_states_continue_on_other_devices(before, after, path):
     def step(net, trainer):
         devices = net[0].weight.list_ctx()
-        with autograd.record():
-            losses = [nd.square(net(nd.array([[1, -2, 3]], ctx=d))).sum() / len(devices)
-                      for d in devices]
-        trainer.backward(losses)
+        trainer.backward(recorded(lambda: [
+            nd.square(net(nd.array([[1, -2, 3]], ctx=d))).sum() / len(devices) for d in devices]))
         assert trainer.step(1)
 
-    net = make(ctx=before)
-    trainer = of(net, "adam", loss_scale=64)
+    (net, trainer), (other, resumed) = (
+        (net, of(net, "adam", loss_scale=64)) for net in (make(ctx=before), make(ctx=after)))
     for _ in range(3):
         step(net, trainer)
-    other = make(ctx=after)
-    resumed = saved_and_loaded(trainer, net, other, path)
+    trainer.save_states(path)
+    for mine, theirs in zip(other.collect_params().values(), net.collect_params().values()):
+        mine.set_data(theirs.data())
+    resumed.load_states(path)
     step(net, trainer)
     step(other, resumed)
     expected = net[2].weight.data().asnumpy()
-    for weight in other[2].weight.list_data():
-        assert np.array_equal(weight.asnumpy(), expected)
+    assert all(np.array_equal(weight.asnumpy(), expected) for weight in other[2].weight.list_data())
+
+
+def sparse_step(trainer):
+    weight, = trainer._params
+    trainer.backward(recorded(lambda: weight.row_sparse_data(nd.arange(4)).sum()))
+    trainer.step(1)
+
+
+def sparse_trainer():
+    """A Trainer whose only state has four rows."""
+    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
+    weight.initialize(init="ones")
+    trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
+                          loss_scale=None)
+    sparse_step(trainer)
+    return trainer
 
 
 @pytest.mark.mx_nd("no sparse arrays")
 def test_states_of_row_sparse_weights_are_loaded(path):
-    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
-    weight.initialize(init="ones")
-    rows = nd.arange(4)
-
-    def step(trainer):
-        trainer.backward(recorded(lambda: weight.row_sparse_data(rows).sum()))
-        trainer.step(1)
-
-    trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
-                          loss_scale=None)
-    step(trainer)
+    trainer = sparse_trainer()
     trainer.save_states(path)
     trainer.load_states(path)
-    step(trainer)
-    np.testing.assert_allclose(weight.row_sparse_data(rows).asnumpy(), 1 - 0.1 - 0.15, rtol=1e-6)
+    sparse_step(trainer)
+    found = trainer._params[0].row_sparse_data(nd.arange(4)).asnumpy()
+    np.testing.assert_allclose(found, 1 - 0.1 - 0.15, rtol=1e-6)
 
 
 # ---- contents of files
@@ -426,29 +393,23 @@ SCHEDULERS = {
                                     {"warmup_steps": 6, "warmup_mode": "constant"}])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_of_mxnet_resume_exactly_without_being_given(name, warmup, path):
-    net = make("float32")
     scheduler = SCHEDULERS[name](base_lr=1 / 3, **warmup)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"lr_scheduler": scheduler}, loss_scale=8)
+    net, trainer = scheduled(lr_scheduler=scheduler)
     fit(net, trainer, 5)
     trainer.save_states(path)
-    resumed = amp.Trainer(net.collect_params(), "sgd", loss_scale=8)
+    _, resumed = scheduled()
     resumed.load_states(path)
-    assert type(resumed.optimizer.lr_scheduler) is type(scheduler)
-    assert vars(resumed.optimizer.lr_scheduler) == vars(scheduler)
-    assert resumed.optimizer.lr_scheduler is not scheduler
-    rates = [[one.optimizer.lr_scheduler(update) for update in range(6, 12)]
-             for one in (trainer, resumed)]
-    assert rates[0] == rates[1]
+    found = resumed.optimizer.lr_scheduler
+    assert (type(found), vars(found)) == (type(scheduler), vars(scheduler))
+    assert found is not scheduler
+    assert [found(update) for update in range(6, 12)] == [scheduler(i) for i in range(6, 12)]
 
 
 def test_loading_does_not_change_a_scheduler_of_the_script(path):
     """A script may keep a schedule of more epochs than the file's."""
-    net = make("float32")
-    params = net.collect_params()
-    amp.Trainer(params, "sgd", {"lr_scheduler": mx.lr_scheduler.CosineScheduler(9)},
-                loss_scale=8).save_states(path)
     longer = mx.lr_scheduler.CosineScheduler(20)
-    trainer = amp.Trainer(params, "sgd", {"lr_scheduler": longer}, loss_scale=8)
+    scheduled(lr_scheduler=mx.lr_scheduler.CosineScheduler(9))[1].save_states(path)
+    _, trainer = scheduled(lr_scheduler=longer)
     trainer.load_states(path)
     assert trainer.optimizer.lr_scheduler.max_update == 9
     assert longer.max_update == 20
@@ -623,13 +584,26 @@ INVALID = [  # settings of an optimizer, pickled or in JSON
     {"clip_gradient": float("nan")}, {"wd_mult": []}, {"multi_precision": "yes"}]
 
 
+def nested(depth, width):
+    """Lists within each other, whose pickle is short and whose values are width ** depth."""
+    value = []
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
 @pytest.mark.parametrize("change", [
     *INVALID, {"lr_mult": {0: None}}, {"update": np.float64}, {"trainer_state": 3}, {"lr": ...},
     {"trainer_state": {"skipped": "many"}}, {"trainer_state": {"names": 3}},
-    {"trainer_state": {"loss_scale": 5}}])
-def test_invalid_pickled_settings_are_refused(change, saved, path):
+    {"trainer_state": {"loss_scale": 5}},
+    *({"state": value} for value in (nested(40, 2), nested(60, 1), np.complex64(1)))],
+    ids=lambda change: next(iter(change)))
+def test_invalid_pickled_settings_and_states_are_refused(change, saved, path):
     net, trainer = saved
     states, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
+    if "state" in change:
+        states[0] = change["state"]
+        change = {}
     vars(optimizer).update({"trainer_state": {}, **change}, param_dict={})
     if change == {"lr": ...}:  # missing
         del optimizer.lr
@@ -643,15 +617,6 @@ def nested(depth, width):
     for _ in range(depth):
         value = [value] * width
     return value
-
-
-@pytest.mark.parametrize("value", [nested(40, 2), nested(60, 1), np.complex64(1)],
-                         ids=["many steps", "deep", "complex"])
-def test_pickled_values_of_other_kinds_are_refused(value, saved, path):
-    net, trainer = saved
-    _, optimizer = pickle.loads(trainer._updaters[0].get_states(dump_optimizer=True))
-    Path(path).write_bytes(pickle.dumps(({0: value}, optimizer)))
-    check_refused(trainer, net, path, r"trainer\.states")
 
 
 def rewrite(path, change):
@@ -710,44 +675,31 @@ def test_long_digits_in_names_are_refused(saved, path):
     check_refused(trainer, net, path, "another order")
 
 
-def sparse_trainer():
-    """A Trainer whose only state has four rows."""
-    weight = gluon.Parameter("weight", shape=(4, 1), stype="row_sparse", grad_stype="row_sparse")
-    weight.initialize(init="ones")
-    trainer = amp.Trainer([weight], "sgd", {"learning_rate": 0.1, "momentum": 0.5},
-                          loss_scale=None)
-    trainer.backward(recorded(lambda: weight.row_sparse_data(nd.arange(4)).sum()))
-    trainer.step(1)
-    return trainer
+def other_rows(*rows):
+    return lambda data: data[:-32] + struct.pack(f"<{len(rows)}q", *rows)
+
+
+def other_head(place, form, number):
+    """A change of the head of a 4 x 1 array, which is before its indices and values."""
+    def change(data):
+        data = bytearray(data)
+        struct.pack_into(f"<{form}", data, len(data) - 32 - 16 - 76 + place, number)
+        return bytes(data)
+    return change
 
 
 @pytest.mark.mx_nd("no sparse arrays")
-@pytest.mark.parametrize("rows", [[0, 4], [1, 1, 2, 3], [-1, 1, 2, 3], [3, 2, 1, 0]])
-def test_row_sparse_states_with_other_indices_are_refused(rows, path):
+@pytest.mark.parametrize("change", [
+    other_rows(0, 4), other_rows(1, 1, 2, 3), other_rows(-1, 1, 2, 3), other_rows(3, 2, 1, 0),
+    other_head(12, "q", 3),  # values
+    other_head(60, "i", 4), other_head(64, "i", 2),  # type and axes of indices
+    other_head(68, "q", 5), other_head(68, "q", -1)])  # more or fewer rows
+def test_damaged_row_sparse_states_are_refused(change, path):
     trainer = sparse_trainer()
     trainer.save_states(path)
     data = Path(path).read_bytes()
-    good = struct.pack("<4q", 0, 1, 2, 3)
-    assert data.endswith(good)
-    Path(path).write_bytes(fuzz_states.sealed(
-        data[fuzz_states.HEAD:-len(good)] + struct.pack(f"<{len(rows)}q", *rows)))
-    before = numbers(trainer._updaters[0].states)
-    with pytest.raises(ValueError, match=r"trainer\.states"):
-        trainer.load_states(path)
-    assert same(before, numbers(trainer._updaters[0].states))
-
-
-@pytest.mark.mx_nd("no sparse arrays")
-@pytest.mark.parametrize(("place", "form", "number"), [
-    (12, "q", 3), (60, "i", 4), (64, "i", 2), (68, "q", 5), (68, "q", -1)],
-    ids=["values", "type of indices", "axes of indices", "more rows", "fewer rows"])
-def test_row_sparse_states_with_another_head_are_refused(place, form, number, path):
-    trainer = sparse_trainer()
-    trainer.save_states(path)
-    data = bytearray(Path(path).read_bytes())
-    head = len(data) - 32 - 16 - 76  # before the indices and the values of a 4 x 1 array
-    struct.pack_into(f"<{form}", data, head + place, number)
-    Path(path).write_bytes(fuzz_states.sealed(bytes(data[fuzz_states.HEAD:])))
+    assert data.endswith(struct.pack("<4q", 0, 1, 2, 3))
+    Path(path).write_bytes(fuzz_states.sealed(change(data)[fuzz_states.HEAD:]))
     before = numbers(trainer._updaters[0].states)
     with pytest.raises(ValueError, match=r"trainer\.states"):
         trainer.load_states(path)
