@@ -63,15 +63,6 @@ def test_estimator_with_mxnets_batch_processor_is_refused_with_ours(batches):
         made.fit(batches, epochs=1)
 
 
-def test_scale_grows_without_skipping_a_step(batches):
-    net = network()
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale="dynamic")
-    estimator(net, trainer).fit(batches, epochs=1)
-    assert trainer.skipped == 0
-    assert trainer.loss_scale > 4
-    assert all(np.isfinite(p.data().asnumpy()).all() for p in net.collect_params().values())
-
-
 def test_several_devices_share_a_step(batches):
     net = network()
     devices = [mx.cpu(0), mx.cpu(1)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gluon_amp.cpu import library
 from modules import prepared
-from mxnet import autograd, gluon, nd
+from mxnet import autograd, nd
 from mxnet.gluon import nn
 from networks import Calling, ready
 from trainers import recorded, with_trainer
@@ -257,13 +257,6 @@ def test_block_freed_and_created_again_is_checked():
         else:
             trainer.backward(loss)
             assert trainer.step(4)
-
-
-def test_loss_of_gluon_is_accepted_in_every_kind_of_block():
-    loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
-    for kind in KINDS:
-        net = network(lambda F, x, layer: layer(x), kind, dense())
-        assert step(net, loss_fn=lambda out: loss_fn(out, nd.zeros(4)))
 
 
 def test_head_that_first_reached_nothing_is_refused_when_it_does():

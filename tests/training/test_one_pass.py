@@ -166,14 +166,6 @@ def test_overflow_of_sum_over_devices_skips_no_step(passes):
         assert (net.a.data(device).asnumpy() == 1 - passes * 1.5).all()
 
 
-def test_bad_batches_at_the_start_are_skipped():
-    net, trainer = with_trainer(One(), "sgd", {"learning_rate": 0})
-    for _ in range(3):
-        assert not learn(net, trainer, ones(1e9), ones())
-    assert learn(net, trainer, ones(), ones())
-    assert trainer.skipped == 3
-
-
 def test_settled_state_is_saved(tmp_path):
     net, path = One(), str(tmp_path / "states")
     for scale, then in ((settled(16), 16), (dynamic(initial=16), 256)):
@@ -212,39 +204,6 @@ def test_graph_is_freed_although_outputs_are_alive():
             with pytest.raises(mx.MXNetError, match="not in a computational graph"):
                 one.backward()
         assert trainer.step(2)
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("pattern", [None, ".*(weight|bias)"])
-def test_float32_moving_averages_are_updated_once(pattern, hybrid):
-    """MXNet's batch norm updates them in its backward pass, also those of no Trainer."""
-    def averages(**kwargs):
-        mx.random.seed(3)
-        net = ready(sequence(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4)))
-        net.hybridize(hybrid)
-        trainer = amp.Trainer(net.collect_params(pattern), "sgd", {"learning_rate": 1e-38},
-                              **kwargs)
-        trainer.backward(recorded(
-            lambda: nd.square(net(nd.arange(12).reshape((4, 3)))[:, :2]).sum() * 1e34))
-        assert trainer.step(1)
-        assert trainer.skipped == 0
-        return net[1].running_mean.data().asnumpy()
-
-    assert np.array_equal(averages(), averages(loss_scale=None))
-
-
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("kind", [nn.HybridSequential, nn.Sequential])
-def test_dropout_skips_no_step(kind, converted):
-    net = kind()
-    net.add(nn.Dense(64, in_units=8), nn.Dropout(0.5), nn.Dense(1, in_units=64))
-    net.initialize()
-    if converted:
-        amp.convert(net)
-    trainer = amp.Trainer(net.collect_params(), "sgd")
-    for _ in range(3):
-        trainer.backward(recorded(lambda: net(nd.ones((4, 8))) ** 2 * 100))
-        assert trainer.step(400)
 
 
 @pytest.mark.parametrize(("root", "says"), [

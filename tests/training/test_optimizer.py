@@ -274,33 +274,6 @@ def test_any_float16_value_can_be_written(name, kwargs):
     assert np.array_equal(np.isfinite(end), np.isfinite(new.asnumpy()))
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-@pytest.mark.parametrize(("make", "expected"), [(amp.optimizer, 5), (mx.optimizer.create, 1)])
-def test_writes_survive_a_step_unlike_with_mxnet_master_weights(name, make, expected):
-    weight = parameter(np.ones(3), "float16")
-    trainer = gluon.Trainer([weight], make(name, multi_precision=True))
-    step(trainer, np.zeros(3))
-    weight.set_data(nd.full(3, 5))
-    step(trainer, np.zeros(3))
-    assert (weight.data().asnumpy() == expected).all()
-
-
-def test_step_after_load_parameters_starts_from_loaded_values(tmp_path, rng):
-    file, x = str(tmp_path / "net.params"), nd.array(rng.standard_normal((8, 3)))
-    net = ready(amp.convert(gluon.nn.Dense(4, in_units=3)), mx.init.Normal(1))
-    net.save_parameters(file)
-    start = net.weight.data().asnumpy()
-    trainer = gluon.Trainer(net.collect_params(), amp.optimizer("sgd", learning_rate=0.25))
-    for moment in range(4):
-        if moment == 3:
-            assert (net.weight.data().asnumpy() != start).all()
-            net.load_parameters(file)
-        recorded(lambda: (net(x) ** 2).mean()).backward()
-        trainer.step(1)
-    expected = start - net.weight.grad().asnumpy().astype(np.float32) * 0.25
-    np.testing.assert_array_equal(net.weight.data().asnumpy(), expected.astype(np.float16))
-
-
 @pytest.mark.parametrize(("old", "new"), [("float16", "float32"), ("float32", "float16")])
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd"])
 def test_cast_between_steps_requires_new_trainer(name, old, new):

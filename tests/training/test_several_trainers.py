@@ -1,7 +1,5 @@
 """`amp.backward`: one backward pass for several Trainers."""
 import gluon_amp as amp
-import mxnet as mx
-import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from trainers import LOSS, make, ones, recorded, same, some_batches, values
@@ -128,12 +126,3 @@ def test_invalid_arguments_are_refused():
     other.backward(recorded(net, ones(), ones()))
     with pytest.raises(RuntimeError, match=r"gluon_amp\.backward\(loss, \[trainer, other\]\)"):
         one.step(1)
-
-
-def test_one_trainer_matches_trainer_backward():
-    net = Pair()
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, loss_scale=1024)
-    amp.backward(recorded(net, ones(), ones()), [trainer])
-    assert trainer.step(1)
-    assert np.array_equal(values(net)[0], [0.5] * 4)
-    mx.nd.waitall()
