@@ -38,12 +38,50 @@ def test_gluoncv_logs_are_read(prefix, metric, tmp_path):
     assert run.hours == pytest.approx([1 / 36, 2 / 36, 3 / 36])
 
 
-def test_gluoncv_cifar_logs_are_read(tmp_path):
-    text = "".join(f"[Epoch {n}] train=0.250000 val={1 - error:f} loss=1.500000 time: 12.500000\n"
-                   for n, error in enumerate(ERRORS))
+READ = {  # name: (a log, its top-1 errors, and values of its last epoch)
+    "CIFAR": (
+        "".join(f"[Epoch {n}] train=0.250000 val={1 - error:f} loss=1.500000 time: 12.500000\n"
+                for n, error in enumerate(ERRORS)), numbered(ERRORS), {"seconds": 12.5}),
+    "fine-tuning": (
+        "".join(f"[Epoch {n}] Train-acc: 0.512, loss: 1.234 | Val-acc: {1 - error:.3f} | "
+                "time: 35.1\n" for n, error in enumerate((0.5, 0.25))),
+        {0: 0.5, 1: 0.25}, {"loss": 1.234, "seconds": 35.1}),
+    "train_recognizer": (
+        "[Epoch 000] training: acc=70.100000\t loss=1.200000\n"
+        "[Epoch 000] validation: acc-top1=71.250000 acc-top5=90.500000 loss=1.100000\n",
+        {0: 0.2875}, {"top5": 0.095}),
+    "train_horovod": (
+        logs.header("INFO:root:", model="resnet50_v1", dtype="float16") + "".join(
+            f"INFO:root:Epoch[{n}] Batch[50] Loss[2.300]\n"
+            f"INFO:root:Epoch[{n}] Rank[0] Batch[50]\taccuracy=0.250000\tlr=0.100000\n"
+            f"INFO:root:Epoch[{n}] Rank[0] Batch[99]\tTime cost=12.50\tTrain-metric=0.300000\n"
+            f"INFO:root:Epoch[{n}]\tSpeed: 1234.50 samples/sec\n"
+            f"INFO:root:Epoch[{n}] Rank[0]\tValidation-accuracy={1 - error:f}\t"
+            "Validation-top_k_accuracy_5=0.900000\n" for n, error in enumerate((0.5, 0.25))),
+        {0: 0.5, 1: 0.25}, {"seconds": 12.5, "speed": 1234.5, "top5": 0.1}),
+    "speeds of 0": (logs.module([0.5], speeds=[0, 100, 100]), {0: 0.5}, {"speed": 100}),
+    "byte order mark": ("\ufeff" + logs.jsonl([0.5]), {0: 0.5}, {}),
+    **{f"CRLF {i}": (text.replace("\n", "\r\n"), {0: 0.5}, {}) for i, text in enumerate(
+        (logs.gluoncv([0.5]), logs.module([0.5]), "[Epoch 0] Validation: \nmAP=0.5\n"))},
+    # whose measurements are impossible
+    "impossible": (logs.jsonl([0.5]).replace("1000.0", "-7").replace("100.0", "-3")
+                   .replace('"lr": 0.1', '"lr": 1e300'), {0: 0.5},
+                   {"seconds": None, "speed": None, "lr": None}),
+    "no error": (logs.jsonl([0.5, 0.4]).replace("0.4", "true"), {0: 0.5}, {"top1": None}),
+    "not finite": (logs.gluoncv([0.5, float("nan"), float("inf")]), {0: 0.5}, {"top1": None}),
+    "JSON, not finite": (
+        '{"epoch": 0, "err_top1": NaN, "lr": Infinity, "seconds": 1%s}\n' % ("0" * 400), {},
+        {"top1": None, "lr": None, "seconds": None}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_log_is_read(name, tmp_path):
+    text, errors, last = READ[name]
     run, = read_text(tmp_path, text)
-    assert top1(run) == numbered(ERRORS)
-    assert run.epochs[2].seconds == 12.5
+    assert top1(run) == errors
+    found = run.epochs[max(run.epochs)]
+    assert {key: getattr(found, key) for key in last} == pytest.approx(last)
 
 
 @pytest.mark.parametrize("prefix", ["", "INFO:root:", logs.ASCTIME])
@@ -66,8 +104,7 @@ def test_learning_rate_of_module_log_starts_where_it_changed(tmp_path):
 
 def test_own_jsonl_is_read(tmp_path):
     run, = read_text(tmp_path, logs.jsonl(ERRORS, scales=[1024, 512, 512], **RECIPE), "log.jsonl")
-    assert top1(run) == numbered(ERRORS)
-    assert run.arguments == RECIPE
+    assert (top1(run), run.arguments) == (numbered(ERRORS), RECIPE)
     assert [(epoch.loss_scale, epoch.skipped) for epoch in run.epochs.values()] == [
         (1024, 0), (512, 2), (512, 4)]
 
@@ -119,14 +156,6 @@ def test_gluoncv_detection_logs_are_read(batch, rate, tmp_path):
     assert run.epochs[1].lr == rate
 
 
-def test_gluoncv_fine_tuning_logs_are_read(tmp_path):
-    text = "".join(f"[Epoch {n}] Train-acc: 0.512, loss: 1.234 | Val-acc: {1 - error:.3f} | "
-                   "time: 35.1\n" for n, error in enumerate((0.5, 0.25)))
-    run, = read_text(tmp_path, text)
-    assert top1(run) == {0: 0.5, 1: 0.25}
-    assert (run.epochs[1].loss, run.epochs[1].seconds) == (1.234, 35.1)
-
-
 def test_steps_of_own_jsonl_are_read(tmp_path):
     run, = read_text(tmp_path, logs.steps([0.5, 0.4], seed=3), "log.jsonl")
     assert top1(run) == {0: 0.5, 1: 0.4}
@@ -155,22 +184,11 @@ def test_event_files_without_tensorboard_are_refused_in_one_line(tmp_path, monke
         read_logs([path])
 
 
-@pytest.mark.parametrize("version", ["3", "0", "-1", '"2"', "true"])
-def test_other_version_of_own_jsonl_is_refused(version, tmp_path):
-    with pytest.raises(ValueError, match=r"a\.log: log.jsonl of version .* Valid: 1 to 2"):
-        read_text(tmp_path, logs.steps([0.5]).replace('"version": 2', f'"version": {version}'))
-
-
 @given(speeds=st.lists(st.integers(1, 10 ** 7).map(lambda n: n / 100), min_size=1, max_size=9))
 @SAME_FOLDER
 def test_speed_of_epoch_is_images_over_time(speeds, tmp_path):
     run, = read_text(tmp_path, logs.module([0.5], speeds=speeds))
     assert run.speed == pytest.approx(harmonic_mean(speeds))
-
-
-def test_speed_of_0_is_ignored(tmp_path):
-    run, = read_text(tmp_path, logs.module([0.5], speeds=[0, 100, 100]))
-    assert run.speed == 100
 
 
 # ---- arguments and names
@@ -206,21 +224,42 @@ def test_runs_are_named_by_shortest_distinct_paths(files, names, tmp_path):
 
 # ---- files that are no logs
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("", "it has no whole epoch"),
-    ("\n\nhello\nworld\n", "its first odd line is line 3: 'hello'"),
-    (bytes(range(256)) * 99, r"its first odd line is line 1: '\\x00"),
-    ("{\"a\":" * 9999, "its first odd line is line 1"),
-    ('{"epoch": -1, "err_top1": 0.5}', "its first odd line is line 1"),
-    ('{"epoch": true, "err_top1": 0.5}', "its first odd line is line 1"),
-    (f'{{"epoch": {"9" * 400}, "err_top1": 0.5}}', "its first odd line is line 1"),
-    (f"[Epoch {'9' * 5000}] validation: err-top1=0.5\n", "its first odd line is line 1"),
-    ("epoch;top1_err\n0;0.5\n", "its first odd line is line 1: 'epoch;top1_err'"),
-    ("Namespace(a=1)\n[20:35:14] src/io\n", "it has no whole epoch"),
-    ("".join(logs.gluoncv([0.5]).splitlines(True)[:3]) + "Traceback\n", "it has no whole epoch")])
-def test_other_file_is_refused_with_its_first_odd_line(text, message, tmp_path):
-    with pytest.raises(ValueError, match=f"a.log is no training log: {message}"):
-        read_text(tmp_path, text)
+NO_LOG = {  # texts that are no logs, and what else the message says
+    "": "it has no whole epoch", "Namespace(a=1)\n[20:35:14] src/io\n": "it has no whole epoch",
+    "".join(logs.gluoncv([0.5]).splitlines(True)[:3]) + "Traceback\n": "it has no whole epoch",
+    "\n\nhello\nworld\n": "its first odd line is line 3: 'hello'",
+    bytes(range(256)) * 99: r"its first odd line is line 1: '\\x00",
+    "epoch;top1_err\n0;0.5\n": "its first odd line is line 1: 'epoch;top1_err'",
+    **dict.fromkeys((
+        "{\"a\":" * 9999, '{"epoch": -1, "err_top1": 0.5}', '{"epoch": true, "err_top1": 0.5}',
+        f'{{"epoch": {"9" * 400}, "err_top1": 0.5}}',
+        f"[Epoch {'9' * 5000}] validation: err-top1=0.5\n"), "its first odd line is line 1")}
+BAD = [  # file, text, message
+    *(("a.log", text, f"a.log is no training log: {words}") for text, words in NO_LOG.items()),
+    *(("a.log", logs.steps([0.5]).replace('"version": 2', f'"version": {version}'),
+       r"a\.log: log.jsonl of version .* Valid: 1 to 2") for version in (3, 0, -1, '"2"', "true")),
+    *(("a.log", logs.jsonl([0.5, error]), r"a\.log: epoch 1 has an error of .* Valid: shares")
+      for error in (-0.5, 1.5, 25.3)),
+    *(("a.csv", text, message) for text, message in (
+        ("epoch,val_mood\n0,good\n", "a.csv, line 2, val_mood: 'good' is not a number"),
+        ("epoch,top1_err\n0,0.5\n1,half\n", "a.csv, line 3, top1_err: 'half' is not a number"),
+        ("epoch,top1_err\n\n# x\n0,0.5\n1\n", "a.csv, line 5: 1 cells under 2 columns"),
+        *((f"epoch,top1_err\n{number},0.5\n", f"a.csv, line 2: '{number}' is no number of an epoch")
+          for number in ("", "1.5", "-1")),
+        ("epoch,top1_err\n", "a.csv has no rows under its header"),
+        (f"epoch,top1_err\n0,{'1' * 200000}\n", "a.csv, line 2: field larger than field limit"),
+        ("epoch,top1_acc\n0,150\n", "a.csv: epoch 0 has an error of -0.5"),
+        ("epoch,top1_err\n0,150\n", "a.csv: epoch 0 has an error of 1.5"),
+        ("epoch,seed,top1_err\n0,0,0.5\n0,1,0.4\n",
+         "a.csv, line 3: epoch 0 has another top1_err .* left of"),
+        ("epoch,mood\n0,1\n",
+         r"a.csv has a column epoch, but right of it no quantity that is known")))]
+
+
+@pytest.mark.parametrize(("file", "text", "message"), BAD, ids=range(len(BAD)))
+def test_other_file_is_refused_with_its_place(file, text, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_text(tmp_path, text, file)
 
 
 def test_file_of_a_monitor_is_refused_with_its_command(tmp_path):
@@ -293,20 +332,13 @@ def test_tidy_csv_has_a_run_for_each_key_combination(tmp_path):
         ("a", "float32", {0: 0.75, 1: 0.5}, [1, 2]), ("b, c", "float16", {0: 0.75, 1: 0.5}, [1, 2])]
 
 
-def test_training_errors_are_not_read_as_validation(tmp_path):
-    text = "epoch,train_acc,training_top1_err,val_acc\n0,0.9,0.1,0.75\n"
-    run, = read_text(tmp_path, text, "a.csv")
-    assert top1(run) == {0: 0.25}
-
-
-def test_percentages_apply_to_all_columns(tmp_path):
-    runs = read_text(tmp_path, "epoch,fp32_err,fp16_err\n0,1.25,0.75\n1,0.5,nan\n", "a.csv")
-    assert [top1(run) for run in runs] == [{0: 0.0125, 1: 0.005}, {0: 0.0075}]
-
-
-def test_one_is_a_share_not_a_percentage(tmp_path):
-    runs = read_text(tmp_path, "epoch,fp32_err,fp16_acc\n0,1,1\n1,0,0.0\n", "a.csv")
-    assert [top1(run) for run in runs] == [{0: 1, 1: 0}, {0: 0, 1: 1}]
+@pytest.mark.parametrize(("text", "errors"), [
+    ("epoch,train_acc,training_top1_err,val_acc\n0,0.9,0.1,0.75\n", [{0: 0.25}]),
+    ("epoch,fp32_err,fp16_err\n0,1.25,0.75\n1,0.5,nan\n", [{0: 0.0125, 1: 0.005}, {0: 0.0075}]),
+    ("epoch,fp32_err,fp16_acc\n0,1,1\n1,0,0.0\n", [{0: 1, 1: 0}, {0: 0, 1: 1}])],
+    ids=["no training errors", "percentages in all columns", "1 is a share"])
+def test_columns_of_errors_are_read(text, errors, tmp_path):
+    assert [top1(run) for run in read_text(tmp_path, text, "a.csv")] == errors
 
 
 @given(errors=st.dictionaries(st.integers(0, 10 ** 6), st.floats(0, 1), min_size=1),
@@ -330,25 +362,6 @@ def test_arbitrary_csv_is_read_or_refused_with_line(cells, tmp_path):
         read_text(tmp_path, "epoch,top1_err\n0,0.5\n" + ",".join(cells) + "\n", "a.csv")
     except ValueError as error:
         assert "a.csv, line " in str(error)  # noqa: PT017
-
-
-@pytest.mark.parametrize(("text", "message"), [
-    ("epoch,val_mood\n0,good\n", "a.csv, line 2, val_mood: 'good' is not a number"),
-    ("epoch,top1_err\n0,0.5\n1,half\n", "a.csv, line 3, top1_err: 'half' is not a number"),
-    ("epoch,top1_err\n\n# x\n0,0.5\n1\n", "a.csv, line 5: 1 cells under 2 columns"),
-    ("epoch,top1_err\n,0.5\n", "a.csv, line 2: '' is no number of an epoch"),
-    ("epoch,top1_err\n1.5,0.5\n", "a.csv, line 2: '1.5' is no number of an epoch"),
-    ("epoch,top1_err\n-1,0.5\n", "a.csv, line 2: '-1' is no number of an epoch"),
-    ("epoch,top1_err\n", "a.csv has no rows under its header"),
-    (f"epoch,top1_err\n0,{'1' * 200000}\n", "a.csv, line 2: field larger than field limit"),
-    ("epoch,top1_acc\n0,150\n", "a.csv: epoch 0 has an error of -0.5"),
-    ("epoch,top1_err\n0,150\n", "a.csv: epoch 0 has an error of 1.5"),
-    ("epoch,seed,top1_err\n0,0,0.5\n0,1,0.4\n",
-     "a.csv, line 3: epoch 0 has another top1_err .* left of"),
-    ("epoch,mood\n0,1\n", r"a.csv has a column epoch, but right of it no quantity that is known")])
-def test_bad_csv_cell_is_refused_with_line(text, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        read_text(tmp_path, text, "a.csv")
 
 
 # ---- size, and real logs
@@ -397,8 +410,6 @@ def test_arguments_with_any_characters_are_read_as_text(tmp_path):
     assert run.model == "a b\ufffd\ufffd"
 
 
-# ---- GluonCV
-
 def test_gluoncv_amp_flag_is_number_type(tmp_path):
     runs = [run for amp in (False, True) for run in read_text(
         tmp_path, logs.header(network="vgg16_atrous", dataset="voc", amp=amp, seed=233)
@@ -408,54 +419,7 @@ def test_gluoncv_amp_flag_is_number_type(tmp_path):
     assert comparison.differences == {}
 
 
-def test_train_recognizer_percentages_are_read(tmp_path):
-    run, = read_text(tmp_path, "[Epoch 000] training: acc=70.100000\t loss=1.200000\n"
-                               "[Epoch 000] validation: acc-top1=71.250000 acc-top5=90.500000 "
-                               "loss=1.100000\n")
-    assert (top1(run), run.epochs[0].top5) == ({0: 0.2875}, pytest.approx(0.095))
-
-
-def test_train_horovod_log_is_read(tmp_path):
-    text = logs.header("INFO:root:", model="resnet50_v1", dtype="float16") + "".join(
-        f"INFO:root:Epoch[{n}] Batch[50] Loss[2.300]\n"
-        f"INFO:root:Epoch[{n}] Rank[0] Batch[50]\taccuracy=0.250000\tlr=0.100000\n"
-        f"INFO:root:Epoch[{n}] Rank[0] Batch[99]\tTime cost=12.50\tTrain-metric=0.300000\n"
-        f"INFO:root:Epoch[{n}]\tSpeed: 1234.50 samples/sec\n"
-        f"INFO:root:Epoch[{n}] Rank[0]\tValidation-accuracy={1 - error:f}\t"
-        "Validation-top_k_accuracy_5=0.900000\n" for n, error in enumerate((0.5, 0.25)))
-    run, = read_text(tmp_path, text)
-    assert top1(run) == {0: 0.5, 1: 0.25}
-    last = run.epochs[1]
-    assert (last.seconds, last.speed, last.top5) == (12.5, 1234.5, pytest.approx(0.1))
-
-
-def test_log_with_crlf_line_ends_is_read(tmp_path):
-    for text in (logs.gluoncv([0.5]), logs.module([0.5]), "[Epoch 0] Validation: \nmAP=0.5\n"):
-        run, = read_text(tmp_path, text.replace("\n", "\r\n"))
-        assert top1(run) == {0: 0.5}
-
-
 # ---- valid and invalid values
-
-
-@pytest.mark.parametrize("error", [-0.5, 1.5, 25.3])
-def test_error_outside_0_to_1_is_refused(error, tmp_path):
-    with pytest.raises(ValueError, match=r"a\.log: epoch 1 has an error of .* Valid: shares"):
-        read_text(tmp_path, logs.jsonl([0.5, error]))
-
-
-def test_impossible_measurements_are_ignored(tmp_path):
-    text = logs.jsonl([0.5, 0.4]).replace("1000.0", "-7").replace("100.0", "-3")
-    text = text.replace('"lr": 0.1', '"lr": 1e300')
-    run, = read_text(tmp_path, text.replace("0.4", "true"))
-    assert [(epoch.seconds, epoch.speed, epoch.lr) for epoch in run.epochs.values()] == [
-        (None, None, None)] * 2
-    assert run.epochs[1].top1 is None
-
-
-def test_byte_order_mark_is_skipped(tmp_path):
-    run, = read_text(tmp_path, "\ufeff" + logs.jsonl([0.5], dtype="float16"))
-    assert run.dtype == "float16"
 
 
 # ---- CSV
@@ -571,24 +535,10 @@ def test_missing_epochs_and_times_are_allowed(tmp_path):
     untimed = logs.gluoncv([0.4], start=7).replace("\ttime cost: 100.000000", "")
     run, = read_text(tmp_path, logs.gluoncv([0.5]) + untimed + logs.gluoncv([0.3], start=8))
     assert top1(run) == {0: 0.5, 7: 0.4, 8: 0.3}
-    assert run.hours == []
-    assert run.reached(0.1, by_time=True) is None
-
-
-def test_missing_last_time_keeps_earlier_hours(tmp_path):
+    assert (run.hours, run.reached(0.1, by_time=True)) == ([], None)
     text = logs.gluoncv([0.5, 0.4]) + "[Epoch 2] training: accuracy=0.250000\n"
     run, = read_text(tmp_path, text)
     assert run.hours == pytest.approx([1 / 36, 2 / 36])
-
-
-def test_nonfinite_values_are_ignored(tmp_path):
-    text = logs.gluoncv([0.5, float("nan"), float("inf")])
-    run, = read_text(tmp_path, text)
-    assert top1(run) == {0: 0.5}
-    assert run.best == (0, 0.5)
-    line = '{"epoch": 0, "err_top1": NaN, "lr": Infinity, "seconds": 1%s}\n' % ("0" * 400)
-    run, = read_text(tmp_path, line)
-    assert run.epochs[0].top1 is run.epochs[0].lr is run.epochs[0].seconds is None
 
 
 @pytest.mark.parametrize("line", ['{"step": 10, "loss": 0.5}', '{"Epoch": 1, "Loss": 0.5}',
