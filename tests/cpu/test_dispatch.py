@@ -29,20 +29,6 @@ def backward(call, x, *head):
 
 # ---- calls outside of graphs ---------------------------------------------------------------
 
-def test_numpy_operators_accept_float16(rng):
-    a, b = halves(rng, 4, 5), halves(rng, 5, 3)
-    x, y = mx.np.array(a, dtype="float16"), mx.np.array(b, dtype="float16")
-    exact = a.astype(F32) @ b.astype(F32)
-    for found in (mx.np.dot(x, y), mx.np.matmul(x, y), mx.np.einsum("ij,jk->ik", x, y),
-                  mx.npx.fully_connected(x, y.T, no_bias=True, num_hidden=3),
-                  mx.np.tensordot(x, y, axes=1)):
-        assert_half(found.asnumpy(), exact, 1)
-    x.attach_grad()
-    out = recorded(lambda: mx.npx.softmax(mx.np.dot(x, y)))
-    out.backward(mx.np.ones_like(out))
-    assert x.grad.dtype == F16
-    assert_half(mx.np.exp(x).asnumpy(), np.exp(a.astype(F32)), 1)
-
 
 @pytest.mark.parametrize(("call", "expected"), [
     (lambda x: x * 0.1, lambda a, c: a * c(0.1)),
@@ -163,13 +149,6 @@ def test_empty_arrays_stay_empty():
         out = backward(lambda x: nd.relu(x) + x * 2, x)
         assert out.shape == x.grad.shape == (0, 3)
         assert nd.concat(x, nd.ones((2, 3), dtype="float16"), dim=0).shape == (2, 3)
-
-
-@pytest.mark.parametrize("count", [2, 3, 9])
-def test_add_n_of_float16_arrays(count, rng):
-    values = [halves(rng, 33) for _ in range(count)]
-    exact = np.sum([v.astype(F32) for v in values], 0, dtype=F32)
-    assert_half(nd.add_n(*map(array, values)).asnumpy(), exact, 1)
 
 
 def test_gradients_accumulate(rng):
