@@ -157,14 +157,14 @@ def handle(name):
     return found
 
 
-def counter(name):
-    """The attribute with the number of inputs of a variadic operator."""
+def described(name):
+    """The primary name of an operator, and the attribute with the number of its inputs, if any."""
     texts, lists, count = [c_char_p() for _ in range(4)], [POINTER(c_char_p)() for _ in "123"], \
         c_uint()
     mx.base.check_call(mx.base._LIB.MXSymbolGetAtomicSymbolInfo(
         handle(name), byref(texts[0]), byref(texts[1]), byref(count), *map(byref, lists),
         byref(texts[2]), byref(texts[3])))
-    return (texts[2].value or b"").decode()
+    return texts[0].value.decode(), (texts[2].value or b"").decode()
 
 
 def number_of_inputs(name, attributes):
@@ -184,7 +184,7 @@ def candidates(name, rng):
     if inputs:
         yield attributes, [halves(rng, *i) if isinstance(i, tuple) else i for i in inputs[0]]
         return
-    key = counter(name)
+    _, key = described(name)
     if key:
         attributes = {key: 2, **attributes}
     count = attributes[key] if key else number_of_inputs(name, attributes)

@@ -219,13 +219,6 @@ def padded(draw):
             "constant_value": draw.number()}, [shape]
 
 
-def np_padded(draw):
-    shape = draw.shape(1, 3)
-    pads = tuple(tuple(draw.randint(0, n - 1) for _ in "ab") for n in shape)
-    return {"pad_width": pads, "constant_value": draw.number(), "mode": draw.choice(
-        ["constant", "edge", "reflect", "symmetric", "maximum", "minimum"])}, [shape]
-
-
 def broadcast_shapes(draw):
     shape = draw.shape()
     return {}, [tuple(draw.choice([1, n, n]) for n in shape), tuple(shape)][::draw.choice([1, -1])]
@@ -264,19 +257,9 @@ def taken(draw):
         [shape, draw.shape(1, 2)]
 
 
-def picked(draw):
-    shape = draw.shape(2)
-    axis = draw.randrange(len(shape))
-    return {"axis": axis, "keepdims": False}, [shape, shape[:axis] + shape[axis + 1:]]
-
-
 def embedding(draw):
     n, m = draw.randint(4, 9), draw.randint(1, 17)
     return {"input_dim": n, "output_dim": m}, [draw.shape(1, 3), (n, m)]
-
-
-def labelled(draw):
-    return {}, [draw.shape(2, 2)]
 
 
 def lengths(draw):
@@ -291,31 +274,18 @@ def layer_norm(draw):  # less cancellation in its gradient
     return {"axis": axis}, [tuple(shape)]
 
 
-def image(attrs):
-    return lambda draw: (attrs(draw), [(draw.randint(3, 6), draw.randint(3, 6),
-                                        draw.choice([1, 3]))])
+def image(channels=None, **attrs):
+    return lambda draw: (attrs, [(draw.randint(3, 6), draw.randint(3, 6),
+                                  channels or draw.choice([1, 3]))])
 
 
-def colors(attrs):
-    return lambda draw: (attrs(draw), [(draw.randint(3, 6), draw.randint(3, 6), 3)])
-
-
-def channels_first(attrs):
+def channels_first(attrs=lambda draw: {}):
     return lambda draw: (attrs(draw), [(draw.randint(1, 2), draw.choice([4, 4, 16]),
                                         *(draw.choice([4, 6, 8]) for _ in "hw"))])
 
 
-def boxes(*shapes, **attrs):
+def fixed(*shapes, **attrs):
     return lambda draw: (attrs, list(shapes))
-
-
-def attention(which, draw):
-    length, batch, heads, depth = (draw.randint(1, 4) for _ in range(4))
-    wide, table = heads * depth, (batch * heads, length, length)
-    return {"heads": heads}, {
-        "self qk": [(length, batch, 3 * wide)], "self valatt": [(length, batch, 3 * wide), table],
-        "encdec qk": [(length, batch, wide), (length, batch, 2 * wide)],
-        "encdec valatt": [(length, batch, 2 * wide), table]}[which]
 
 
 def einsum(draw):
@@ -335,73 +305,48 @@ def update(states):
     return recipe
 
 
-def arange(draw):
-    """Float16 numbers, since the shape depends on them before rounding."""
-    return {"start": draw.randint(-2, 2), "stop": draw.choice([3, 4.5, 9]),
-            "step": draw.choice([.5, .25, 2]), "repeat": draw.randint(1, 2)}, []
-
-
 def size(*more):
     return lambda draw: ({"shape": draw.shape(1, 3), **{k: draw.choice([.5, 1, 2]) for k in more}},
                          [])
 
 
-def spatial(draw):
-    h, w = draw.randint(2, 5), draw.randint(2, 5)
-    return {"target_shape": (h, w), "transform_type": "affine", "sampler_type": "bilinear"}, \
-        [(2, 3, 5, 5), (2, 6)]
-
-
-# Attributes and shapes of the first inputs for operators that accept few random ones; MXNet infers
-# the shapes of the rest. A name that ends with * is a prefix.
+# Attributes and shapes of the first inputs for operators with code of their own for some shapes,
+# and for those that operator_calls has not; MXNet infers the shapes of the rest. A name that ends
+# with * is a prefix.
 RECIPES = {
     "Convolution*": convolution, "Deconvolution": convolution, "Pooling*": pooling,
     "FullyConnected": dense, "dot": product(0), "_np_dot": product(0, False),
     "batch_dot": product(1), "_npi_matmul": product(1, False), "_linalg_gemm": gemm,
     "_linalg_gemm2": product(1), "RNN": rnn, "_linalg_*": square, "_npi_cholesky": square,
     "_linalg_trmm": two_squares, "_linalg_trsm": two_squares, "_npi_solve": two_squares,
-    "_npi_eig*": square, "_npi_svd": square, "_npi_pinv*": square, "_npi_tensorinv": lambda draw: (
-        {"ind": 1}, [(3, 3)]), "_npi_tensorsolve": two_squares,
-    "_npi_tensordot": lambda draw: ({"a_axes_summed": (1,), "b_axes_summed": (0,)},
-                                    product(0, False)(draw)[1]),
-    "_npi_tensordot_int_axes": lambda draw: ({"axes": 1}, product(0, False)(draw)[1]),
-    "Concat": joined("dim", 1), "_npi_concatenate": joined("dim", 1), "_rnn_param_concat": joined(
-        "dim", 1), "stack": joined("axis", 1, False), "_npi_stack": joined("axis", 1, False),
+    "_npi_eig*": square, "_npi_svd": square, "_npi_pinv*": square,
+    "_npi_tensorinv": fixed((3, 3), ind=1), "_npi_tensorsolve": two_squares,
+    "Concat": joined("dim", 1), "_npi_concatenate": joined("dim", 1),
+    "_rnn_param_concat": joined("dim", 1),
+    "stack": joined("axis", 1, False), "_npi_stack": joined("axis", 1, False),
     "_npi_vstack": joined("", 2, False), "_npi_hstack": joined("", 2, False),
     "_npi_dstack": joined("", 3, False), "_npi_column_stack": joined("", 2, False),
-    "add_n": joined("", 1, False), "_np_atleast*": joined("", 1), "khatri_rao": lambda draw: (
-        {"num_args": 2}, [(2, 3), (4, 3)]),
+    "add_n": joined("", 1, False), "_np_atleast*": joined("", 1),
+    "khatri_rao": fixed((2, 3), (4, 3), num_args=2), "_npi_einsum": einsum,
     "amp_multicast": lambda draw: ({"num_outputs": 2}, [draw.shape()] * 2),
-    "SliceChannel": split, "_split_v2": split_v2, "_npi_hsplit": split_v2, "_npi_dsplit": split_v2,
-    "slice": sliced, "slice_axis": slice_axis, "_slice_assign_scalar": sliced,
-    "_slice_assign": lambda draw: ({"begin": (1,), "end": (3,)}, [(4, 3), (2, 3)]),
-    "slice_like": lambda draw: ({}, [(5, 4), (3, 4)]), "Crop": lambda draw: (
-        {"num_args": 1, "h_w": (2, 3), "offset": (1, 1)}, [(2, 3, 5, 6)]),
-    "Pad": padded, "_npi_pad": np_padded,
-    "broadcast_to": broadcast_to, "_npi_broadcast_to": broadcast_to,
-    "broadcast_axis": broadcast_axis, "broadcast_like": lambda draw: ({}, [(1, 3), (4, 3)]),
-    "broadcast_*": broadcast_shapes, "_npi_true_divide": broadcast_shapes,
+    "SliceChannel": split, "_split_v2": split_v2, "slice": sliced, "slice_axis": slice_axis,
+    "_slice_assign_scalar": sliced, "slice_like": fixed((5, 4), (3, 4)),
+    "Crop": fixed((2, 3, 5, 6), num_args=1, h_w=(2, 3), offset=(1, 1)),
+    "Pad": padded, "broadcast_to": broadcast_to, "broadcast_axis": broadcast_axis,
+    "broadcast_like": fixed((1, 3), (4, 3)), "broadcast_*": broadcast_shapes,
+    "_npi_true_divide": broadcast_shapes,
     **{f"_npi_{name}": broadcast_shapes for name in (
         "add subtract multiply mod power arctan2 hypot copysign ldexp equal not_equal less "
         "greater less_equal greater_equal").split()},
     "Reshape": reshaped("shape"), "_np_reshape": reshaped("newshape"),
-    "_npx_reshape": reshaped("newshape"), "reshape_like": lambda draw: ({}, [(4, 3), (2, 6)]),
+    "_npx_reshape": reshaped("newshape"), "reshape_like": fixed((4, 3), (2, 6)),
     "transpose": moved("axes"), "_np_transpose": moved("axes"),
     "_np_moveaxis": lambda draw: ({"source": (0,), "destination": (-1,)}, [draw.shape(2)]),
-    "take": taken, "pick": picked, "Embedding": embedding, "_contrib_SparseEmbedding": embedding,
-    "batch_take": lambda draw: ({}, [(4, 5), (4,)]),
-    "gather_nd": lambda draw: ({}, [(4, 5, 3), (2, 6)]),
-    "scatter_nd": lambda draw: ({"shape": (8, 8)}, [(3,), (2, 3)]),
-    "one_hot": lambda draw: ({"depth": 5}, [draw.shape(1, 2)]),
-    "_contrib_index_copy": lambda draw: ({}, [(5, 3), (2,), (2, 3)]),
-    "SoftmaxOutput": labelled, "SVMOutput": labelled, "softmax_cross_entropy": labelled,
+    "take": taken, "Embedding": embedding, "gather_nd": fixed((4, 5, 3), (2, 6)),
     "Sequence*": lengths, "BatchNorm*": channels_first(lambda draw: {"fix_gamma": draw.maybe(.5)}),
-    "LayerNorm": layer_norm, "_contrib_BatchNormWithReLU": channels_first(lambda draw: {}),
-    "_contrib_SyncBatchNorm": channels_first(lambda draw: {
-        "key": "fuzz", "ndev": 1}),
-    "InstanceNorm": channels_first(lambda draw: {}), "LRN": channels_first(lambda d: {"nsize": 3}),
-    "GroupNorm": channels_first(lambda draw: {"num_groups": draw.choice([1, 2, 4])}),
-    "L2Normalization": channels_first(lambda draw: {}),
+    "LayerNorm": layer_norm, "_contrib_BatchNormWithReLU": channels_first(),
+    "InstanceNorm": channels_first(),
+    "L2Normalization": channels_first(),
     "UpSampling": channels_first(lambda draw: {
         "num_args": 1, "scale": draw.randint(1, 3), "sample_type": "nearest"}),
     "_contrib_BilinearResize2D": channels_first(lambda draw: {
@@ -410,56 +355,20 @@ RECIPES = {
         "output_size": (draw.randint(1, 4), draw.randint(1, 4))}),
     "depth_to_space": channels_first(lambda draw: {"block_size": 2}),
     "space_to_depth": channels_first(lambda draw: {"block_size": 2}),
-    "im2col": lambda draw: window(draw, num_filter=1)[::2],
-    "col2im": lambda draw: ({"output_size": (4, 4), "kernel": (2, 2)}, [(1, 8, 9)]),
-    "Correlation": channels_first(lambda draw: {"kernel_size": 1, "max_displacement": 1}),
-    "SpatialTransformer": spatial, "GridGenerator": lambda draw: (
-        {"transform_type": "affine", "target_shape": (3, 4)}, [(2, 6)]),
-    "BilinearSampler": lambda draw: ({}, [(2, 3, 4, 4), (2, 2, 3, 3)]),
-    "ROIPooling": boxes((2, 3, 8, 8), (3, 5), pooled_size=(2, 2), spatial_scale=1),
-    "_contrib_ROIAlign": boxes((2, 3, 8, 8), (3, 5), pooled_size=(2, 2), spatial_scale=1),
-    "_contrib_RROIAlign": boxes((2, 3, 8, 8), (3, 6), pooled_size=(2, 2), spatial_scale=1),
-    "_contrib_PSROIPooling": boxes((2, 8, 8, 8), (3, 5), pooled_size=2, output_dim=2,
-                                   group_size=2, spatial_scale=1),
-    "_contrib_DeformablePSROIPooling": boxes(
-        (2, 8, 8, 8), (3, 5), pooled_size=2, output_dim=2, group_size=2, spatial_scale=1,
-        no_trans=True),
-    "_contrib_DeformableConvolution": boxes((1, 4, 6, 6), (1, 18, 4, 4), kernel=(3, 3),
-                                            num_filter=2),
-    "_contrib_ModulatedDeformableConvolution": boxes((1, 4, 6, 6), (1, 18, 4, 4), (1, 9, 4, 4),
-                                                     kernel=(3, 3), num_filter=2),
-    "_contrib_MultiBoxPrior": boxes((1, 3, 4, 4), sizes=(.5, .2), ratios=(1, 2)),
-    "_contrib_MultiBoxTarget": boxes((1, 6, 4), (2, 3, 5), (2, 3, 6)),
-    "_contrib_MultiBoxDetection": boxes((2, 3, 6), (2, 24), (1, 6, 4)),
-    "_contrib_Proposal": boxes((1, 24, 4, 4), (1, 48, 4, 4), (1, 3), rpn_pre_nms_top_n=20,
+    "_contrib_MultiBoxPrior": fixed((1, 3, 4, 4), sizes=(.5, .2), ratios=(1, 2)),
+    "_contrib_MultiBoxTarget": fixed((1, 6, 4), (2, 3, 5), (2, 3, 6)),
+    "_contrib_MultiBoxDetection": fixed((2, 3, 6), (2, 24), (1, 6, 4)),
+    "_contrib_Proposal": fixed((1, 24, 4, 4), (1, 48, 4, 4), (1, 3), rpn_pre_nms_top_n=20,
                                rpn_post_nms_top_n=5),
-    "_contrib_MultiProposal": boxes((2, 24, 4, 4), (2, 48, 4, 4), (2, 3), rpn_pre_nms_top_n=20,
+    "_contrib_MultiProposal": fixed((2, 24, 4, 4), (2, 48, 4, 4), (2, 3), rpn_pre_nms_top_n=20,
                                     rpn_post_nms_top_n=5),
-    "_contrib_box_iou": boxes((3, 4), (2, 4)), "_contrib_box_nms": boxes((2, 4, 6)),
-    "_contrib_box_encode": boxes((2, 3), (2, 3), (2, 3, 4), (2, 5, 4), (4,), (4,)),
-    "_contrib_box_decode": boxes((2, 3, 4), (1, 3, 4)),
-    "_contrib_bipartite_matching": boxes((2, 3, 4), threshold=.1),
-    "_contrib_count_sketch": boxes((3, 6), (1, 6), (1, 6), out_dim=4),
-    "_contrib_fft": boxes((3, 4)), "_contrib_ifft": boxes((3, 8)),
-    "CTCLoss": boxes((5, 2, 4), (2, 3)),
-    "_contrib_interleaved_matmul_selfatt_qk": lambda draw: attention("self qk", draw),
-    "_contrib_interleaved_matmul_selfatt_valatt": lambda draw: attention("self valatt", draw),
-    "_contrib_interleaved_matmul_encdec_qk": lambda draw: attention("encdec qk", draw),
-    "_contrib_interleaved_matmul_encdec_valatt": lambda draw: attention("encdec valatt", draw),
-    "_npi_einsum": einsum, "mp_sgd_update": update(1), "mp_sgd_mom_update": update(2),
-    "mp_nag_mom_update": update(2),
-    "_image_to_tensor": image(lambda draw: {}), "_image_flip*": image(lambda draw: {}),
-    "_image_random_flip*": image(lambda draw: {}),
-    "_image_crop": image(lambda draw: {"x": 1, "y": 0, "width": 2, "height": 3}),
-    "_image_resize": image(lambda draw: {"size": (draw.randint(2, 7), draw.randint(2, 7)),
-                                         "interp": 1}),
-    "_image_normalize": lambda draw: ({"mean": (.1, .2, .3), "std": (1, 2, 3)}, [(3, 4, 5)]),
-    "_image_random_*": colors(lambda draw: {"min_factor": .5, "max_factor": 1.5}),
-    "_image_random_color_jitter": colors(lambda draw: dict.fromkeys(
-        ("brightness", "contrast", "saturation", "hue"), .2)),
-    "_image_random_lighting": image(lambda draw: {}),
-    "_image_adjust_lighting": image(lambda draw: {"alpha": (.1, .2, .3)}),
-    "_random_uniform": size(), "_random_normal": size("scale"), "_random_gamma": size("alpha"),
+    "mp_sgd_update": update(1),
+    "mp_sgd_mom_update": update(2), "mp_nag_mom_update": update(2),
+    "_image_flip*": image(), "_image_random_flip*": image(), "_image_random_lighting": image(),
+    "_image_random_*": image(3, min_factor=.5, max_factor=1.5),
+    "_image_random_color_jitter": image(3, brightness=.2, contrast=.2, saturation=.2, hue=.2),
+    "_random_uniform": size(),
+    "_random_normal": size("scale"), "_random_gamma": size("alpha"),
     "_random_exponential": size("lam"), "_random_poisson": size("lam"),
     "_np_diagflat": lambda draw: ({"k": draw.randint(-1, 1)}, [draw.shape(1, 2, 4)]),
     "tile": lambda draw: ({"reps": draw.shape(1, 3, 3)}, [draw.shape(1, 3)]),
@@ -470,17 +379,21 @@ RECIPES = {
                           [draw.shape()]),
     "topk": lambda draw: ({"k": draw.randint(1, 3), "axis": -1, "ret_typ": draw.choice(
         ["value", "indices", "mask", "both"])}, [(*draw.shape(0, 2), 5)]),
-    "_unravel_index": boxes((4,), shape=(4, 5)), "_ravel_multi_index": boxes((2, 4), shape=(4, 5)),
-    "_arange": arange, "_npi_arange": arange,
-    "_histogram": boxes((20,), bin_cnt=5, range=(-2, 2)),
+    "_histogram": fixed((20,), bin_cnt=5, range=(-2, 2)),
 }
 _PREFIXES = sorted((key[:-1] for key in RECIPES if key.endswith("*")), key=len, reverse=True)
 
 
 def recipe_for(name):
+    """A recipe, or the call in operator_calls: code for all operators does not depend on shapes."""
+    from operator_calls import CASES
     if name in RECIPES:
         return RECIPES[name]
-    return next((RECIPES[f"{p}*"] for p in _PREFIXES if name.startswith(p)), None)
+    attrs, *inputs = CASES.get(name, ({},))
+    shapes = [given if isinstance(given, tuple) else given.shape for given in inputs[0]] \
+        if inputs else []
+    return next((RECIPES[f"{p}*"] for p in _PREFIXES if name.startswith(p)),
+                fixed(*shapes, **attrs) if shapes else None)
 
 
 # ---- a call ----------------------------------------------------------------------------------
@@ -637,16 +550,10 @@ class Runner:
 
     def _operators(self):
         """MXNet's operators that dispatch on type, and descriptions of their arguments."""
-        mx, text = self.mx, ctypes.c_char_p
         for name in self.library.operators():
-            if any(re.search(pattern, name) for pattern in NOT_DRAWN):
-                continue
-            handle, count = ctypes.c_void_p(), ctypes.c_uint()
-            mx.base._LIB.NNGetOpHandle(name.encode(), ctypes.byref(handle))
-            words, lists = [text() for _ in range(4)], [ctypes.POINTER(text)() for _ in range(3)]
-            mx.base.check_call(mx.base._LIB.MXSymbolGetAtomicSymbolInfo(handle, *map(ctypes.byref, (
-                words[0], words[1], count, *lists, words[2], words[3]))))
-            yield name, [(lists[0][i].decode(), lists[1][i].decode()) for i in range(count.value)]
+            if not any(re.search(pattern, name) for pattern in NOT_DRAWN):
+                arguments = self.mx.operator.get_operator_arguments(name)
+                yield name, [*zip(arguments.names, arguments.types)]
 
     def reference_attrs(self, call):
         """The attributes for float32: constants rounded to float16."""

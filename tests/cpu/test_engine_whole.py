@@ -1,27 +1,14 @@
 """Every operator of MXNet dispatches on type on a CPU, or is listed here with the reason."""
 import re
-from ctypes import POINTER, byref, c_char_p, c_uint, c_void_p
 
-import mxnet as mx
 import pytest
 from gluon_amp.cpu import library
+from operator_calls import described
 
 pytestmark = pytest.mark.isa
 
-LIB = mx.base._LIB
-
-
 def own_name(name):
-    """The primary name of an operator."""
-    handle = c_void_p()
-    mx.base.check_call(LIB.NNGetOpHandle(c_char_p(name.encode()), byref(handle)))
-    own, text, inputs, result = c_char_p(), c_char_p(), c_char_p(), c_char_p()
-    count = c_uint()
-    lists = [POINTER(c_char_p)() for _ in range(3)]
-    mx.base.check_call(LIB.MXSymbolGetAtomicSymbolInfo(
-        handle, byref(own), byref(text), byref(count), *map(byref, lists), byref(inputs),
-        byref(result)))
-    return own.value.decode()
+    return described(name)[0]
 
 
 ALL = library._operator_names()
