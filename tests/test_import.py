@@ -91,21 +91,29 @@ def on_machine(folder):
 # ---- missing packages------------------------------------------------------
 
 
-def test_missing_mxnet_error_has_install_command(machine):
-    message = on_machine(machine)
-    assert "gluon_amp needs MXNet 1.9.1" in message
-    assert INSTALL in message
-    assert "for NVIDIA GPUs" in message
+def cannot_open(library_):
+    return f"raise OSError('{library_}: cannot open shared object file: No such file or directory')"
 
 
-def test_two_mxnet_builds_are_named_with_remedy(machine):
-    install(machine, "mxnet", code="")
-    install(machine, "mxnet-cu112")
+@pytest.mark.parametrize(("packages", "words"), [
+    ({}, ["gluon_amp needs MXNet 1.9.1", INSTALL, "for NVIDIA GPUs"]),
+    ({"mxnet": "", "mxnet-cu112": None},
+     ["two MXNet builds", "mxnet, mxnet-cu112", "pip uninstall -y mxnet mxnet-cu112", INSTALL]),
+    ({"mxnet-cu112": cannot_open("libcuda.so.1"), "mxnet-model-server": None, "gluoncv": None,
+      "keras-mxnet": None},  # which are no second build
+     ["the NVIDIA driver (libcuda.so.1) is not installed", "install the driver",
+      "pip uninstall -y mxnet-cu112; pip install '.[cpu]' in a checkout"]),
+    ({"mxnet-cu112": cannot_open("libcudart.so.11.0")},
+     ["libcudart.so.11.0", "pip install '.[cu112]'"]),
+    ({"mxnet-cu117": cannot_open("libcusparse.so.11")},
+     ["libcusparse.so.11", "pip uninstall -y mxnet-cu117", "pip install '.[cu112]'"]),
+    ({"mxnet": cannot_open("libgomp.so.1")},
+     ["MXNet needs the system's libgomp: apt install libgomp1"])])
+def test_incomplete_installation_is_described_with_its_remedy(packages, words, machine):
+    for name, code in packages.items():
+        install(machine, name, code)
     message = on_machine(machine)
-    assert "two MXNet builds" in message
-    assert "mxnet, mxnet-cu112" in message
-    assert "pip uninstall -y mxnet mxnet-cu112" in message
-    assert INSTALL in message
+    assert [word for word in words if word not in message] == []
 
 
 @pytest.mark.parametrize("name", ["mxnet-cu112", None])
@@ -114,7 +122,7 @@ def test_build_that_python_imports_is_the_one_that_counts(name, machine, tmp_pat
     first = tmp_path / "first"
     first.mkdir()
     install(machine, "mxnet-cu117", code="")
-    failing = "raise OSError('libcudart.so.11.0: cannot open shared object file')"
+    failing = cannot_open("libcudart.so.11.0")
     if name:
         install(first, name, failing)
     else:
@@ -126,33 +134,10 @@ def test_build_that_python_imports_is_the_one_that_counts(name, machine, tmp_pat
     assert "mxnet-cu117" not in message
 
 
-def test_packages_with_similar_names_are_no_second_build(machine):
-    install(machine, "mxnet-cu112", code="raise OSError('libcuda.so.1: cannot open')")
-    for name in ("mxnet-model-server", "gluoncv", "keras-mxnet"):
-        install(machine, name)
-    assert "two MXNet builds" not in on_machine(machine)
-
-
 def test_leftovers_of_broken_install_are_ignored(machine):
     machine.joinpath("~xnet-1.9.1.dist-info").mkdir()
     message = import_error("import gluon_amp", machine, "-S", "-W", "error")
     assert "gluon_amp needs MXNet 1.9.1" in message
-
-
-@pytest.mark.parametrize(("name", "library_", "said"), [
-    ("mxnet-cu112", "libcuda.so.1", ["the NVIDIA driver (libcuda.so.1) is not installed",
-                                     "install the driver", "pip uninstall -y mxnet-cu112; "
-                                     "pip install '.[cpu]' in a checkout"]),
-    ("mxnet-cu112", "libcudart.so.11.0", ["libcudart.so.11.0", "pip install '.[cu112]'"]),
-    ("mxnet-cu117", "libcusparse.so.11", ["libcusparse.so.11", "pip uninstall -y mxnet-cu117",
-                                          "pip install '.[cu112]'"]),
-    ("mxnet", "libgomp.so.1", ["MXNet needs the system's libgomp: apt install libgomp1"])])
-def test_missing_system_library_is_named_with_its_package(name, library_, said,
-                                                                        machine):
-    install(machine, name, code=f"raise OSError('{library_}: cannot open shared object file: No "
-                                "such file or directory')")
-    message = on_machine(machine)
-    assert [part for part in said if part not in message] == []
 
 
 def test_problem_of_the_visible_gpus_is_the_remedy(machine):
@@ -421,13 +406,6 @@ for module, old in zip(modules, before):
 # ---- the kernels -----------------------------------------------------------
 
 
-@pytest.fixture
-def without_kernels(tmp_path):
-    shutil.copytree(PACKAGE, tmp_path / "gluon_amp",
-                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    return tmp_path
-
-
 def test_unknown_instruction_set_lists_valid_ones():
     message = error("KernelError", NET, GLUON_AMP_ISA="nonsense")
     assert message.startswith("GLUON_AMP_ISA must be one of ")
@@ -435,34 +413,31 @@ def test_unknown_instruction_set_lists_valid_ones():
     assert message.endswith("Received: 'nonsense'")
 
 
-def test_processor_without_avx_uses_portable_kernels(monkeypatch):
+@pytest.mark.parametrize(("flags", "best"), [
+    ("", "portable"), ("AVX512F AVX512BW AVX512VL AVX512DQ AVX2 F16C FMA3", "avx512")])
+def test_best_instruction_set_is_chosen_unless_overridden(flags, best, monkeypatch):
     monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
-    monkeypatch.setattr(library, "__cpu_features__", {})
-    assert library.choose() == "portable"
-    monkeypatch.setenv("GLUON_AMP_ISA", "avx2")
-    with pytest.raises(library.KernelError, match=r"must be one of portable on .*'avx2'"):
-        library.choose()
-
-
-def test_best_instruction_set_is_chosen_unless_overridden(monkeypatch):
-    monkeypatch.delenv("GLUON_AMP_ISA", raising=False)
-    monkeypatch.setattr(library, "__cpu_features__", dict.fromkeys(
-        ["AVX512F", "AVX512BW", "AVX512VL", "AVX512DQ", "AVX2", "F16C", "FMA3"], True))
-    assert library.choose() == "avx512"
+    monkeypatch.setattr(library, "__cpu_features__", dict.fromkeys(flags.split(), True))
+    assert library.choose() == best
     monkeypatch.setenv("GLUON_AMP_ISA", "portable")
     assert library.choose() == "portable"
+    monkeypatch.setenv("GLUON_AMP_ISA", "avx2")
+    if best == "portable":
+        with pytest.raises(library.KernelError, match=r"must be one of portable on .*'avx2'"):
+            library.choose()
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "CPU kernels are missing"),
-                                               ("a text, and no library\n" * 100, "CPU kernels do "
-                                                "not load: .*invalid ELF header")])
-def test_missing_kernels_are_reported_with_build_command(content, said,
-                                                                       without_kernels):
+@pytest.mark.parametrize(("content", "said"), [
+    (None, "CPU kernels are missing"),
+    ("a text, and no library\n" * 100, "CPU kernels do not load: .*invalid ELF header")])
+def test_missing_kernels_are_reported_with_build_command(content, said, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "gluon_amp",
+                    ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     if content:
-        (without_kernels / "gluon_amp" / "cpu" / library.PATH.name).write_text(content)
-    message = error("KernelError", NET, without_kernels)
+        (tmp_path / "gluon_amp" / "cpu" / library.PATH.name).write_text(content)
+    message = error("KernelError", NET, tmp_path)
     assert re.search(said, message), message
-    assert f"{without_kernels}{os.sep}gluon_amp" in message
+    assert f"{tmp_path}{os.sep}gluon_amp" in message
     assert "in a checkout of gluon_amp, with a C++ compiler" in message
     assert "pip install --force-reinstall --no-deps . (make -B setup" in message
 

@@ -11,7 +11,7 @@ from gluon_amp.tools.types import types
 from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import ready
+from networks import Calling, ready
 from processes import printed
 from trainers import recorded, with_trainer
 
@@ -146,42 +146,25 @@ def test_converted_symbol_has_no_attribute_and_its_kept_nodes_are_found():
         == ["custom0", "fc1", "custom1", "custom2", "relu"]
 
 
-class Beyond(nn.HybridBlock):
-    """A CustomOp whose result is beyond float16, read by a layer."""
-
-    def __init__(self):
-        super().__init__(prefix="beyond_")
-        with self.name_scope():
-            self.below = nn.Dense(4, in_units=4, weight_initializer=mx.init.Constant(100))
-            self.above = nn.Dense(2, in_units=4)
-
-    def hybrid_forward(self, F, x):
-        x = F.Custom(self.below(x), op_type="squares_without_keywords")
-        return self.above(x)
-
-
 def test_explain_names_the_line_of_a_custom_operator_that_overflows():
-    net = amp.convert(ready(Beyond()))
+    def forward(F, x, below, above):
+        x = F.Custom(below(x), op_type="squares_without_keywords")
+        return above(x)
+
+    below = nn.Dense(4, in_units=4, weight_initializer=mx.init.Constant(100))
+    net = amp.convert(ready(Calling(forward, below, nn.Dense(2, in_units=4))))
     found = str(amp.explain(net, (nd.ones((3, 4)), nd.array([0, 1, 0])),
                             gluon.loss.SoftmaxCrossEntropyLoss()).first_overflow)
-    assert "x = F.Custom(self.below(x)" in found
+    assert "x = F.Custom(below(x)" in found
 
 
-@pytest.mark.parametrize("policy", [
-    "float16", "bfloat16", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["float16", "bfloat16", "mixed_bfloat16"])
 def test_settings_are_on_nodes_of_the_engine_only(policy, rng):
-    class Net(nn.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.dense = nn.Dense(4, in_units=4)
+    def forward(F, x, dense):
+        x = F.contrib.boolean_mask(F.Dropout(dense(x), 0.1), F.ones(3))
+        return dense(F.Custom(x, op_type="squares_without_keywords"))
 
-        def hybrid_forward(self, F, x):
-            x = F.Dropout(self.dense(x), 0.1)
-            x = F.contrib.boolean_mask(x, F.ones(3))
-            return self.dense(F.Custom(x, op_type="squares_without_keywords"))
-
-    net = amp.convert(ready(Net()), policy)
+    net = amp.convert(ready(Calling(forward, nn.Dense(4, in_units=4))), policy)
     net(nd.array(rng.random((3, 4)))).wait_to_read()
     graph, types = net.mixed_graph(["float32"])
     built = build(graph, types, net._amp.policy, watch=True)
@@ -208,15 +191,11 @@ def module(head, loss_scale, cls=amp.Module, **kwargs):
     shared = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="shared")
     custom = mx.sym.Custom(mx.sym.FullyConnected(shared, num_hidden=4, name="own"), op_type=head)
     out = mx.sym.FullyConnected(shared + custom, num_hidden=3, name="out")
-    outputs = [mx.sym.SoftmaxOutput(out, name="softmax"), mx.sym.BlockGrad(custom)]
-    if head == "pulls_to_zero":
-        outputs[1] = custom
+    outputs = [mx.sym.SoftmaxOutput(out, name="softmax"),
+               custom if head == "pulls_to_zero" else mx.sym.BlockGrad(custom)]
     mod = cls(mx.sym.Group(outputs), **({} if loss_scale is None else {"loss_scale": loss_scale}))
-    mod.bind([("data", (4, 5))], [("softmax_label", (4,))], **kwargs)
-    mx.random.seed(1)
-    mod.init_params(mx.init.Xavier())
-    mod.init_optimizer(optimizer_params={"learning_rate": 0.1})
-    return mod
+    return prepared(mod, (4, 5), (4,), init=mx.init.Xavier(), seed=1,
+                    optimizer={"learning_rate": 0.1}, **kwargs)
 
 
 BATCH = mx.io.DataBatch([nd.array(np.random.default_rng(0).standard_normal((4, 5)))],
@@ -516,12 +495,9 @@ def test_error_of_backward_pass_is_raised_before_the_update():
     trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
     loss = recorded(lambda: Failing()(net(nd.ones((4, 3)))).sum())
 
-    def step():
+    with pytest.raises(mx.MXNetError, match="CustomFunction"):  # noqa: PT012
         trainer.backward(loss)
         trainer.step(1)
-
-    with pytest.raises(mx.MXNetError, match="CustomFunction"):
-        step()
     assert np.array_equal(net.weight.data().asnumpy(), before)
 
 

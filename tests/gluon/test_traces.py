@@ -15,14 +15,15 @@ from traces import at_most_traces
 from trainers import recorded
 
 
-class Sliced(nn.HybridBlock):
-    """Calls a slice of its layers, and each layer of another."""
-
+class OfFour:
     def __init__(self):
         super().__init__()
         with self.name_scope():
-            self.body = nn.HybridSequential()
-            self.body.add(*(nn.Dense(3, in_units=3) for _ in range(4)))
+            self.body = sequence(*(nn.Dense(3, in_units=3) for _ in range(4)))
+
+
+class Sliced(OfFour, nn.HybridBlock):
+    """Calls a slice of its layers, and each layer of another."""
 
     def hybrid_forward(self, F, x):
         x = self.body[:2](self.body[0](x))
@@ -31,13 +32,7 @@ class Sliced(nn.HybridBlock):
         return x
 
 
-class SlicedPlain(gluon.Block):
-    def __init__(self):
-        super().__init__()
-        with self.name_scope():
-            self.body = nn.HybridSequential()
-            self.body.add(*(nn.Dense(3, in_units=3) for _ in range(4)))
-
+class SlicedPlain(OfFour, gluon.Block):
     def forward(self, x):
         for layer in self.body[1:]:
             x = layer(x)
@@ -53,9 +48,7 @@ def run(*nets, steps=1):
     for _ in range(steps):
         for net in nets:
             x = nd.ones((2, 3, 8, 8) if isinstance(net, Net) else (2, 3))
-            with autograd.record():
-                loss = net(x).sum()
-            loss.backward()
+            recorded(net, x).backward()
             net(x).wait_to_read()
 
 
@@ -86,34 +79,26 @@ def test_another_network_does_not_trace_again(x, capsys):
 @pytest.mark.parametrize("change", ["child", "convert", "restore", "again", "shared"])
 def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
     shared = ready(sequence(nn.Dense(3, in_units=3), nn.HybridSequential()), mx.init.One())
-    nets = [nn.HybridSequential() for _ in range(2)]
-    for net in nets:
-        net.add(shared)
-        if change != "convert":
+    nets = [sequence(shared) for _ in range(2)]
+    if change != "convert":
+        for net in nets:
             amp.convert(net)
     alone = converted(Sliced)
     run(*nets, shared, alone)
     before = [net(nd.ones((2, 3))).asnumpy() for net in nets]
-    if change == "child":
-        shared[1].add(nn.HybridLambda(lambda F, x: x + 1))
-    elif change == "restore":
+    if change in ("restore", "shared"):
         amp.restore(shared)
-        shared.add(nn.HybridLambda(lambda F, x: x + 1))
-    elif change == "shared":
-        amp.restore(shared)
+    if change == "shared":
         run(*nets)
-        other = sequence(shared)
-        amp.convert(other, "mixed_bfloat16")
-        shared.add(nn.HybridLambda(lambda F, x: x + 1))
+        amp.convert(sequence(shared), "mixed_bfloat16")
     elif change == "again":
         amp.convert(shared, "bfloat16", keep=shared)
-        shared.add(nn.HybridLambda(lambda F, x: x + 1))
-    else:
+    elif change == "convert":
         amp.convert(nets[0])
         nets[0].add(nn.HybridLambda(lambda F, x: x + 1))
         amp.convert(nets[1], "bfloat16")
-        shared.add(nn.HybridLambda(lambda F, x: x + 1))
         before[0] += 1
+    (shared[1] if change == "child" else shared).add(nn.HybridLambda(lambda F, x: x + 1))
     with at_most_traces(0):
         run(alone)
     run(*nets, shared)
