@@ -100,7 +100,10 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     asleep = any(isinstance(b, HybridBlock) and not b._active for b in blocks)
     around = list(blocks_around(net, set(blocks)))
     if mixed and like is None:
-        _check_loaded(blocks, around, policy, kept_blocks, kept)
+        policies = dict.fromkeys(blocks, policy)
+        check_blocks([*blocks, *around], Computes(
+            lambda block: None if block in kept_blocks else policies.get(block) or policy_of(block),
+            Kept.union([kept, kept_in_blocks(around)])))
     _convert_blocks(graphs, kept_blocks, kept, policy, keep, paths_in(net), like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
@@ -132,15 +135,6 @@ def _convert_like(net: Block, policy: object, keep: object, like: object) -> Blo
         convert(blocks[at], recorded, [*operators, *(
             re.escape(name) if name else block for block, name in kept if block in inside)])
     return net
-
-
-def _check_loaded(blocks: List[Block], around: List[Block], policy: Policy,
-                  kept_blocks: Set[Block], kept: Kept) -> None:
-    """Refuses a conversion that the records of loaded parameters contradict."""
-    policies = dict.fromkeys(blocks, policy)
-    check_blocks([*blocks, *around], Computes(
-        lambda block: None if block in kept_blocks else policies.get(block) or policy_of(block),
-        Kept.union([kept, kept_in_blocks(around)])))
 
 
 def restore(net: Block, masters: Any = None) -> Block:

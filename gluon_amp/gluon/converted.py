@@ -64,7 +64,7 @@ from ..policy import Policy
 from ..record import Record, put_record, save_arrays
 from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, float32_numbers, record_of, save_float32, write_masters
+from .records import check_file, float32_numbers, record_of, write_masters
 
 log = logging.getLogger("gluon_amp")
 
@@ -208,7 +208,13 @@ class PolicyBlock:
             masters: a Trainer, or a list of Trainers: saves their master weights, which are not
                 rounded.
         """
-        save_float32(self, filename, deduplicate, masters)
+        parameters = self._collect_params_with_prefix()
+        if deduplicate:
+            last = {p: name for name, p in parameters.items()}
+            parameters = {name: p for p, name in last.items()}
+        numbers = float32_numbers(self, masters)
+        save_arrays(filename, {name: numbers(p) for name, p in parameters.items()},
+                    record_of(self))
 
     def load_parameters(self, filename: str, ctx: Optional[Context] = None,
                         allow_missing: bool = False, ignore_extra: bool = False,
@@ -483,13 +489,6 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
                 "imperatively in float32, or a plain gluon.Block, whose children are converted"
             ) from error
 
-    def _first_trace(self, *args: Any) -> Trace:
-        trace = self._trace(*args)
-        there = {*parameters_in(self), *(d.name for d in self._cached_graph[0])}
-        if there != set(trace.clean.variables()):
-            super()._build_cache(*args)  # raises, or warns of unused parameters
-        return trace
-
     def _call_cached_op(self, *args: Any) -> Any:
         given, structure = _flatten(args, "input")
         arrays = [a for a in given if a is not None]
@@ -520,16 +519,11 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         # Predictions on an H200 were slower with their channels last.
         key = "gpu in training" if on_gpu and autograd.is_training() else device, types
         if key not in trace.ops:
-            trace.ops[key] = self._make_op(trace.clean, on_gpu, types,
-                                           not trace.hooked and key[0] != "gpu")
+            graph, declared = self.mixed_graph(types, trace.clean)
+            trace.ops[key] = make_op(
+                self, graph, declared, self._amp.policy, [d.name for d in trace.graph[0]],
+                parameters_in(self), self._flags, on_gpu, not trace.hooked and key[0] != "gpu")
         return trace.ops[key]
-
-    def free_ops(self) -> None:
-        """Frees the CachedOps and their memory; the next call creates them again."""
-        if self._cached_op is not None:
-            self._cached_op = None
-        for trace in self._amp.traces.values():
-            trace.ops.clear()
 
     def _use_trace(self, structure: str, *args: Any) -> Trace:
         """Sets the block's graph to that of MXNet's current mode, and traces it if necessary."""
@@ -538,7 +532,10 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         skips = getattr(self, "skip_states", None)
         mode = autograd.is_recording(), autograd.is_training(), f"{structure} {skips}"
         if mode not in state.traces:
-            trace = self._trace(*args) if state.traces else self._first_trace(*args)
+            trace = self._trace(*args)
+            there = {*parameters_in(self), *(d.name for d in trace.graph[0])}
+            if not state.traces and there != set(trace.clean.variables()):
+                super()._build_cache(*args)  # raises, or warns of unused parameters
             for block in blocks_in(self):
                 _TRACED_IN.setdefault(block, WeakSet()).add(self)
             alike = (t for t in state.traces.values() if trace.is_alike(t))
@@ -549,12 +546,6 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
                           _out_format=trace.out_format)
         state.trace = trace
         return trace
-
-    def _make_op(self, clean: Graph, on_gpu: bool, dtypes: Tuple[str, ...], layouts: bool) -> Op:
-        names = [d.name for d in self._cached_graph[0]]
-        graph, types = self.mixed_graph(dtypes, clean)
-        return make_op(self, graph, types, self._amp.policy, names, parameters_in(self),
-                       self._flags, on_gpu, layouts)
 
     def mixed_graph(self, dtypes: Iterable[str],
                     clean: Optional[Graph] = None) -> Tuple[Graph, Dict[str, str]]:

@@ -64,7 +64,9 @@ def cached_ops_freed(blocks: List[Any]) -> Iterator[None]:
     them again on demand. Those that replace them meanwhile leave nothing behind."""
     with ExitStack() as stack:
         for block in blocks:
-            block.free_ops()
+            block._cached_op = None
+            for trace in block._amp.traces.values():
+                trace.ops.clear()
             stack.enter_context(replaced(block, _cached_op=None,
                                          _cached_op_args=block._cached_op_args))
         yield

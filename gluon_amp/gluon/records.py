@@ -16,7 +16,7 @@ from ..cpu.arrays import is_16bit, mean_on_cpu, to_float32
 from ..graph.graph import Graph
 from ..graph.keep import Kept, operator_names
 from ..policy import Policy
-from ..record import Record, read_record, record_in, refuse_others, save_arrays
+from ..record import Record, read_record, record_in, refuse_others
 from ..training.masters import trainers_of, write
 
 # An attribute of blocks that have loaded a file: its path, and the version that was loaded.
@@ -169,22 +169,6 @@ def _version(path: str) -> Optional[Tuple[int, int, int]]:
         return None
     status = os.stat(path)
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def save_float32(net: Block, filename: str, deduplicate: bool = False, masters: Any = None) -> None:
-    """Saves parameters as float32 arrays, with a record.
-
-    Args:
-        net: the network.
-        filename: the path of the file.
-        deduplicate: whether a shared parameter is saved once.
-        masters: Trainers whose master weights are saved instead of 16-bit weights.
-    """
-    parameters, numbers = net._collect_params_with_prefix(), float32_numbers(net, masters)
-    if deduplicate:
-        last = {p: name for name, p in parameters.items()}
-        parameters = {name: p for p, name in last.items()}
-    save_arrays(filename, {name: numbers(p) for name, p in parameters.items()}, record_of(net))
 
 
 def float32_numbers(net: Block, masters: Any) -> Callable[[Parameter], Array]:
