@@ -64,27 +64,26 @@ def _run(arguments: Optional[List[str]]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="gluon-amp", description="Mixed-precision training for Apache MXNet Gluon.",
+        prog="gluon-amp", parents=[_DEBUG],
+        description="Mixed-precision training for Apache MXNet Gluon.",
         epilog="gluon-amp COMMAND --help shows flags and examples. python -m gluon_amp SCRIPT.py "
                "... runs a script with gluon_amp imported first.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in COMMANDS:
         sub = commands.add_parser(
-            command.name, help=command.help,
+            command.name, parents=[_DEBUG], help=command.help,
             description=f"{command.help[:1].upper()}{command.help[1:]}.",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             epilog="\n  ".join(["examples:", *command.examples]))
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    for each in (parser, *commands.choices.values()):
-        _add_debug(each)
     return parser
 
 
-def _add_debug(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
-                        help="show the traceback of an error")
+_DEBUG = argparse.ArgumentParser(add_help=False)  # the flag of all parsers
+_DEBUG.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
+                    help="show the traceback of an error")
 
 
 # ---- the subcommands
@@ -274,7 +273,8 @@ def _saved_xray(options: argparse.Namespace) -> None:
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
     of = parser.add_subparsers(dest="action", metavar="build|install", required=True)
-    build = of.add_parser("build", help="compile the kernels of MXNet's CUDA build")
+    build = of.add_parser("build", parents=[_DEBUG], help="compile the kernels of MXNet's CUDA "
+                          "build")
     add = build.add_argument
     add("--arch", action="append", metavar="N", help="90, 100 or 120 for compute capability 9.0, "
         "10.0 or 12.0, or ptx, which the driver compiles on GPUs from 9.0 on; repeatable (90)")
@@ -284,10 +284,8 @@ def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
         "memory suffices (one per processor)")
     add("-o", "--output", type=Path, metavar="DIR", help="write compressed packs to this folder, "
         "for `install` on other machines (default: install the packs here)")
-    install = of.add_parser("install", help="check a pack and install it")
+    install = of.add_parser("install", parents=[_DEBUG], help="check a pack and install it")
     install.add_argument("file", type=Path, metavar="FILE", help="a file .pack or .pack.xz")
-    for each in (build, install):
-        _add_debug(each)
 
 
 def _cuda(options: argparse.Namespace) -> None:
@@ -345,7 +343,3 @@ COMMANDS = (
         "gluon-amp cuda install mxnet-cu112-1.9.1-sm_90.pack.xz",
     ), _cuda_arguments, _cuda),
 )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,5 +1,4 @@
 """`gluon-amp compare`: trains a script in several types and seeds, and reports the difference."""
-import hashlib
 import json
 import os
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Sequence
 
 from ..checks import counted, imports_of
-from ..files import new_folder, replace_text
+from ..files import new_folder, replace_text, sha256
 from ..parallel.launch import ending_with_parent
 from ..policy import POLICIES
 from ..reports import check_margin, read_logs, report
@@ -23,15 +22,7 @@ def compare(script: str, policies: Sequence[str], seeds: int, flags: Sequence[st
 
     A run is `python SCRIPT --dtype POLICY --seed N --save-dir FOLDER/POLICY-seedN FLAGS`, and
     writes log.jsonl into that folder. Finished runs are skipped; the folder of a run exists when it
-    has finished.
-
-    Args:
-        script: the path of the script.
-        policies: policies, with float32 among them.
-        seeds: the number of seeds, from 0 on.
-        flags: further flags of the script.
-        folder: the folder of all runs and of the report.
-        margin: as for `report`.
+    has finished. `gluon-amp compare --help` describes the arguments; `folder` is --output.
 
     Returns:
         The path of report.html.
@@ -77,9 +68,7 @@ def _check(policies: Sequence[str], flags: Sequence[str]) -> None:
 
 def _remember(folder: Path, script: str, flags: Sequence[str]) -> None:
     """Writes compare.json, or refuses a folder of another script or of other flags."""
-    content = Path(script).read_bytes()
-    mine = {"script": Path(script).name, "sha256": hashlib.sha256(content).hexdigest(),
-            "flags": list(flags)}
+    mine = {"script": Path(script).name, "sha256": sha256(script), "flags": list(flags)}
     record = folder / "compare.json"
     if record.exists():
         before: Dict[str, Any] = json.loads(record.read_text())

@@ -126,20 +126,15 @@ def _memory(name: str) -> int:
 
 def accuracy(data: Tuple[Any, Any, Any, Any], epochs: int, seed: int, batch: int = 64) -> None:
     """Trains float32, float16 and bfloat16 side by side on the digits, and prints a table."""
-    with imports_of("demo", "the demo"):
-        from tqdm import tqdm
     images, labels, test_images, test_labels = data
     runs = {dtype: Run(network, dtype, seed) for dtype in TYPES}
     steps = len(labels) // batch
     order = np.random.RandomState(seed)
-    with tqdm(total=epochs * steps, unit="step", disable=None) as bar:
-        for epoch in range(epochs):
-            bar.set_description(f"epoch {epoch + 1}/{epochs}")
-            for part in np.split(order.permutation(len(labels))[:steps * batch], steps):
-                data, target = mx.nd.array(images[part]), mx.nd.array(labels[part])
-                for run in runs.values():
-                    run.step(data, target)
-                bar.update()
+    for _ in range(epochs):
+        for part in np.split(order.permutation(len(labels))[:steps * batch], steps):
+            data, target = mx.nd.array(images[part]), mx.nd.array(labels[part])
+            for run in runs.values():
+                run.step(data, target)
     print("dtype     test accuracy")
     for dtype, run in runs.items():
         print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%}")

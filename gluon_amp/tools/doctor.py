@@ -83,10 +83,6 @@ def gpus() -> List[GPU]:
     return [gpu(number) for number in range(query("cuDeviceGetCount"))]
 
 
-def _tensor_cores(gpu: GPU) -> str:
-    return "Tensor Cores" if gpu.tensor_cores else "no Tensor Cores"
-
-
 # ---- the examination
 
 def examine(model: Optional[str] = None,
@@ -135,7 +131,7 @@ def _error_of_a_step(device: Context) -> Optional[str]:
 
 
 def _conclusion(steps: Sequence[Step]) -> str:
-    where = [f"{device} ({gpu.name}, {_tensor_cores(gpu)})" if gpu else
+    where = [f"{device} ({gpu.name}, {'' if gpu.tensor_cores else 'no '}Tensor Cores)" if gpu else
              f"the CPU ({library.load()} kernels)" for device, gpu, error in steps if error is None]
     if not where:
         return f"float16 does not train here: {steps[-1].error}"
@@ -168,7 +164,7 @@ def _machine(found: Sequence[GPU], why_none: str, features: Set[str]) -> Iterato
     yield "cuDNN", _cudnn() if "CUDNN" in features else "not in this build"
     for gpu in found:
         yield "GPU", f"{gpu.name}, {gpu.bytes / 1e9:.1f} GB, compute capability {gpu.version}, " \
-                     f"{_tensor_cores(gpu)}"
+                     f"{'' if gpu.tensor_cores else 'no '}Tensor Cores"
         override = os.environ.get(_TF32)
         tf32 = "TF32" in gpu.formats and override != "0"
         if gpu.formats:

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..checks import listed, message
 from ..cpu.arrays import TYPES_16BIT, to_float32
+from ..files import must_exist
 from ..gluon.convert import convert
 from ..graph.graph import Entry, Graph
 from ..graph.operators import LOSSES
@@ -47,19 +48,7 @@ class _Model(NamedTuple):
 def xray_files(model: str, params: str, data: Sequence[str], label: str = "label",
                loss: Optional[str] = None, policy: str = "float16",
                batch_size: Optional[int] = None, steps: int = 20) -> View:
-    """Returns the X-ray of a model in files.
-
-    Args:
-        model: an exported symbol.
-        params: its parameters.
-        data: .npz files with an array for each input of the symbol, and the label.
-        label: the name of the label array.
-        loss: softmax, sigmoid, l1 or l2, for a symbol that has no loss; None: softmax.
-        policy: a policy of `convert`.
-        batch_size: splits the arrays into batches of this length, without an incomplete last one;
-            None: one batch per file.
-        steps: the maximum number of batches.
-    """
+    """Returns the X-ray of a model in files. `gluon-amp xray --help` describes the arguments."""
     chosen = get_policy(policy)
     if chosen.is_float32:
         raise ValueError("an X-ray needs a policy with other types than float32, such as float16. "
@@ -123,11 +112,10 @@ def _variables(entries: Iterable[Entry]) -> Dict[str, None]:
 
 
 def _parameters(path: str) -> Arrays:
+    must_exist(path)
     try:
         arrays = mx.nd.load(path)
     except mx.MXNetError as error:
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"no such file: {path}") from None
         raise ValueError(f"MXNet cannot read parameters from {path}: {message(error)}") from None
     if not isinstance(arrays, dict):
         raise ValueError(f"{path} has arrays without names: it is not a file of parameters")
@@ -136,12 +124,11 @@ def _parameters(path: str) -> Arrays:
 
 def _read(path: str) -> Arrays:
     """Returns the arrays of a .npz file."""
+    must_exist(path)
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except _NOT_ZIP:
-        if not os.path.exists(path):
-            raise
         raise ValueError("--data must be a file of numpy.savez, with an array for each "
                          f"input. Received: {path}") from None
     wrong = [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]

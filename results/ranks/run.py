@@ -40,7 +40,7 @@ def train(name, ranks, seed):
     flags = f"--dtype float16 --seed {seed} --batch-size {batch} {flags}"
     launcher = []
     if ranks > 1:
-        launcher = [*study.PYTHON, "-m", "gluon_amp.tools.cli", "launch", "-n", str(ranks)]
+        launcher = [*study.PYTHON, "-m", "gluon_amp", "launch", "-n", str(ranks)]
         flags += " --kvstore dist_sync"
     with tempfile.TemporaryDirectory() as folder:
         study.train("example/image_classification.py", flags, folder, launcher)

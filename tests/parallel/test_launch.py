@@ -53,7 +53,7 @@ def launcher(tmp_path):
 
     def run(program, *arguments, program_arguments=()):
         (tmp_path / "program.py").write_text(program)
-        command = [sys.executable, "-W", "ignore", "-m", "gluon_amp.tools.cli", "launch", "-n",
+        command = [sys.executable, "-W", "ignore", "-m", "gluon_amp", "launch", "-n",
                    "2", *arguments, sys.executable, "-W", "ignore", str(tmp_path / "program.py"),
                    *program_arguments]
         started.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True,

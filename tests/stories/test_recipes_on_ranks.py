@@ -56,7 +56,7 @@ def launch(folder, save_dir, *arguments):
     (folder / "program.py").write_text(PROGRAM)
     python = [sys.executable, "-W", "ignore"]
     done = subprocess.run(
-        [*python, "-m", "gluon_amp.tools.cli", "launch", "-n", "2", *python,
+        [*python, "-m", "gluon_amp", "launch", "-n", "2", *python,
          str(folder / "program.py"), str(EXAMPLES), str(folder), "--save-dir", str(save_dir),
          *OPTIONS, *arguments], stderr=subprocess.PIPE, text=True, timeout=200,
         env={**os.environ, "OMP_NUM_THREADS": "1"})

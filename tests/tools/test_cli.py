@@ -298,14 +298,14 @@ def test_xray_of_files_prints_nodes_to_keep(files, tmp_path, capsys):
     ("net", "text", "", "arrays must hold numbers. Received: data of <U1"),
     ("net", "apart", "--batch-size 4", "needs arrays of equal length"),
     ("net", "short", "--batch-size 5", "length, 5 or more. Received: data (4, 6), label (4,)"),
-    ("net", "none", "", "No such file"),
+    ("net", "none", "", "does not exist"),
     ("net", "batch", "--loss l3", "--loss is one of softmax, sigmoid, l1, l2. Received: l3"),
     ("module", "batch", "--loss l2", "this one has its own: softmax_output. Received: --loss l2"),
     ("ends", "batch", "", "takes logits, and the symbol ends in softmax"),
     ("net", "batch", "--policy float32", "such as float16. Received: --policy float32"),
     ("net", "batch", "--policy float17", "unknown policy. Valid: float32, float16,"),
     ("net", "batch", "--format bfloat16", "a new one takes --policy"),
-    ("net", "batch", "--params nothing", "no such file: nothing"),
+    ("net", "batch", "--params nothing", "nothing does not exist"),
     ("none", "batch", "", "No such file")])
 def test_xray_refuses_unfit_files(model, data, others, said, files, tmp_path,
                                                     capsys):
