@@ -148,7 +148,7 @@ def _draw_counts(axes, view):
     axes.axvline(16, color=RED)
     axes.text(16.2, -0.65, "65504", color=RED, va="bottom", ha="center")
     axes.set_yticks(range(len(names)), ["conv0", "conv1", "batch_dot0", "sqrt0"])
-    axes.set_xlabel("exponent, base 2; darker: more numbers")
+    axes.set_xlabel("exponent, base 2; stronger: more numbers")
 
 
 # ---- gradients of a small network
@@ -253,8 +253,9 @@ def life_of_a_loss_scale():
     axes.step(range(len(scales)), exponents, where="post", color=BLUE, linewidth=2,
               label="loss scale")
     skipped = [i for i, good in enumerate(updated) if not good]
-    axes.plot(skipped, [exponents[i] for i in skipped], "x", color=RED, markersize=8,
-              markeredgewidth=2, label="step skipped")
+    if skipped:
+        axes.plot(skipped, [exponents[i] for i in skipped], "x", color=RED, markersize=8,
+                  markeredgewidth=2, label="step skipped")
     limits = [math.log2(limit) for limit in limits]
     axes.plot(range(len(limits)), limits, color=SKY, linewidth=1, label="65504 / norm")
     low, high = math.floor(min(exponents)), math.ceil(max(limits))
