@@ -317,6 +317,7 @@ def detector(F, x, body, classes, boxes):
     return scores, moved, found
 
 
+@pytest.mark.mx_nd("mx.np reads the numbers of reshape otherwise")
 def test_detections_are_no_false_positive():
     """One other choice of a row moves all rows."""
     net = calling(detector, *(nn.Conv2D(count, 3, padding=1, prefix=f"net_{name}_") for name, count
