@@ -12,11 +12,10 @@ from gluon_amp.formats import FORMATS
 from gluon_amp.inspection.tensors import Counts
 from gluon_amp.tools.cli import main
 from gluon_amp.tools.types import types
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.gluon import nn
-from networks import ready
+from networks import ready, sequence
 from processes import printed
-from trainers import with_trainer
 from xray_networks import (
     LOSS,
     Mean,
@@ -35,7 +34,8 @@ from xray_networks import (
 
 pytestmark = [pytest.mark.numpy, pytest.mark.long]
 
-sym = mx.sym
+def named_net(*layers):
+    return sequence(*layers, prefix="net_")
 
 
 # ---- advice ---------------------------------------------------------------------------------
@@ -73,12 +73,11 @@ def test_keep_line_has_policy(policy, begin):
 
 
 def test_keep_covers_all_batches():
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(8, use_bias=False),
-                nn.HybridLambda(lambda F, x: x * 3e4 * 30 * 1e-6, prefix="always_"),
-                nn.Dense(8, use_bias=False),
-                nn.HybridLambda(lambda F, x: F.sqrt(x * x + 1), prefix="sometimes_"), nn.Dense(4))
+    net = named_net(nn.Dense(8, use_bias=False),
+                    nn.HybridLambda(lambda F, x: x * 3e4 * 30 * 1e-6, prefix="net_always_"),
+                    nn.Dense(8, use_bias=False),
+                    nn.HybridLambda(lambda F, x: F.sqrt(x * x + 1), prefix="net_sometimes_"),
+                    nn.Dense(4))
     mx.random.seed(1)
     net.initialize(mx.init.Xavier())
     amp.convert(net)
@@ -112,13 +111,11 @@ def test_keep_names_nodes_of_outermost_block():
         y = one(x) * 3000
         return two(y * y * 1e-4)
 
-    rng = np.random.default_rng(0)
-    given = [(nd.array(rng.standard_normal((8, 5))), nd.array(rng.integers(0, 4, 8)))]
     net = calling(forward, *layers(8, 4))
-    view = amp.xray(net, given, LOSS)
+    view = amp.xray(net, rows(), LOSS)
     assert view.first_overflow is not None
     assert all(name.startswith("net_") for name in view.keep)
-    check_mended(net, view, given)
+    check_mended(net, view, rows())
 
 
 def test_explain_names_first_node_with_nonfinite_output():
@@ -155,14 +152,14 @@ def test_training_under_xray_is_bitwise_identical():
 
 
 def test_random_state_is_restored_after_operator_error():
-    mx.random.seed(6)
-    expected = nd.random.normal(shape=4).asnumpy()
-    mx.random.seed(6)
-
     def draws_and_fails():
         with random_numbers_kept():
             nd.random.normal(shape=4).wait_to_read()
             nd.linalg.potrf(nd.array([[-1.0]]))  # fails later, at the wait
+
+    mx.random.seed(6)
+    expected = nd.random.normal(shape=4).asnumpy()
+    mx.random.seed(6)
     with pytest.raises(mx.MXNetError, match="potrf"):
         draws_and_fails()
     np.testing.assert_array_equal(nd.random.normal(shape=4).asnumpy(), expected)
@@ -196,35 +193,14 @@ def test_random_state_includes_all_parallel_generators(copies):
     printed(COPIES, MXNET_CPU_PARALLEL_RAND_COPY=copies)
 
 
-def test_xray_with_trainer_trains():
-    net, trainer = with_trainer(converted(), "sgd", {"learning_rate": 1e-4})
-    view = amp.xray(net, batches(3), LOSS, trainer, steps=3)
-    assert len(view.losses) == 3
-    assert len(set(view.losses)) == 3
-    assert {w.name: w.counts.numbers for w in view.weights}["net_batchnorm0_gamma"] == 16
-
-
 def test_gradients_with_grad_req_add_are_reset_each_step():
     losses = []
     for request in ("write", "add"):
         net = prepared(Mean())
-        for parameter in net.collect_params().values():
-            parameter.grad_req = request
+        net.collect_params().setattr("grad_req", request)
         trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
         losses.append(amp.xray(net, rows(3), LOSS, trainer, reference=False).losses)
     assert losses[0] == losses[1]
-
-
-class Heads(nn.HybridBlock):
-    """A network with two outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Dense(4)
-
-    def hybrid_forward(self, F, x):
-        hidden = self.dense(x)
-        return hidden, hidden * 2
 
 
 @pytest.mark.parametrize(("make", "given", "said"), [
@@ -235,7 +211,7 @@ class Heads(nn.HybridBlock):
      r"does not take this batch.*\(2, 3, 12\)"),
     (converted, lambda: [(*batches(1)[0][:1], nd.ones((2, 3)))],
      r"loss_fn does not take.*\(2, 3\)"),
-    (lambda: prepared(Heads()), lambda: rows(1),
+    (lambda: calling(lambda F, x, dense: (dense(x), dense(x) * 2), nn.Dense(4)), lambda: rows(1),
      r"does not take.*\n?.*For several outputs, pass .* lambda outputs, label: "),
     (converted, lambda: [(batches(1)[0][0], np.ones(2))], r"Received: .*'ndarray'"),
     (converted, lambda: batches(1)[0], r"is a list of tuples \(data, label\)"),
@@ -283,9 +259,7 @@ def test_save_leaves_other_folders(tmp_path):
 
 @pytest.mark.parametrize("name", ["<!--<script>", "</script>", "<!--"])
 def test_page_is_whole_with_any_name_of_a_node(tmp_path, name):
-    net = nn.HybridSequential(prefix=name)
-    with net.name_scope():
-        net.add(nn.Dense(4, in_units=6))
+    net = named_net(nn.Dense(4, in_units=6, prefix=f"{name}dense_"))
     page = amp.xray(prepared(net), rows(1), LOSS).save(tmp_path / "out")
     text = Path(page).read_text(encoding="utf-8")
     assert (text.count("<script"), text.count("</script"), text.count("<!--")) == (1, 1, 0)
@@ -384,10 +358,7 @@ def test_command_prints_types_of_network(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "Convolution" in out
     assert "nodes below float32; " in out
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(3, in_units=4), nn.Dense(2, in_units=3))
-    net.initialize()
+    net = ready(named_net(nn.Dense(3, in_units=4, prefix="net_dense0_"), nn.Dense(2, in_units=3)))
     amp.convert(net, "bfloat16", keep="net_dense0")
     net(mx.nd.ones((2, 4)))
     net.export(str(tmp_path / "net"))
@@ -402,27 +373,25 @@ def test_command_prints_types_of_network(tmp_path, capsys):
     assert "model zoo" in capsys.readouterr().err
 
 
-def test_types_counts_inputs_and_nodes_in_grammatical_numbers():
-    one = amp.convert(ready(nn.Dense(3, in_units=4, use_bias=False)), "pure_float16")
-    one(mx.nd.ones((2, 4)))
-    assert str(types(one)).endswith("1 of 1 node below float32; 1 input cast.")
-    two = amp.convert(ready(nn.Dense(3, in_units=4)), "mixed_float16")
-    two(mx.nd.ones((2, 4)))
-    assert str(types(two)).endswith("1 of 1 node below float32; 3 inputs cast.")
+@pytest.mark.parametrize(("use_bias", "policy", "said"), [
+    (False, "pure_float16", "1 of 1 node below float32; 1 input cast."),
+    (True, "mixed_float16", "1 of 1 node below float32; 3 inputs cast.")])
+def test_types_counts_inputs_and_nodes_in_grammatical_numbers(use_bias, policy, said):
+    net = amp.convert(ready(nn.Dense(3, in_units=4, use_bias=use_bias)), policy)
+    net(mx.nd.ones((2, 4)))
+    assert str(types(net)).endswith(said)
 
 
-def test_verdict_is_first_and_gradients_have_parameter_names(tmp_path):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(8), nn.HybridLambda(lambda F, x: x * x * 40000, prefix="square_"),
-                nn.Dense(4))
+def test_verdict_is_first_and_gradients_have_parameter_names():
+    net = named_net(nn.Dense(8, prefix="net_dense0_"),
+                    nn.HybridLambda(lambda F, x: x * x * 40000), nn.Dense(4, prefix="net_dense1_"))
     net.initialize(mx.init.Xavier())
     amp.convert(net)
-    batch = nd.random.normal(shape=(16, 20)), nd.arange(16) % 4
-    view = amp.xray(net, [batch], gluon.loss.SoftmaxCrossEntropyLoss())
+    data, label = nd.random.normal(shape=(16, 20)), nd.arange(16) % 4
+    view = amp.xray(net, [(data, label)], LOSS)
     assert re.search(r": \d+ operators? needs? float32 beyond those that the policy keeps",
                     str(view).splitlines()[0])
     assert {t.name for t in view.tensors if t.kind == "weight gradient"} == {
         f"gradient of net_dense{i}_{name}" for i in (0, 1) for name in ("weight", "bias")}
-    view = amp.xray(net, [(batch[0] * np.inf, batch[1])], gluon.loss.SoftmaxCrossEntropyLoss())
+    view = amp.xray(net, [(data * np.inf, label)], LOSS)
     assert view.verdict == "No verdict: no batch is finite in float32"
