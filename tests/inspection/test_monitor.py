@@ -8,51 +8,53 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
+from networks import ready, sequence
+from trainers import recorded, values, with_trainer
 from xray_networks import LOSS, batches, images_net
 
 pytestmark = [pytest.mark.numpy, pytest.mark.isa]
 
 
 def train(net, trainer, data, steps, monitor=None):
-    """The losses of some steps."""
-    losses = []
+    """Takes steps on these batches in turn."""
     for i in range(steps):
         x, label = data[i % len(data)]
         with autograd.record():
             loss = LOSS(net(x), label)
-        if isinstance(trainer, amp.Trainer):
-            trainer.backward(loss)
-        else:
-            loss.backward()
+        getattr(trainer, "backward", autograd.backward)(loss)
         trainer.step(len(label))
-        losses.append(loss.asnumpy())
         if monitor:
             monitor.step()
-    return losses
 
 
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def made(policy="float16", seed=1, **kwargs):
-    """A network and its trainer."""
-    mx.random.seed(seed)
-    net = images_net()
-    net.initialize(mx.init.Xavier())
+def made(policy="float16"):
+    """A network of convolutions and its trainer."""
+    mx.random.seed(1)
+    net = ready(images_net(), mx.init.Xavier())
     amp.convert(net, policy)
     net.hybridize(static_alloc=True, static_shape=True)
     net(batches()[0][0])
-    return net, amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, **kwargs)
+    return with_trainer(net, "sgd", {"learning_rate": 0.1})
 
 
-def dense(policy="float16"):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(4, in_units=6, use_bias=False, prefix="dense_"))
-    net.initialize(mx.init.Normal(1))
+def small():
+    return [(nd.ones((3, 6)), nd.arange(3))]
+
+
+def dense(policy="float16", cls=amp.Trainer, rate=0.1, **kwargs):
+    """A dense layer in a network, and its trainer."""
+    net = ready(sequence(nn.Dense(4, in_units=6, use_bias=False, prefix="net_dense_"),
+                         prefix="net_"), mx.init.Normal(1))
     amp.convert(net, policy)
-    return net
+    return net, cls(net.collect_params(), "sgd", {"learning_rate": rate}, **kwargs)
+
+
+def outputs(path):
+    return [line for line in lines(path) if line["kind"] == "output"]
 
 
 NETWORKS = {
@@ -75,14 +77,11 @@ def test_training_is_bitwise_unchanged(policy, name, tmp_path):
     data, results = nd.array(np.random.default_rng(0).standard_normal(shape)), []
     for monitored in (False, True):
         mx.random.seed(1)
-        net = nn.HybridSequential(prefix="net_")
-        with net.name_scope():
-            net.add(*make())
-        net.initialize(mx.init.Xavier())
+        net = ready(sequence(*make()), mx.init.Xavier())
         if policy:
             amp.convert(net, policy)
         net.hybridize(static_alloc=True)
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        _, trainer = with_trainer(net, "sgd", {"learning_rate": 0.1})
         monitor = amp.Monitor(net, trainer, tmp_path / "a.jsonl", 2) if monitored else None
         for _ in range(4):
             with autograd.record():
@@ -91,14 +90,13 @@ def test_training_is_bitwise_unchanged(policy, name, tmp_path):
             trainer.step(1)
             if monitor:
                 monitor.step()
-        results.append([p.data().asnumpy() for p in net.collect_params().values()])
+        results.append(values(net))
     assert all(np.array_equal(a, b) for a, b in zip(*results))
     assert {line["step"] for line in lines(tmp_path / "a.jsonl")} == {2, 4}
 
 
 def test_statistics_match_values_of_tensors(tmp_path, rng):
-    net, file = dense(), tmp_path / "a.jsonl"
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=8.0)
+    (net, trainer), file = dense(rate=0, loss_scale=8.0), tmp_path / "a.jsonl"
     x, label = rng.standard_normal((5, 6)).astype("float16"), nd.arange(5) % 4
     w = net[0].weight.data().asnumpy()
     with amp.Monitor(net, trainer, file, interval=1, layers=net[0]) as monitor:
@@ -106,27 +104,22 @@ def test_statistics_match_values_of_tensors(tmp_path, rng):
     found = {(line["node"], line["tensor"]): line for line in lines(file)}
     out = found["net_dense_fwd", "output"]
     exact = x.astype("float32") @ w.astype("float32").T
-    assert out["numbers"] == 20
-    assert out["format"] == "float16"
-    assert out["rms"] == pytest.approx(np.sqrt((exact ** 2).mean()), rel=1e-3)
-    assert out["largest"] == np.floor(np.log2(np.abs(exact).max()))
-    assert out["least"] == np.floor(np.log2(np.abs(exact).min()))
     exponents = np.floor(np.log2(np.abs(exact))).astype(int)
+    assert (out["numbers"], out["format"], "loss_scale" in out) == (20, "float16", False)
+    assert out["rms"] == pytest.approx(np.sqrt((exact ** 2).mean()), rel=1e-3)
+    assert (out["largest"], out["least"]) == (exponents.max(), exponents.min())
     assert dict(out["bins"]) == dict(zip(*np.unique(exponents, return_counts=True)))
     assert out["zero"] == out["underflow"] == out["overflow"] == out["nan"] == 0
-    assert "loss_scale" not in out
     soft = np.exp(exact) / np.exp(exact).sum(1, keepdims=True) - np.eye(4)[[0, 1, 2, 3, 0]]
     gradient = found["net_dense_fwd", "net_dense_weight"]
-    assert gradient["kind"] == "gradient"
-    assert gradient["loss_scale"] == 8
+    assert (gradient["kind"], gradient["loss_scale"]) == ("gradient", 8)
     scaled = 8 * soft.T @ x.astype("float32")
     assert gradient["rms"] == pytest.approx(np.sqrt((scaled ** 2).mean()), rel=1e-2)
 
 
 def test_overflow_and_underflow_are_reported(tmp_path):
-    net, file = dense(), tmp_path / "a.jsonl"
+    (net, trainer), file = dense(rate=0, loss_scale=None), tmp_path / "a.jsonl"
     net[0].weight.set_data(nd.array([[1e-4] * 6, [1.0] * 6, [3e4] * 6, [0.0] * 6]))
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0}, loss_scale=None)
     data = nd.ones((2, 6)) * nd.array([[1e-5], [1.0]])
     with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor, autograd.record():
         net(data)
@@ -149,14 +142,12 @@ def test_only_chosen_layers_are_written(layers, nodes, tmp_path):
 
 
 def test_predictions_between_steps_are_not_counted(tmp_path):
-    net, file = dense(), tmp_path / "a.jsonl"
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    data = [(nd.ones((3, 6)), nd.arange(3))]
+    (net, trainer), file = dense(), tmp_path / "a.jsonl"
     with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
         for _ in range(3):
             net(nd.ones((7, 6)))
-            train(net, trainer, data, 1, monitor)
-    assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
+            train(net, trainer, small(), 1, monitor)
+    assert {line["numbers"] for line in outputs(file)} == {12}
 
 
 @pytest.mark.parametrize("kind", [amp.Trainer, gluon.Trainer])
@@ -172,25 +163,21 @@ def test_xray_between_steps_loses_nothing(kind, place, look, tmp_path):
             with pytest.raises(ValueError, match="does not take"):
                 amp.xray(net, [(nd.ones((3, 5)), label)], LOSS)
         else:
-            amp.xray(dense() if "another" in look else net, [(data, label)], LOSS)
+            amp.xray(dense()[0] if "another" in look else net, [(data, label)], LOSS)
 
-    def observed(file, looked):
+    def observed(file, looks):
         mx.random.seed(1)
-        net = dense("mixed_float16")
-        trainer = kind(net.collect_params(), "sgd", {"learning_rate": 0.1})
-        at = place if looked else ""
+        net, trainer = dense("mixed_float16", kind)
         with amp.Monitor(net, trainer, file, 1) as monitor:
             for _ in range(2):
-                if at == "before":
-                    look_at(net)
-                with autograd.record():
-                    loss = LOSS(net(data), label)
-                getattr(trainer, "backward", lambda loss: loss.backward())(loss)
-                if at == "after backward":
-                    look_at(net)
-                trainer.step(3)
-                if at == "after":
-                    look_at(net)
+                for part, call in (
+                        ("before", lambda: None),
+                        ("after backward", lambda: getattr(trainer, "backward", autograd.backward)(
+                            recorded(lambda: LOSS(net(data), label)))),
+                        ("after", lambda: trainer.step(3))):
+                    call()
+                    if looks and part == place:
+                        look_at(net)
                 monitor.step()
         return lines(file)
 
@@ -200,40 +187,31 @@ def test_xray_between_steps_loses_nothing(kind, place, look, tmp_path):
 
 
 def test_xray_that_takes_steps_leaves_the_monitor(tmp_path):
-    net, file = dense(), tmp_path / "a.jsonl"
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
-    data = [(nd.ones((3, 6)), nd.arange(3))]
+    (net, trainer), file = dense(), tmp_path / "a.jsonl"
     with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
-        amp.xray(net, data, LOSS, trainer)
-        train(net, trainer, data, 2, monitor)
-    assert [line["step"] for line in lines(file) if line["kind"] == "output"] == [1, 2]
-    assert {line["numbers"] for line in lines(file) if line["kind"] == "output"} == {12}
+        amp.xray(net, small(), LOSS, trainer)
+        train(net, trainer, small(), 2, monitor)
+    assert [(line["step"], line["numbers"]) for line in outputs(file)] == [(1, 12), (2, 12)]
 
 
 def test_passes_of_one_step_add_up(tmp_path):
-    net, file = dense(), tmp_path / "a.jsonl"
+    (net, trainer), file = dense(), tmp_path / "a.jsonl"
     net.collect_params().setattr("grad_req", "add")
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
         for _ in range(2):
-            with autograd.record():
-                loss = LOSS(net(nd.ones((3, 6))), nd.arange(3))
-            trainer.backward(loss)
+            trainer.backward(recorded(lambda: LOSS(net(nd.ones((3, 6))), nd.arange(3))))
         trainer.step(6)
         monitor.step()
-    numbers = {line["tensor"]: line["numbers"] for line in lines(file)}
-    assert numbers["output"] == 2 * 12
-    assert numbers["net_dense_weight"] == 2 * 24
-    gradient, = (line for line in lines(file) if line["tensor"] == "net_dense_weight")
-    assert gradient["overflow"] == 0
-    assert gradient["loss_scale"] == 4
+    found = {line["tensor"]: line for line in lines(file)}
+    gradient = found["net_dense_weight"]
+    assert (found["output"]["numbers"], gradient["numbers"]) == (2 * 12, 2 * 24)
+    assert (gradient["overflow"], gradient["loss_scale"]) == (0, 4)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0 ** 24])
 def test_passes_of_scale_loss_are_observed_with_their_scale(scale, tmp_path):
-    net, file = dense(), tmp_path / "a.jsonl"
-    given = scale and amp.DynamicLossScale(scale)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=given)
+    net, trainer = dense(loss_scale=scale and amp.DynamicLossScale(scale))
+    file = tmp_path / "a.jsonl"
     with amp.Monitor(net, trainer, file, 1, ".*dense_fwd") as monitor:
         with autograd.record():
             loss = LOSS(net(nd.ones((3, 6))), nd.arange(3))
@@ -247,12 +225,11 @@ def test_passes_of_scale_loss_are_observed_with_their_scale(scale, tmp_path):
 
 
 def test_gluon_trainer_is_supported(tmp_path):
-    net, file = dense("mixed_bfloat16"), tmp_path / "a.jsonl"
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    (net, trainer), file = dense("mixed_bfloat16", gluon.Trainer), tmp_path / "a.jsonl"
     with amp.Monitor(net, trainer, file, 2) as monitor:
-        train(net, trainer, [(nd.ones((3, 6)), nd.arange(3))], 4, monitor)
-    assert {(line["step"], line["format"]) for line in lines(file) if line["tensor"] == "output"
-            and line["node"].endswith("dense_fwd")} == {(2, "bfloat16"), (4, "bfloat16")}
+        train(net, trainer, small(), 4, monitor)
+    assert {(line["step"], line["format"]) for line in outputs(file)
+            if line["node"].endswith("dense_fwd")} == {(2, "bfloat16"), (4, "bfloat16")}
 
 
 def test_tensorboard_scalars(tmp_path):
@@ -281,15 +258,12 @@ def test_parts_of_plain_block_are_observed_and_file_is_appended(tmp_path):
         def forward(self, x):
             return self.two(self.one(x) * float(x.shape[0]))
 
-    net, file = Plain(), tmp_path / "a.jsonl"
-    net.initialize()
-    amp.convert(net)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+    net, trainer = with_trainer(amp.convert(ready(Plain())), "sgd", {"learning_rate": 0.1})
+    file = tmp_path / "a.jsonl"
     for _ in range(2):
         with amp.Monitor(net, trainer, file, 1, "plain_dense._fwd") as monitor:
-            train(net, trainer, [(nd.ones((3, 6)), nd.arange(3))], 1, monitor)
-    assert [line["node"] for line in lines(file) if line["kind"] == "output"] \
-        == ["plain_dense0_fwd", "plain_dense1_fwd"] * 2
+            train(net, trainer, small(), 1, monitor)
+    assert [line["node"] for line in outputs(file)] == ["plain_dense0_fwd", "plain_dense1_fwd"] * 2
 
 
 def test_step_without_training_warns(tmp_path, caplog):
@@ -301,27 +275,24 @@ def test_step_without_training_warns(tmp_path, caplog):
     assert "no statistics of step 2, because the network did not train" in caplog.text
 
 
-def test_unsupported_arguments_are_refused(tmp_path):
-    net, trainer = made()
+@pytest.mark.parametrize(("wrong", "words"), [
+    ({"net": nn.Dense(2)}, r"network that gluon_amp\.convert has converted.*Dense"),
+    ({"net": None}, r"network that gluon_amp\.convert has converted.*NoneType"),
+    ({"trainer": "sgd"}, r"trainer is a gluon_amp\.Trainer, or MXNet's.*str"),
+    *(({"interval": interval}, "interval must be an integer >= 1") for interval in (0, 1.5, True)),
+    *(({"layers": layers}, "layers takes blocks and regular expressions") for layers in ([3], 3)),
+    ({"layers": "["}, r"'\[' is not a regular expression"),
+    ({"layers": []}, "layers is empty")])
+def test_unsupported_arguments_are_refused(wrong, words, tmp_path):
+    net, trainer = dense()
     file = tmp_path / "a.jsonl"
-    with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*Dense"):
-        amp.Monitor(nn.Dense(2), trainer, file)
-    with pytest.raises(TypeError, match=r"network that gluon_amp\.convert has converted.*NoneType"):
-        amp.Monitor(None, trainer, file)
-    with pytest.raises(TypeError, match=r"trainer is a gluon_amp\.Trainer, or MXNet's.*str"):
-        amp.Monitor(net, "sgd", file)
-    for interval in (0, 1.5, True):
-        with pytest.raises(ValueError, match="interval must be an integer >= 1"):
-            amp.Monitor(net, trainer, file, interval)
-    with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
-        amp.Monitor(net, trainer, file, layers=[3])
-    with pytest.raises(TypeError, match="layers takes blocks and regular expressions"):
-        amp.Monitor(net, trainer, file, layers=3)
-    with pytest.raises(ValueError, match=r"'\[' is not a regular expression"):
-        amp.Monitor(net, trainer, file, layers="[")
-    with pytest.raises(ValueError, match="layers is empty"):
-        amp.Monitor(net, trainer, file, layers=[])
+    with pytest.raises((TypeError, ValueError), match=words):
+        amp.Monitor(**{"net": net, "trainer": trainer, "path": file, **wrong})
     assert not file.exists()
+
+
+def test_layers_that_are_not_there_and_a_second_monitor_are_refused(tmp_path):
+    (net, trainer), file = made(), tmp_path / "a.jsonl"
     with amp.Monitor(net, trainer, file, 1, "net_dens_fwd") as monitor, \
             pytest.raises(ValueError, match=r"'net_dens_fwd'. Did you mean net_dense0_fwd"):
         train(net, trainer, batches(), 1, monitor)
@@ -343,28 +314,24 @@ def test_closed_monitor_observes_nothing(tmp_path):
 
 
 def test_two_networks_are_observed_at_once(tmp_path):
-    data, label = nd.ones((3, 6)), nd.arange(3)
+    data, label = small()[0]
 
     def observed(prefixes):
         """The lines of monitors of networks that take their steps in turn."""
-        nets = []
+        watched = []
         for prefix in prefixes:
             mx.random.seed(1)
-            net = nn.Dense(4, in_units=6, prefix=prefix)
-            net.initialize(mx.init.Normal(1))
-            nets.append(amp.convert(net))
-        trainers = [amp.Trainer(net.collect_params(), "sgd", loss_scale=64) for net in nets]
-        files = [tmp_path / f"{prefix}-of-{len(prefixes)}" for prefix in prefixes]
-        monitors = [amp.Monitor(net, trainer, file, 1, net)
-                    for net, trainer, file in zip(nets, trainers, files)]
-        with autograd.record():
-            losses = [LOSS(net(data.copy()), label.copy()) for net in nets]
-        for loss, trainer in zip(losses, trainers):
+            net = amp.convert(ready(nn.Dense(4, in_units=6, prefix=prefix), mx.init.Normal(1)))
+            _, trainer = with_trainer(net, "sgd", loss_scale=64)
+            file = tmp_path / f"{prefix}-of-{len(prefixes)}"
+            watched.append((net, trainer, amp.Monitor(net, trainer, file, 1, net), file))
+        losses = recorded(lambda: [LOSS(net(data.copy()), label.copy()) for net, *_ in watched])
+        for loss, (_, trainer, *_) in zip(losses, watched):
             trainer.backward(loss)
             trainer.step(3)
-        for monitor in monitors:
+        for *_, monitor, _ in watched:
             monitor.step()
             monitor.close()
-        return [lines(file) for file in files]
+        return [lines(file) for *_, file in watched]
 
     assert observed(["one_", "two_"]) == observed(["one_"]) + observed(["two_"])
