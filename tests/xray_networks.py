@@ -95,12 +95,14 @@ def layers(*units, flatten=True):
 
 
 def check_mended(net, view, given, loss_fn=LOSS, rtol=0.01):
-    """With the nodes of `keep`, an X-ray has no findings, and losses are near float32's."""
+    """With the nodes of `keep`, an X-ray has no findings, and losses are near float32's. Returns
+    that X-ray."""
     amp.convert(net, keep=view.keep)
     after = amp.xray(net, given, loss_fn)
     # a lower loss scale helps what is left
     assert ([f for f in after.findings if not f.remedy], after.first_overflow) == ([], None)
     np.testing.assert_allclose(after.losses, after.reference_losses, rtol=rtol)
+    return after
 
 
 def training(looked_at, make=None, give=None, steps=4):

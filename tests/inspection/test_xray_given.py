@@ -12,22 +12,26 @@ from gluon_amp.inspection import render
 from gluon_amp.inspection.saved import read
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling
+from networks import Calling, ready, sequence
+from trainers import fit, recorded, values, with_trainer
 from xray_networks import LOSS, rows
 
 pytestmark = pytest.mark.numpy
 
 
 def two_layers(fault=None):
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Dense(8, activation="relu", prefix="first_"))
-        if fault:
-            net.add(nn.HybridLambda(fault, prefix="fault_"))
-        net.add(nn.Dense(4, prefix="second_"))
+    fault = [nn.HybridLambda(fault, prefix="net_fault_")] if fault else []
+    net = sequence(nn.Dense(8, activation="relu", prefix="net_first_"), *fault,
+                   nn.Dense(4, prefix="net_second_"), prefix="net_")
     mx.random.seed(1)
-    net.initialize(mx.init.Normal(0.3))
-    return amp.convert(net)
+    return amp.convert(ready(net, mx.init.Normal(0.3)))
+
+
+def two_layers_and_trainer():
+    """The same after a prediction."""
+    net = two_layers()
+    net(rows(1)[0][0])
+    return with_trainer(net, "sgd", {"learning_rate": 1e-6}, loss_scale=64)
 
 
 def nonfinite(number=np.nan):
@@ -64,12 +68,10 @@ def test_nonfinite_data_is_reported_and_nothing_is_kept(number):
 
 
 def test_nonfinite_weight_is_reported():
-    net = two_layers()
-    net(rows(1)[0][0])
+    net, _ = two_layers_and_trainer()
     net[1].bias.set_data(nd.array([0, 1, np.inf, 0]))
     for view in (amp.xray(net, rows(1), LOSS), amp.explain(net, rows(1)[0], LOSS)):
-        found = view.first_overflow
-        assert (found.node, found.op) == ("net_second_bias", "")
+        assert (view.first_overflow.node, view.first_overflow.op) == ("net_second_bias", "")
 
 
 def test_advice_ignores_batches_with_nonfinite_data(tmp_path):
@@ -91,17 +93,15 @@ def test_reading_in_another_format_ignores_left_out_batches(tmp_path):
 
 
 def test_overflow_report_has_ranges_of_data_and_parameters():
-    net = two_layers()
-    net(rows(1)[0][0])
+    (net, _), (data, label) = two_layers_and_trainer(), rows(1)[0]
     net[1].weight.set_data(nd.full((4, 8), 2.0 ** 15))
-    found = amp.explain(net, rows(1)[0], LOSS).first_overflow
+    found = amp.explain(net, (data, label), LOSS).first_overflow
     assert found.inputs["net_second_weight"] == (15, 15)
     assert found.inputs["net_second_bias"] is None  # all 0
-    data, label = rows(1)[0]
     found = amp.explain(two_layers(), (nd.full(data.shape, 2.0 ** 20), label), LOSS).first_overflow
     assert found.inputs == {"data": (20, 20)}
     assert "block net_first" in found.where  # which reads data that a cast made infinite
-    found = amp.explain(two_layers(), rows(1)[0], LOSS, 2.0 ** 40).first_overflow
+    found = amp.explain(two_layers(), (data, label), LOSS, 2.0 ** 40).first_overflow
     assert found.backward
     assert "net_second_fwd 2^" in str(found)
 
@@ -123,19 +123,11 @@ def symbol_block():
 def test_xray_of_network_that_has_not_run_leaves_training_unchanged(make):
     def trained(looked_at):
         mx.random.seed(4)
-        net = make()
-        net.initialize(mx.init.Normal(0.3))
-        amp.convert(net)
+        net = amp.convert(ready(make(), mx.init.Normal(0.3)))
         if looked_at:
             amp.xray(net, rows(2), LOSS)
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=64)
-        for data, label in rows(2):
-            with autograd.record():
-                loss = LOSS(net(data), label)
-            trainer.backward(loss)
-            trainer.step(len(label))
-        weights = [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
-        return weights, nd.random.uniform(shape=3).asnumpy().tobytes()
+        fit(*with_trainer(net, "sgd", {"learning_rate": 0.1}, loss_scale=64), rows(2))
+        return [array.tobytes() for array in (*values(net), nd.random.uniform(shape=3).asnumpy())]
 
     assert trained(True) == trained(False)
 
@@ -154,33 +146,28 @@ def test_list_of_labels_ends_a_batch():
 
 
 def test_files_hold_weights(tmp_path):
-    net = two_layers()
-    net(rows(1)[0][0])
+    net, trainer = two_layers_and_trainer()
     net[0].weight.set_data(net[0].weight.data() * 2.0 ** -16)  # too small for float16
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
     view = amp.xray(net, rows(1), LOSS, trainer)
     view.save(str(tmp_path / "xray"))
     table = {(row["tensor"], row["kind"]): row for row in render.rows(view)}
-    lines = [json.loads(line)
-             for line in (tmp_path / "xray" / "xray.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "xray" / "xray.jsonl").read_text().splitlines())
     held = {(line["parameter"], line["kind"]): line for line in lines if "parameter" in line}
-    for weight, parameter in zip(view.weights, net.collect_params().values()):
-        now = parameter.data().asnumpy().astype(np.float32)
+    for weight, now in zip(view.weights, values(net)):
+        now = now.astype(np.float32)
         row, line = table[weight.name, "weight"], held[weight.name, "weight"]
         assert row["format"] == "float16"
         small = (now != 0) & (np.abs(now) < 2.0 ** -14)
         assert float(row["subnormal"]) + float(row["flushed"]) == pytest.approx(small.mean())
         exponents = np.floor(np.log2(np.abs(now[now != 0])))
         assert dict(line["bins"]) == dict(zip(*np.unique(exponents, return_counts=True)))
-        assert line["zero"] == (now == 0).sum()
-        assert now.size == int(row["numbers"])
+        assert (line["zero"], int(row["numbers"])) == ((now == 0).sum(), now.size)
 
 
 def test_weights_are_judged_in_another_format(tmp_path):
-    net = amp.convert(two_layers(), "bfloat16")
-    net(rows(1)[0][0])
+    net, trainer = two_layers_and_trainer()
+    amp.convert(net, "bfloat16")
     net[0].weight.set_data(net[0].weight.data() * 2.0 ** -30)  # too small for float16
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-6}, loss_scale=64)
     view = amp.xray(net, rows(1), LOSS, trainer)
     view.save(str(tmp_path / "xray"))
     for name, found in (("bfloat16", False), ("float16", True)):
@@ -193,17 +180,14 @@ def test_weights_are_judged_in_another_format(tmp_path):
 
 def test_batch_size_argument_reaches_trainer_step():
     def weights(batch_size):
-        net = two_layers()
-        net(rows(1)[0][0])
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, loss_scale=64)
+        net, trainer = two_layers_and_trainer()
+        trainer.set_learning_rate(0.1)
         if batch_size:
             amp.xray(net, rows(1), LOSS, trainer, batch_size=batch_size)
         else:
-            with autograd.record():
-                loss = LOSS(net(rows(1)[0][0]), rows(1)[0][1])
-            trainer.backward(loss)
+            trainer.backward(recorded(lambda: LOSS(net(rows(1)[0][0]), rows(1)[0][1])))
             trainer.step(2)
-        return [p.data().asnumpy().tobytes() for p in net.collect_params().values()]
+        return [array.tobytes() for array in values(net)]
 
     assert weights(2) == weights(None) != weights(8)
     with pytest.raises(ValueError, match="batch_size must be an integer"):
@@ -223,23 +207,19 @@ def test_errors_name_the_function_that_was_called(net):
 def test_xray_and_explain_pause_a_recording(with_trainer):
     """MXNet refuses writes to arrays of a graph that is being recorded."""
     def shown():
-        net = two_layers()
-        net(rows(1)[0][0])
-        trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64) if with_trainer else None
+        net, trainer = two_layers_and_trainer()
         assert amp.explain(net, rows(1)[0], LOSS).first_overflow is None
-        return str(amp.xray(net, rows(2), LOSS, trainer))
+        return str(amp.xray(net, rows(2), LOSS, trainer if with_trainer else None))
 
     with autograd.record():
-        recorded = shown()
+        seen = shown()
         assert autograd.is_recording()
-    assert recorded == shown()
+    assert seen == shown()
 
 
 def waiting_trainer(net):
     trainer = amp.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        loss = LOSS(net(rows(1)[0][0]), rows(1)[0][1])
-    trainer.backward(loss)
+    trainer.backward(recorded(lambda: LOSS(net(rows(1)[0][0]), rows(1)[0][1])))
     return trainer
 
 
@@ -249,8 +229,7 @@ def waiting_trainer(net):
     (waiting_trainer, "gradients wait for the trainer's step"),
 ])
 def test_trainer_that_cannot_step_is_refused(make, said):
-    net = two_layers()
-    net(rows(1)[0][0])
+    net, _ = two_layers_and_trainer()
     with pytest.raises((TypeError, ValueError), match=said):
         amp.xray(net, rows(1), LOSS, make(net))
 
