@@ -22,21 +22,22 @@ P100 = GPU("Tesla P100-PCIE-16GB", 60, bytes=17_071_734_784)
 # ---- GPUs
 
 
-@pytest.mark.parametrize(("capability", "served"), [
-    (37, False), (50, True), (52, True), (61, True), (70, True), (75, True), (80, True),
-    (86, True), (89, True), (90, False), (100, False), (120, False)])
-def test_compute_capabilities_supported_by_mxnet_cuda_builds(capability, served):
-    assert is_served(GPU("", capability)) is served
+AMPERE = ["float16", "TF32", "bfloat16"]
 
 
-@pytest.mark.parametrize(("name", "capability", "cores"), [
-    ("Tesla V100-SXM2-16GB", 70, True), ("Tesla T4", 75, True),
-    ("NVIDIA GeForce RTX 2060", 75, True), ("NVIDIA A10", 86, True),
-    ("Quadro T2000", 75, False), ("NVIDIA T600", 75, False),
-    ("NVIDIA GeForce GTX 1660 Ti", 75, False), ("NVIDIA GeForce MX450", 75, False),
-    ("NVIDIA GeForce GTX 1080", 61, False)])
-def test_gpus_with_tensor_cores(name, capability, cores):
-    assert GPU(name, capability).tensor_cores is cores
+@pytest.mark.parametrize(("name", "capability", "served", "formats"), [
+    ("Tesla K80", 37, False, []), ("NVIDIA GeForce GTX 750", 50, True, []),
+    ("NVIDIA GeForce GTX 980", 52, True, []), ("Tesla P100", 60, True, []),
+    ("NVIDIA GeForce GTX 1080", 61, True, []), ("Tesla V100-SXM2-16GB", 70, True, ["float16"]),
+    ("Tesla T4", 75, True, ["float16"]), ("NVIDIA GeForce RTX 2060", 75, True, ["float16"]),
+    ("Quadro T2000", 75, True, []), ("NVIDIA T600", 75, True, []), ("GTX 1650", 75, True, []),
+    ("NVIDIA GeForce GTX 1660 Ti", 75, True, []), ("NVIDIA GeForce MX450", 75, True, []),
+    ("A100", 80, True, AMPERE), ("NVIDIA A10", 86, True, AMPERE), ("RTX 4090", 89, True, AMPERE),
+    ("NVIDIA H100 PCIe", 90, False, AMPERE), ("NVIDIA B200", 100, False, AMPERE),
+    ("NVIDIA GeForce RTX 5090", 120, False, AMPERE)])
+def test_what_a_gpu_has(name, capability, served, formats):
+    gpu = GPU(name, capability)
+    assert (is_served(gpu), gpu.tensor_cores, gpu.formats) == (served, formats != [], formats)
 
 
 DRIVER = r"""
@@ -92,22 +93,11 @@ def test_driver_error_is_reported(driver):
         gpus()
 
 
-def test_driver_without_gpu_is_reported(driver):
+def test_missing_driver_and_missing_gpus_are_reported(driver, monkeypatch):
     driver(init=100)
     assert "GPU          none: the NVIDIA driver finds no GPU" in examine()[1]
-
-
-def test_missing_driver_is_reported(monkeypatch):
     monkeypatch.setattr(doctor, "_DRIVER", "libcuda-of-nobody.so.1")
     assert "none: no NVIDIA driver (libcuda-of-nobody.so.1) is installed" in examine()[1]
-
-
-@pytest.mark.parametrize(("name", "capability", "formats"), [
-    ("Tesla P100", 60, []), ("GTX 1650", 75, []), ("Tesla V100", 70, ["float16"]),
-    ("A100", 80, ["float16", "TF32", "bfloat16"]),
-    ("RTX 4090", 89, ["float16", "TF32", "bfloat16"])])
-def test_matrix_formats_of_gpu(name, capability, formats):
-    assert GPU(name, capability).formats == formats
 
 
 def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
@@ -117,9 +107,6 @@ def test_tf32_is_reported_for_gpus_that_have_it(monkeypatch):
     assert "TF32 is on" in text
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     assert "TF32 is off" in examine()[1]
-
-
-def test_tf32_is_not_reported_for_gpus_without_it(monkeypatch):
     assert "TF32 is" not in machine(monkeypatch, T4, cuda=True)
 
 
@@ -142,18 +129,16 @@ def notes(text):
     return text.partition("\n\n")[0].splitlines()
 
 
-def test_unused_gpu_with_cpu_build_is_noted_with_remedy(monkeypatch):
-    conclusion, note = notes(machine(monkeypatch, T4, cuda=False))
+@pytest.mark.parametrize(("gpu", "options", "words"), [
+    (T4, {"cuda": False}, ["Tesla T4 is not used",
+                           "pip uninstall -y mxnet; pip install '.[cu112]' in a checkout"]),
+    (H100, {"cuda": True}, ["H100 PCIe: its compute capability is 9.0",
+                            "float16 runs on the CPU"]),
+    (T4, {"cuda": True, "error": "out of memory"}, ["not on gpu(0): out of memory"])])
+def test_gpu_on_which_float16_does_not_train_is_noted(gpu, options, words, monkeypatch):
+    conclusion, note = notes(machine(monkeypatch, gpu, **options))
     assert conclusion.startswith("float16 trains here: on the CPU (")
-    assert "Tesla T4 is not used" in note
-    assert "pip uninstall -y mxnet; pip install '.[cu112]' in a checkout" in note
-
-
-def test_gpu_unsupported_by_build_is_noted(monkeypatch):
-    conclusion, note = notes(machine(monkeypatch, H100, cuda=True))
-    assert conclusion.startswith("float16 trains here: on the CPU (")
-    assert "H100 PCIe: its compute capability is 9.0" in note
-    assert "float16 runs on the CPU" in note
+    assert all(word in note for word in words)
 
 
 def test_supported_gpus_are_first_and_keep_their_ids(monkeypatch):
@@ -161,12 +146,6 @@ def test_supported_gpus_are_first_and_keep_their_ids(monkeypatch):
     assert conclusion.startswith("float16 trains here: on gpu(1) (Tesla T4, Tensor Cores) and "
                                  "gpu(2) (Tesla P100-PCIE-16GB, no Tensor Cores) and the CPU (")
     assert any("P100" in note and "saves memory, not time" in note for note in others)
-
-
-def test_cpu_is_used_if_step_on_gpu_fails(monkeypatch):
-    conclusion, note = notes(machine(monkeypatch, T4, cuda=True, error="out of memory"))
-    assert conclusion.startswith("float16 trains here: on the CPU (")
-    assert note == "not on gpu(0): out of memory"
 
 
 def test_slow_kernels_of_openblas_are_reported():
@@ -220,22 +199,19 @@ def reason():
     return text.splitlines()[0].partition(": ")[2]
 
 
-def test_mxnet_error_is_reported_without_traceback(monkeypatch):
-    def refuses(net):
-        raise mx.MXNetError('Traceback (most recent call last):\n  File "../src/operator/nn/./../'
-                            'linalg_impl.h", line 166\nMXNetError: FP16 gemm on cpu not '
-                            'implemented!')
-    monkeypatch.setattr(doctor, "convert", refuses)
-    assert reason() == "FP16 gemm on cpu not implemented!"
-
-
 def test_wrong_result_of_step_is_the_reason(monkeypatch):
     monkeypatch.setattr(doctor, "convert", lambda net: net)
     assert reason() == "a training step gives a float32 weight of 0.9375. " \
                        "Expected: a float16 weight of 0.9375"
 
 
+def fails_with_a_traceback():
+    raise mx.MXNetError('Traceback (most recent call last):\n  File "../src/operator/nn/./../'
+                        'linalg_impl.h", line 166\nMXNetError: FP16 gemm on cpu not implemented!')
+
+
 @pytest.mark.parametrize(("fails", "said"), [
+    (fails_with_a_traceback, "FP16 gemm on cpu not implemented!"),
     (lambda: nd.ones((2,)) + nd.ones((3,)),
      "operands could not be broadcast together with shapes [2] [3]"),
     (lambda: nd.Pooling(nd.ones((1, 1, 2, 2)), kernel=(3, 3), pool_type="max"),
