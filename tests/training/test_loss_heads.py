@@ -106,17 +106,20 @@ def test_custom_operator_that_declares_its_incoming_gradient_is_trusted(op_type,
     assert step(network(lambda F, x, layer: custom(op_type)(F, layer(x)), kind, dense()))
 
 
+def check_second_is_refused(layer, first, second, error):
+    """Of two losses of the layer's parameters, the first is accepted."""
+    _, trainer = with_trainer(layer, "sgd", loss_scale=64)
+    trainer.backward(recorded(first))
+    assert trainer.step(4)
+    with pytest.raises(ValueError, match=error):
+        trainer.backward(recorded(second))
+
+
 def test_another_custom_operator_is_checked_after_one_that_is_no_head():
-    net, trainer = with_trainer(ready(nn.Dense(3, in_units=3)), "sgd", loss_scale=64)
-    for op_type in ("half_square", "half_square_head"):
-        with autograd.record():
-            loss = nd.Custom(net(nd.ones((4, 3))), op_type=op_type)
-        if op_type == "half_square":
-            trainer.backward(loss)
-            assert trainer.step(4)
-        else:
-            with pytest.raises(ValueError, match=CUSTOM):
-                trainer.backward(loss)
+    layer = ready(dense())
+    check_second_is_refused(layer, *(
+        lambda op_type=op_type: nd.Custom(layer(nd.ones((4, 3))), op_type=op_type)
+        for op_type in ("half_square", "half_square_head")), CUSTOM)
 
 
 @pytest.mark.parametrize("kind", ["hybridized", "float16"])
@@ -204,9 +207,8 @@ def test_heads_of_plain_graphs_are_refused_without_engine(monkeypatch):
 
 
 def module(symbol, loss_scale):
-    made = prepared(amp.Module(symbol, label_names=None, loss_scale=loss_scale), (4, 3),
-                    init=mx.init.Xavier(), optimizer={"learning_rate": 0.1}, for_training=True)
-    return made
+    return prepared(amp.Module(symbol, label_names=None, loss_scale=loss_scale), (4, 3),
+                    init=mx.init.Xavier(), optimizer={"learning_rate": 0.1})
 
 
 def in_loop(x):
@@ -245,39 +247,29 @@ def test_module_accepts_heads_of_frozen_layers_and_operators_that_propagate():
 
 def test_block_freed_and_created_again_is_checked():
     net = network(lambda F, x, layer: layer(x), "hybridized", dense())
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=64)
-    for head in (lambda F, x: F.square(x), softmax):
+
+    def loss(head):
         loss_fn = Calling(head)
         loss_fn.hybridize()
-        with autograd.record():
-            loss = loss_fn(net(nd.ones((4, 3))))
-        if head is softmax:
-            with pytest.raises(ValueError, match=SOFTMAX):
-                trainer.backward(loss)
-        else:
-            trainer.backward(loss)
-            assert trainer.step(4)
+        return loss_fn(net(nd.ones((4, 3))))
+
+    check_second_is_refused(net, lambda: loss(lambda F, x: F.square(x)), lambda: loss(softmax),
+                            SOFTMAX)
 
 
-def test_head_that_first_reached_nothing_is_refused_when_it_does():
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_head_that_first_reached_nothing_is_refused_when_it_does(hybridized):
     """The second graph has no operators but those of the first."""
-    for kind in ("plain", "hybridized"):
-        layer, head = dense(), Calling(lambda F, x: F.SoftmaxOutput(x, F.zeros((4,))))
-        layer.initialize()
-        head(nd.ones((4, 3)))
-        if kind == "hybridized":
-            head.hybridize()
-        trainer = amp.Trainer(layer.collect_params(), "sgd", loss_scale=64)
+    layer, head = ready(dense()), Calling(softmax)
+    head(nd.ones((4, 3)))
+    head.hybridize(hybridized)
 
-        def loss(arrange, layer=layer, head=head):
-            with autograd.record():
-                out = layer(nd.ones((4, 3)))
-                return (arrange(head(out)) * out).sum()
+    def loss(arrange):
+        out = layer(nd.ones((4, 3)))
+        return (arrange(head(out)) * out).sum()
 
-        trainer.backward(loss(nd.BlockGrad))
-        assert trainer.step(4)
-        with pytest.raises(ValueError, match=SOFTMAX):
-            trainer.backward(loss(lambda out: out))
+    check_second_is_refused(layer, lambda: loss(nd.BlockGrad), lambda: loss(lambda out: out),
+                            SOFTMAX)
 
 
 @mx.operator.register("half_square_by_argument")
@@ -291,16 +283,10 @@ class ByArgument(HalfSquareProp):
 
 
 def test_custom_operator_is_checked_for_each_argument():
-    net, trainer = with_trainer(ready(nn.Dense(3, in_units=3)), "sgd", loss_scale=64)
-
-    def loss(head):
-        with autograd.record():
-            return nd.Custom(net(nd.ones((4, 3))), op_type="half_square_by_argument", head=head)
-
-    trainer.backward(loss("no"))
-    assert trainer.step(4)
-    with pytest.raises(ValueError, match=CUSTOM):
-        trainer.backward(loss("yes"))
+    layer = ready(dense())
+    check_second_is_refused(layer, *(
+        lambda head=head: nd.Custom(layer(nd.ones((4, 3))), op_type="half_square_by_argument",
+                                    head=head) for head in ("no", "yes")), CUSTOM)
 
 
 def test_operators_of_a_freed_graph_have_other_numbers():
