@@ -34,7 +34,7 @@ from mxnet import symbol as S
 
 # ---- scaling changes only gradients that underflow
 
-@pytest.mark.parametrize("scale", [None, 1, 2.0 ** 20, 2.0 ** -6, "dynamic",
+@pytest.mark.parametrize("scale", ["auto", None, 1, 2.0 ** 20, 2.0 ** -6, "dynamic",
                                    dynamic(8, growth_interval=3)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("context", [mx.cpu(), TWO], ids=["one", "two"])
