@@ -4,6 +4,7 @@
 each operator of a training step, and `Statistics` reads the operator's outputs: those of a GPU by
 operators that run there, those of a CPU in numpy.
 """
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,12 +54,12 @@ class AfterRounding:
 
 class Statistics:
     """Counts of each tensor: on a GPU `AfterRounding`, by at most `LAUNCHES` kernels for each, and
-    by one copy to the host for 512 tensors of a type."""
+    by one copy to the host for 512 tensors."""
 
-    LAUNCHES = 9  # abs, four comparisons, two for the sums of squares, two for the maximum
+    LAUNCHES = 10  # abs, four comparisons, two for the sums of squares, two for the maximum, a cast
 
     def __init__(self) -> None:
-        self._rows: Dict[Any, _Rows] = {}  # those with free rows, by device, type and width
+        self._rows: Dict[Context, _Rows] = {}  # those with free rows
 
     def read(self, array: Array, dtype: str) -> Any:
         if array.ctx.device_type != "gpu":
@@ -67,58 +68,46 @@ class Statistics:
         size = abs(array)
         marks = [size == 0, size < format_.smallest_normal, size <= format_.largest,
                  size == size]  # False for NaN
+        if array.ctx not in self._rows or self._rows[array.ctx].used == _Rows.COUNT:
+            self._rows[array.ctx] = _Rows(array.ctx)
+        rows = self._rows[array.ctx]
+        row, sums, largest = rows.add()
         # multi_sum_sq adds in float32; a sum of float16 ones would end at 2048
-        sums, at = self._row(array.ctx, "float32", 1 + len(marks))
-        mx.nd.multi_sum_sq(array, *marks, num_arrays=1 + len(marks), out=sums.view(at))
-        top, place = self._row(array.ctx, dtype, 1)
-        mx.nd.max(size, out=top.view(place))
-        return array.size, (sums, at), (top, place)
-
-    def _row(self, context: Context, dtype: str, width: int) -> "Tuple[_Rows, int]":
-        key = context, dtype, width
-        if key not in self._rows or self._rows[key].is_full:
-            self._rows[key] = _Rows(context, dtype, width)
-        return self._rows[key], self._rows[key].add()
+        mx.nd.multi_sum_sq(array, *marks, num_arrays=1 + len(marks), out=sums)
+        mx.nd.cast(mx.nd.max(size), dtype="float32", out=largest)
+        return array.size, rows, row
 
     def results(self, read: Iterable[Any]) -> List[Union[Counts, AfterRounding]]:
         self._rows.clear()
         return [one if isinstance(one, Counts) else self._counts(*one) for one in read]
 
     @staticmethod
-    def _counts(numbers: int, sums: "Tuple[_Rows, int]",
-                largest: "Tuple[_Rows, int]") -> AfterRounding:
-        squares, zero, below, finite, not_nan = sums[0].values[sums[1]].tolist()
-        top = float(largest[0].values[largest[1]][0])
-        most = int(np.frexp(top)[1]) - 1 if finite == numbers and top > 0 else None
+    def _counts(numbers: int, rows: "_Rows", row: int) -> AfterRounding:
+        squares, zero, below, finite, not_nan, top = rows.values[row].tolist()
+        most = math.frexp(top)[1] - 1 if finite == numbers and top > 0 else None
         return AfterRounding(numbers, squares, round(zero), round(below - zero),
                              round(not_nan - finite), round(numbers - not_nan), most)
 
 
 class _Rows:
-    """Rows of numbers on a device, which are copied to the host together."""
+    """Rows of numbers on a GPU, which are copied to the host together."""
 
-    COUNT = 512
+    COUNT, _WIDTH = 512, 6
 
-    def __init__(self, context: Context, dtype: str, width: int) -> None:
-        self._array = mx.nd.zeros(self.COUNT * width, context, dtype)
-        self._width, self._used = width, 0
+    def __init__(self, context: Context) -> None:
+        self._array = mx.nd.zeros(self.COUNT * self._WIDTH, context)
+        self.used = 0
 
-    @property
-    def is_full(self) -> bool:
-        return self._used == self.COUNT
-
-    def add(self) -> int:
-        """Returns the index of a new row."""
-        self._used += 1
-        return self._used - 1
-
-    def view(self, row: int) -> Array:
-        return self._array[row * self._width:(row + 1) * self._width]
+    def add(self) -> Tuple[int, Array, Array]:
+        """Returns the index of a new row, and views of its first numbers and of its last."""
+        self.used += 1
+        end = self.used * self._WIDTH
+        return self.used - 1, self._array[end - self._WIDTH:end - 1], self._array[end - 1:end]
 
     @cached_property
     def values(self) -> "np.ndarray[Any, Any]":
         """All rows, read once, after the last one was written."""
-        return self._array.asnumpy().reshape(self.COUNT, self._width)
+        return self._array.asnumpy().reshape(self.COUNT, self._WIDTH)
 
 
 # ---- the observer -------------------------------------------------------------------------------
@@ -172,8 +161,7 @@ class HookObserver(Observer):
         graph, types = block.mixed_graph(dtypes)
         op, inputs = self.op_of(block, self._marked(graph) if trains else graph, types,
                                 on_gpu=on_gpu)
-        hooked: Any = self._hooked(op, graph) if trains else op
-        return hooked, inputs
+        return self._hooked(op, graph) if trains else op, inputs
 
     @contextmanager
     def _observed(self, block: Any) -> Iterator[None]:
@@ -206,8 +194,7 @@ class HookObserver(Observer):
             symbol = symbol.as_np_ndarray()
         op, inputs = cached_op(symbol, [d.name for d in data], parameters_in(block),
                                flags_of(block))
-        hooked: Any = self._hooked(op, graph)
-        return hooked, inputs
+        return self._hooked(op, graph), inputs
 
     def _marked(self, graph: Graph) -> Graph:
         """Returns the graph with an identity behind each output, whose gradient is the first that

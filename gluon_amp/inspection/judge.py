@@ -468,7 +468,9 @@ class _Judge:
         gradients = [t for t in backward if t.is_low]
         limits = window(gradients, [(scale, self.flow.counts)], _MOST_LOST)
         if limits is None or limits.fits(self.training):
-            return [] if limits is None else self._near_the_smallest(limits)
+            return [] if limits is None else [  # without headroom at the smallest loss scale
+                self._of_all_gradients(limits, note, "warning")
+                for note in limits.notes(self.training) if limits.high < 2 * smallest]
 
         def too_large_for(wanted: float) -> List[Tensor]:
             return [t for t in gradients if t.highest_factor(t.counts) * scale < wanted]
@@ -502,11 +504,6 @@ class _Judge:
         tensor = next(t for t in self.seen.values() if t.name == limits.high_tensor)
         return Finding(self.layout.blamed(tensor.key), tensor.name, "range above", detail, [],
                        backward=True, severity=severity, remedy=limits.remedy)
-
-    def _near_the_smallest(self, limits: Window) -> List[Finding]:
-        """Warns that gradients have no headroom at the smallest loss scale."""
-        return [self._of_all_gradients(limits, note, "warning")
-                for note in limits.notes(self.training) if limits.high < 2 * self.training.smallest]
 
     def _jump(self, backward: List[Tensor]) -> Optional[Tensor]:
         """Returns the gradient whose size differs most from that of its inputs, if by more than

@@ -91,21 +91,18 @@ class Monitor:
         self.interval = whole_number(interval, "interval", least=1)
         self._net, self._trainer = net, trainer
         self._layers = _layers(layers)
-        self._observer = self._create_observer()
+        on_cpus = all(c.device_type == "cpu" for c in trainer._contexts)
+        # To count products of bfloat16, the engine computes them in float32, with other bits.
+        exact = not any(policy_in_use(block).compute == BFLOAT16 for block in self._blocks)
+        in_engine = on_cpus and exact and not plain_graphs(net)
+        self._observer: Union[EngineObserver, HookObserver] = (
+            EngineObserver if in_engine else HookObserver)(net, trainer, self._is_chosen)
         self._observing = ExitStack()
         self.steps, self._closed = 0, False
         self._path = os.fspath(path)
         self._append([])  # raises now if the file is not writable
         self._events = EventFile(tensorboard) if tensorboard is not None else None
         self._arm()
-
-    def _create_observer(self) -> Union[EngineObserver, HookObserver]:
-        on_cpus = all(c.device_type == "cpu" for c in self._trainer._contexts)
-        # To count products of bfloat16, the engine computes them in float32, with other bits.
-        exact = not any(policy_in_use(block).compute == BFLOAT16 for block in self._blocks)
-        if on_cpus and exact and not plain_graphs(self._net):
-            return EngineObserver(self._net, self._trainer, self._is_chosen)
-        return HookObserver(self._net, self._trainer, self._is_chosen)
 
     def step(self) -> None:
         """Counts a step, and writes its statistics if it was observed. Call it after each step.
@@ -159,17 +156,7 @@ class Monitor:
         if not self._observer.passes:
             log.warning("Monitor: no statistics of step %d, because the network did not train",
                         self.steps)
-        lines = self._lines()
-        self._append(lines)
-        if self._events is not None:
-            for line in lines:
-                for name in _SCALARS:
-                    if line[name] is not None:
-                        self._events.add(self.steps, f"{line['node']}/{line['tensor']}/{name}",
-                                         line[name])
-
-    def _lines(self) -> List[Line]:
-        lines = []
+        lines: List[Line] = []
         for key, measured in self._observer.totals().items():
             inputs = self._observer.inputs.get(key.node)
             if inputs is None or key.backward and key.which not in range(len(inputs)):
@@ -178,7 +165,13 @@ class Monitor:
                 f"output {key.which}" if key.which else "output"
             lines.append(tensor_line(self.steps, key, name, self._observer.format_of(key),
                                      *measured, self._observer.before_rounding))
-        return lines
+        self._append(lines)
+        if self._events is not None:
+            for line in lines:
+                for name in _SCALARS:
+                    if line[name] is not None:
+                        self._events.add(self.steps, f"{line['node']}/{line['tensor']}/{name}",
+                                         line[name])
 
     def _append(self, lines: List[Line]) -> None:
         with open(self._path, "a", encoding="utf-8") as file:

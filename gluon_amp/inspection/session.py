@@ -151,7 +151,10 @@ class Session:
     def __init__(self, net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction],
                  most: int, who: str) -> None:
         self.net, given, self.loss_fn = as_block(net, batches, loss_fn)
-        first = _first_of(given, most, who)
+        given = iterator(given, "batches is a list of tuples (data, label), or an iterable of them")
+        first = list(itertools.islice(given, most))
+        if not first:
+            raise ValueError(f"{who} needs at least one batch. Received: none")
         _check(self.net, who)
         self.batches = [Batch.of(batch) for batch in first]
         if any(array.ctx.device_type == "gpu" for array in self.batches[0].data):
@@ -241,14 +244,6 @@ class Session:
                              or any(array is one for one in self.batches[0].data))
         return which
 
-    def inspected(self) -> "NetworkCopy":
-        """Returns the network in its policy. Refuses one without tensors in its format."""
-        low = NetworkCopy(self)
-        if not any(tensor.is_low for tensor in low.layout.tensors):
-            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
-                             "only products round their inputs")
-        return low
-
     def named_arrays(self, batch: Batch, graphs: "NetworkCopy") -> Dict[str, Any]:
         """Returns the arrays of these graphs and the data of the network's graph, by name."""
         own = next((of for of in self.graphs.values() if of.block is self.net), None)
@@ -306,13 +301,10 @@ class NetworkCopy:
         if which not in self._mixed:
             of, types = self.session.graphs[which], self._types_in(which)
             given = {**types, **dict(zip(of.names, of.dtypes))}
-            if self.policy.is_float32:
-                graph = insert_casts(of.clean, given, self.policy, types)
-            else:
-                wide = wide_constants({name: self.session.parameters[name] for name in types},
-                                      self.policy)
-                graph = insert_casts(of.clean, given, self.policy, getattr(of.block, "weak", types),
-                                     self.keep | of.kept, wide)
+            wide = wide_constants({name: self.session.parameters[name] for name in types},
+                                  self.policy)
+            graph = insert_casts(of.clean, given, self.policy, getattr(of.block, "weak", types),
+                                 self.keep | of.kept, wide)
             self._mixed[which] = graph, given
         return self._mixed[which]
 
@@ -434,15 +426,6 @@ class NetworkCopy:
 
 
 # ---- what is given ------------------------------------------------------------------------------
-
-
-def _first_of(batches: Iterable[Any], count: int, who: str) -> List[Any]:
-    """Returns the first `count` batches at most."""
-    given = iterator(batches, "batches is a list of tuples (data, label), or an iterable of them")
-    first = list(itertools.islice(given, count))
-    if not first:
-        raise ValueError(f"{who} needs at least one batch. Received: none")
-    return first
 
 
 def _check(net: Network, who: str) -> None:

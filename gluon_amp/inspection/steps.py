@@ -19,17 +19,18 @@ class TrainerSteps:
 
     Attributes:
         stopped: why no further step is possible; "" before.
+        observer: what counts the values of a step.
     """
 
     def __init__(self, session: Session, trainer: GluonTrainer, batch_size: Optional[int]) -> None:
         _check_trainer(trainer, session.net)
         self.session, self.trainer, self.batch_size = session, trainer, batch_size
         self.stopped = ""
-        self._observer = EngineObserver(session.net, trainer)
+        self.observer = EngineObserver(session.net, trainer)
 
     def step(self, batch: Batch) -> StepResult:
         clear_added(self.trainer._params)
-        with self._observer:
+        with self.observer:
             loss = self.session.loss(batch)
             if isinstance(self.trainer, Trainer):
                 self.trainer.backward(loss)
@@ -42,14 +43,10 @@ class TrainerSteps:
         except LossScaleError as error:
             self.stopped = str(error)
         clear_added(self.trainer._params)
-        used = self._observer.passes[-1][0]
+        used = self.observer.passes[-1][0]
         mean, total = mean_and_total(loss)
-        counts = {key: counts for key, (_, counts) in self._observer.totals().items()}
+        counts = {key: counts for key, (_, counts) in self.observer.totals().items()}
         return StepResult(used, mean, True, counts, total)
-
-    def free(self) -> None:
-        """Frees the CachedOps that count."""
-        self._observer.ops.clear()
 
 
 def _check_trainer(trainer: GluonTrainer, net: Network) -> None:

@@ -66,7 +66,10 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
     if trainer is not None and isinstance(net, mx.mod.BaseModule):
         raise TypeError("trainer= is for Gluon: for a Module, the X-ray runs on copies")
     with Session(net, batches, loss_fn, steps, "xray") as session:
-        low = session.inspected()
+        low = NetworkCopy(session)
+        if not any(tensor.is_low for tensor in low.layout.tensors):
+            raise ValueError("the network has no tensors below float32: keep= keeps all of it, or "
+                             "only products round their inputs")
         trainer_steps = None if trainer is None else TrainerSteps(session, trainer, batch_size)
         training = Training.of(session.net.module if session.is_module else trainer)
         in_float32 = NetworkCopy(session, is_float32=True) if reference else None
@@ -74,7 +77,7 @@ def xray(net: Network, batches: Iterable[Any], loss_fn: Optional[LossFunction] =
         scale = float(getattr(trainer, "loss_scale", FIRST_SCALE))
         view = run.view(low, range(len(session.batches)), scale, trainer_steps, is_trial=False)
         if trainer_steps is not None:
-            trainer_steps.free()
+            trainer_steps.observer.ops.clear()  # which count
         view.converts = session.converts
         at_first = view.window
         _advise(run, view)

@@ -24,7 +24,7 @@ def observed(training, monitor=None):
 
 @pytest.mark.parametrize("policy", [None, "float16", "mixed_float16"])
 @pytest.mark.parametrize("count", [2, 8])
-def test_statistics_take_nine_launches_for_each_tensor(policy, count, tmp_path):
+def test_statistics_take_few_launches_for_each_tensor(policy, count, tmp_path):
     training = Training(layers(count), policy)
     for _ in range(3):
         training.step(numbers(*DATA))
@@ -39,8 +39,7 @@ def test_statistics_take_nine_launches_for_each_tensor(policy, count, tmp_path):
     assert tensors > 8 * count
     outputs = 1  # an identity behind it, and its gradient
     assert seen["launches"] - plain["launches"] <= Statistics.LAUNCHES * tensors + 2 * outputs + 4
-    types = 1 if policy is None else 2
-    assert seen["copies"] - plain["copies"] <= 1 + types  # sums, and maxima of each type
+    assert seen["copies"] - plain["copies"] <= 1
 
 
 @pytest.mark.parametrize("policy", [None, "float16"])
