@@ -91,6 +91,7 @@ class Step:
         self._last: Tuple[Optional[float], Sequence[str]] = None, ()
         # or its gradients, their factor, and their counts of writes
         self._unchecked: Optional[Tuple[Sequence[Gradient], float, Optional[Array]]] = None
+        overflows()  # forgets those of earlier passes, such as of a network that was given up
         self.reset()
 
     def reset(self) -> None:

@@ -284,6 +284,14 @@ def test_predictions_are_no_alarm(caplog):
     assert warnings(caplog) == []
 
 
+def test_passes_before_the_trainer_are_no_alarm(caplog):
+    net = amp.convert(network(rms_norm))
+    with autograd.record():
+        net(nd.array(DATA)).wait_to_read()
+    train(net, nd.array(DATA / 100))
+    assert warnings(caplog) == []
+
+
 def test_losses_that_are_not_finite_are_no_alarm(caplog):
     """A skipped step is logged with its reason."""
     net = amp.convert(network(lambda F, x: x * x))
