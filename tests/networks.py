@@ -198,6 +198,11 @@ def fused(layer):
     return Calling(lambda F, x, layer, out: out(layer(x)), layer, nn.Dense(6, flatten=False))
 
 
+def imported(path):
+    """The network in the files of `export`."""
+    return gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+
+
 def exported(folder):
     """A SymbolBlock from the files of `export`."""
     net = nn.HybridSequential(prefix="exported_")
@@ -208,8 +213,7 @@ def exported(folder):
     net.hybridize()
     net(nd.zeros((1, 3, 8, 8)))
     net.export(str(folder / "net"))
-    return gluon.SymbolBlock.imports(str(folder / "net-symbol.json"), ["data"],
-                                     str(folder / "net-0000.params"))
+    return imported(folder / "net")
 
 
 def bidirectional():

@@ -82,18 +82,6 @@ def test_symbolic_link_stays_one(tmp_path, exists):
     assert {p.name for p in tmp_path.rglob("*")} == {"disk", "epoch3.params", "last.params"}
 
 
-def test_saved_parameters_keep_permissions_and_link(tmp_path):
-    net = amp.convert(mx.gluon.nn.Dense(2, in_units=3), "float16")
-    net.initialize()
-    target, link = tmp_path / "secret.params", tmp_path / "last.params"
-    target.touch(0o600)
-    link.symlink_to(target)
-    net.save_parameters(str(link))
-    assert link.is_symlink()
-    assert stat.S_IMODE(target.stat().st_mode) == 0o600
-    net.load_parameters(str(target))
-
-
 def test_device_is_written_to_and_folder_is_refused(tmp_path):
     os.mkfifo(str(tmp_path / "pipe"))
     reader = os.open(str(tmp_path / "pipe"), os.O_RDONLY | os.O_NONBLOCK)

@@ -14,7 +14,7 @@ from gluon_amp.cpu.arrays import dtype_name
 from gluon_amp.tools.types import types
 from mxnet import autograd, gluon, np, npx
 from mxnet.gluon import nn, rnn
-from networks import ready, sequence
+from networks import imported, ready, sequence
 from numpy_networks import Bert, Transformer
 from trainers import recorded, with_trainer
 
@@ -199,16 +199,14 @@ def test_files_are_float32_and_load_into_a_float32_network(policy, batch, tmp_pa
     plain.load_parameters(str(tmp_path / "net.params"))
     assert same(values(net), values(plain))
     net.export(str(tmp_path / "net"))
-    served = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                       str(tmp_path / "net-0000.params"))
+    served = imported(tmp_path / "net")
     assert onp.array_equal(served(batch[0]).asnumpy(), plain(batch[0]).asnumpy())
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16"])
 def test_exported_features_are_part_of_a_network(policy, batch, tmp_path):
     convolutional(policy, batch[0]).export(str(tmp_path / "net"))
-    features = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                         str(tmp_path / "net-0000.params"))
+    features = imported(tmp_path / "net")
     whole = sequence(features, nn.Dense(4))
     whole[1].initialize(mx.init.Xavier())
     expected = whole(batch[0]).asnumpy()
@@ -414,7 +412,7 @@ def test_every_tool_takes_every_kind_of_network_and_data(data, kind, policy, rng
     if kind != "plain":
         assert types(net)
         net.export(file)
-        served = gluon.SymbolBlock.imports(f"{file}-symbol.json", ["data"], f"{file}-0000.params")
+        served = imported(file)
         if not data.startswith("float"):
             assert onp.allclose(served(x).asnumpy(), net(x).asnumpy(), atol=0.02)
         dtype = "float16" if policy == "float16" else "bfloat16"

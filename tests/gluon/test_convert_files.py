@@ -10,6 +10,7 @@ from cases import cases
 from converting import Net, make, rounded, saved_types, step, types, values
 from mxnet import gluon, nd
 from mxnet_alone import MXNET_ALONE
+from networks import imported
 from processes import printed
 
 pytestmark = pytest.mark.numpy
@@ -194,7 +195,7 @@ def test_convert_refuses_a_symbol_in_mixed_precision_and_takes_its_parameters(tm
     expected = net(x).asnumpy()
     low = str(tmp_path / "low")
     net.export(low, remove_amp_cast=False)
-    block = gluon.SymbolBlock.imports(f"{low}-symbol.json", ["data"], f"{low}-0000.params")
+    block = imported(low)
     with pytest.raises(ValueError, match=r"in mixed precision already\. Valid: its float32 symbol"):
         amp.convert(block)
     assert np.array_equal(block(x).asnumpy(), expected)
@@ -202,6 +203,5 @@ def test_convert_refuses_a_symbol_in_mixed_precision_and_takes_its_parameters(tm
     amp.convert(block)
     assert np.array_equal(block(x).asnumpy(), expected)
     block.export(str(tmp_path / "again"))
-    again = gluon.SymbolBlock.imports(str(tmp_path / "again-symbol.json"), ["data"],
-                                      str(tmp_path / "again-0000.params"))
+    again = imported(tmp_path / "again")
     assert again(x).dtype == np.float32

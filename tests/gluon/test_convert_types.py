@@ -10,7 +10,7 @@ import pytest
 from converting import Net, holding, make, rounded, runs_in, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import ready, sequence
+from networks import imported, ready, sequence
 from trainers import learn, recorded, with_trainer
 
 pytestmark = pytest.mark.numpy
@@ -170,8 +170,7 @@ def test_norms_in_symbol_block_stay_float32(tmp_path, x):
     source.hybridize()
     wide = source(x).asnumpy()
     source.export(str(tmp_path / "net"))
-    net = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                    str(tmp_path / "net-0000.params"))
+    net = imported(tmp_path / "net")
     amp.convert(net)
     assert {n for n, t in types(net).items() if t == "float16"} \
         == {"c_weight", "c_bias", "d_weight", "d_bias"}

@@ -9,6 +9,7 @@ import pytest
 from converting import Net, make, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import imported
 
 POLICIES = ("float32", "O0", "float16", "mixed_float16", "bfloat16", "mixed_bfloat16")
 
@@ -25,10 +26,6 @@ def train(net, trainer, x, steps=3):
         trainer.step(1)
         losses.append(loss.asnumpy())
     return losses
-
-
-def imported(path):
-    return gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import ready, sequence
+from networks import imported, ready, sequence
 from symbolic_fine_tune import first_layers, without_head
 from trainers import recorded
 
@@ -87,8 +87,7 @@ def test_whole_network_and_exported_files_are_frozen(data, tmp_path):
     net = ready(amp.freeze(amp.convert(features())))
     expected = recorded(net, data[0])
     net.export(str(tmp_path / "net"))
-    loaded = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                       str(tmp_path / "net-0000.params"))
+    loaded = imported(tmp_path / "net")
     with autograd.record():
         np.testing.assert_allclose(loaded(data[0]).asnumpy(), expected.asnumpy(), atol=0.01)
 

@@ -12,7 +12,7 @@ from gluon_amp.policy import Policy
 from images import zoo_network
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import ready, sequence
+from networks import imported, ready, sequence
 from traces import at_most_traces
 from trainers import recorded
 
@@ -153,8 +153,7 @@ def test_other_policies_train(name, policy, rng):
 def test_symbol_block_trains_as_in_float32(tmp_path, rng):
     inputs = networks.images(8)(rng)
     net = networks.exported(tmp_path)
-    twin = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"],
-                                     str(tmp_path / "net-0000.params"))
+    twin = imported(tmp_path / "net")
     assert_alike(train(net, inputs), train(amp.convert(twin), inputs))
     types = {name: np.dtype(p.dtype) for name, p in twin.collect_params().items()}
     assert {n for n, t in types.items() if t == "float32"} == {n for n in types if "batchnorm" in n}

@@ -8,11 +8,12 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from converting import Net, make, step, types
+from converting import Net, holding, make, step, types
 from modules import prepared
 from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet_alone import MXNET_ALONE
+from networks import imported
 from processes import printed
 
 pytestmark = pytest.mark.numpy
@@ -38,6 +39,13 @@ def saved(net, tmp_path, name="net.params"):
     return path
 
 
+def loaded(path, cls=Net):
+    """A network that is converted like the file, with its parameters."""
+    net = amp.convert(cls(), like=path)
+    net.load_parameters(path)
+    return net
+
+
 def kept(net):
     """The paths of blocks that stay float32."""
     return {name for name, block in net._children.items() if block._amp.keep}
@@ -46,9 +54,7 @@ def kept(net):
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16", MINE])
 def test_like_applies_policy_and_keep(policy, tmp_path, x):
     net = amp.convert(make(), policy, keep=".*dense.*")
-    path = saved(net, tmp_path)
-    served = amp.convert(Net(), like=path)
-    served.load_parameters(path)
+    served = loaded(saved(net, tmp_path))
     assert [p.dtype for p in served.collect_params().values()] \
         == [p.dtype for p in net.collect_params().values()]
     assert kept(served) == {"output"}
@@ -60,12 +66,9 @@ def test_like_keeps_the_same_nodes(tmp_path):
     net = amp.convert(make(Sharp), keep=".*exp0")
     expected = net(data).asnumpy()
     path = saved(net, tmp_path)
-    served = amp.convert(Sharp(), like=path)
-    served.load_parameters(path)
-    assert np.array_equal(served(data).asnumpy(), expected)
-    forgetful = amp.convert(Sharp())
+    assert np.array_equal(loaded(path, Sharp)(data).asnumpy(), expected)
     with pytest.raises(ValueError, match=r"does not keep .*exp0"):
-        forgetful.load_parameters(path)
+        amp.convert(Sharp()).load_parameters(path)
 
 
 @pytest.mark.parametrize("order", ["convert first", "load first"])
@@ -149,9 +152,7 @@ def test_files_of_a_float32_network_load_into_every_policy(tmp_path):
     plain.load_parameters(path)
     amp.convert(plain, "bfloat16")
     amp.convert(Net(), "bfloat16").load_parameters(path)
-    served = amp.convert(Net(), like=path)
-    served.load_parameters(path)
-    assert set(types(served).values()) == {"float32"}
+    assert set(types(loaded(path)).values()) == {"float32"}
 
 
 def test_network_that_was_never_converted_writes_and_removes_no_record(tmp_path):
@@ -208,9 +209,7 @@ def test_process_killed_between_record_and_parameters_leaves_both_readable(tmp_p
         net.output.bias.set_data(net.output.bias.data() + 1)
         killed_save(net, path, monkeypatch)
     for _ in range(2):
-        served = amp.convert(Net(), like=path)
-        served.load_parameters(path)
-        assert kept(served) == {"output"}
+        assert kept(loaded(path)) == {"output"}
         saved(net, tmp_path)
     after = nd.load(path)
     assert not np.array_equal(before["output.bias"].asnumpy(), after["output.bias"].asnumpy())
@@ -220,7 +219,7 @@ def test_first_save_that_is_killed_can_be_repeated(tmp_path, monkeypatch):
     net, path = amp.convert(make()), str(tmp_path / "net.params")
     killed_save(net, path, monkeypatch)
     net.save_parameters(path)
-    amp.convert(Net(), like=path).load_parameters(path)
+    loaded(path)
 
 
 @pytest.mark.parametrize("damage", [
@@ -253,8 +252,7 @@ def test_parts_of_a_network_have_their_own_policies(tmp_path, x):
     net = amp.convert(make(), "float32")
     amp.convert(net.features, "bfloat16", keep=nn.Conv2D)
     path = saved(net, tmp_path)
-    served = amp.convert(Net(), like=path)
-    served.load_parameters(path)
+    served = loaded(path)
     assert served.features[0]._amp.keep
     assert np.array_equal(served(x).asnumpy(), net(x).asnumpy())
     whole = Net()
@@ -288,12 +286,10 @@ def test_exported_network_is_converted_like_its_file(policy, tmp_path, x):
     step(net, x)
     expected = net(x).asnumpy()
     net.export(str(tmp_path / "net"))
-    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
-    served = amp.convert(gluon.SymbolBlock.imports(*files), like=files[2])
+    served = amp.convert(imported(tmp_path / "net"), like=str(tmp_path / "net-0000.params"))
     assert np.array_equal(served(x).asnumpy(), expected)
     served.export(str(tmp_path / "again"))
-    again = gluon.SymbolBlock.imports(str(tmp_path / "again-symbol.json"), ["data"],
-                                      str(tmp_path / "again-0000.params"))
+    again = imported(tmp_path / "again")
     with pytest.raises(ValueError, match=f"the symbol of .* records policy {policy}, keep=.*does "
                        r"not keep.*convert\(net, like=FILE\), with the file of its parameters"):
         amp.convert(again, policy)
@@ -373,9 +369,7 @@ assert "gluon_amp" not in sys.modules
 
 
 def test_mxnet_alone_reads_the_files(tmp_path):
-    net = nn.HybridSequential()
-    net.add(nn.Dense(3, in_units=2))
-    net.initialize()
+    net = holding(nn.Dense(3, in_units=2))
     amp.convert(net, keep=net[0])
     net(mx.nd.ones((1, 2)) if not mx.util.is_np_array() else mx.np.ones((1, 2)))
     saved(net, tmp_path)

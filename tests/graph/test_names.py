@@ -6,8 +6,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.graph.graph import Graph
-from mxnet import gluon, nd
+from mxnet import nd
 from mxnet.gluon import nn
+from networks import imported
 from trainers import recorded
 
 PREFIXES = ("größe_", "层_", "🎉_", "x\x01\b\f\x1f\x7f_", "tab\tline\nend\r_",
@@ -27,7 +28,7 @@ def test_network_trains_and_its_files_are_loaded(prefix, policy, tmp_path):
     trainer.backward(recorded(lambda: (net(x) ** 2).mean()))
     trainer.step(1)
     net.export(path)
-    served = gluon.SymbolBlock.imports(f"{path}-symbol.json", ["data"], f"{path}-0000.params")
+    served = imported(path)
     amp.convert(served, like=f"{path}-0000.params")
     assert np.array_equal(served(x).asnumpy(), net(x).asnumpy())
     assert all(name.startswith(prefix) for name in served.collect_params())
