@@ -7,7 +7,8 @@ import numpy as np
 from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph
 from gluon_amp.policy import get_policy
-from mxnet import gluon, nd
+from mxnet import nd
+from networks import Calling
 
 
 class Mixed:
@@ -45,17 +46,8 @@ def mixed(net, *inputs, policy="float16", keep=()):
 
 def computing(function, *inputs, policy="float16", **parameters):
     """The graph of a function of F, its inputs and its parameters (given by their shapes)."""
-    class Computes(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                for name, shape in parameters.items():
-                    setattr(self, name, self.params.get(name, shape=shape))
-
-        def hybrid_forward(self, F, *args, **kwargs):
-            return function(F, *args, **kwargs)
-
-    return mixed(Computes(), *inputs, policy=policy)
+    net = Calling(function, parameters={name: {"shape": of} for name, of in parameters.items()})
+    return mixed(net, *inputs, policy=policy)
 
 
 def some(*shape, dtype="float16"):

@@ -31,16 +31,23 @@ def ready(block, *args, **kwargs):
 
 
 class Calling(gluon.HybridBlock):
-    """A network that calls function(F, *arguments, *layers)."""
+    """A network that calls function(F, *arguments, *layers, **parameters).
 
-    def __init__(self, function, *layers, **kwargs):
+    Args:
+        parameters: the arguments of each parameter by its name, or the value of a constant.
+    """
+
+    def __init__(self, function, *layers, parameters=None, **kwargs):
         super().__init__(**kwargs)
         self.function = function
         for i, layer in enumerate(layers):
             self.register_child(layer, str(i))
+        for name, given in (parameters or {}).items():
+            setattr(self, name, self.params.get(name, **given) if isinstance(given, dict)
+                    else self.params.get_constant(name, given))
 
-    def hybrid_forward(self, F, *args):
-        return self.function(F, *args, *self._children.values())
+    def hybrid_forward(self, F, *args, **parameters):
+        return self.function(F, *args, *self._children.values(), **parameters)
 
 
 class Encoder(gluon.HybridBlock):
@@ -72,20 +79,13 @@ class Encoder(gluon.HybridBlock):
         return self.norm2(x + self.drop(self.ffn2(self.gelu(self.ffn1(x)))))
 
 
-class SelfAttention(gluon.HybridBlock):
+def self_attention():
     """The interleaved products of BERT."""
-
-    def __init__(self, width=32, heads=4, **kwargs):
-        super().__init__(**kwargs)
-        self.heads = heads
-        with self.name_scope():
-            self.qkv = nn.Dense(3 * width, flatten=False)
-
-    def hybrid_forward(self, F, x):
-        qkv = self.qkv(x)
-        scores = F.contrib.interleaved_matmul_selfatt_qk(qkv, heads=self.heads)
-        return F.contrib.interleaved_matmul_selfatt_valatt(qkv, F.softmax(scores),
-                                                           heads=self.heads)
+    def forward(F, x, dense):
+        qkv = dense(x)
+        scores = F.contrib.interleaved_matmul_selfatt_qk(qkv, heads=4)
+        return F.contrib.interleaved_matmul_selfatt_valatt(qkv, F.softmax(scores), heads=4)
+    return Calling(forward, nn.Dense(96, flatten=False))
 
 
 class Tied(gluon.HybridBlock):
@@ -103,21 +103,16 @@ class Tied(gluon.HybridBlock):
         return self.out(self.hidden(self.embed(words)))
 
 
-class Arithmetic(gluon.HybridBlock):
+def arithmetic():
     """Overloaded operators on arrays."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.dense = nn.Dense(8, flatten=False)
-            self.scale = self.params.get("scale", shape=(8,), init="ones")
-
-    def hybrid_forward(self, F, x, y, scale):
-        h = F.broadcast_mul(self.dense(x), scale)
-        h = h * 2 + self.dense(y) - 0.5
+    def forward(F, x, y, dense, scale):
+        h = F.broadcast_mul(dense(x), scale)
+        h = h * 2 + dense(y) - 0.5
         h = F.where(h > 0, h, h * 0.1)
         first, rest = h.slice_axis(axis=1, begin=0, end=2), h.slice_axis(axis=1, begin=2, end=None)
         return F.concat(rest, F.exp(-F.abs(first)), dim=1)
+    return Calling(forward, nn.Dense(8, flatten=False),
+                   parameters={"scale": {"shape": (8,), "init": "ones"}})
 
 
 class Loop(gluon.HybridBlock):
@@ -137,31 +132,26 @@ class Loop(gluon.HybridBlock):
         return outputs, state
 
 
-class While(gluon.HybridBlock):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.first = nn.Dense(4, flatten=False, in_units=4)
-            self.dense = nn.Dense(4, flatten=False, in_units=4)
+def two_layers(forward):
+    return Calling(forward, *(nn.Dense(4, flatten=False, in_units=4) for _ in "ab"))
 
-    def hybrid_forward(self, F, x):
+
+def counting_loop():
+    def forward(F, x, first, dense):
         def step(i, state):
-            return state, [i + 1, F.tanh(self.dense(state))]
+            return state, [i + 1, F.tanh(dense(state))]
         _, (_, last) = F.contrib.while_loop(lambda i, state: i < 3, step,
-                                            [F.zeros((1,)), self.first(x)], max_iterations=3)
+                                            [F.zeros((1,)), first(x)], max_iterations=3)
         return last
+    return two_layers(forward)
 
 
-class Cond(gluon.HybridBlock):
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.a = nn.Dense(4, flatten=False, in_units=4)
-            self.b = nn.Dense(4, flatten=False, in_units=4)
-
-    def hybrid_forward(self, F, x):
-        h = self.a(x)
-        return F.contrib.cond(F.sum(h) < 1e6, lambda: self.b(h), lambda: h * 2)
+def condition(function="sum", most=1e6):
+    """One of two branches, by a number of the first layer's output."""
+    def forward(F, x, a, b):
+        h = a(x)
+        return F.contrib.cond(getattr(F, function)(h) < most, lambda: b(h), lambda: h * 2)
+    return two_layers(forward)
 
 
 def nested():
@@ -250,11 +240,11 @@ OTHERS = {
     "encoder": (Encoder, lambda rng: [nd.array(rng.standard_normal((2, 7, 32))),
                                       nd.array(np.arange(7)[None] < [[7], [4]]).expand_dims(1)
                                       .broadcast_to((2, 7, 7))]),
-    "interleaved": (SelfAttention, floats(7, 2, 32)),
+    "interleaved": (self_attention, floats(7, 2, 32)),
     "tied": (Tied, lambda rng: [nd.array(rng.integers(0, 50, (4, 6)))]),
-    "arithmetic": (Arithmetic, lambda rng: floats(4, 6)(rng) + floats(4, 6)(rng)),
+    "arithmetic": (arithmetic, lambda rng: floats(4, 6)(rng) + floats(4, 6)(rng)),
     "loop": (Loop, lambda rng: floats(5, 3, 8)(rng) + floats(3, 8)(rng)),
-    "while": (While, floats(3, 4)),
+    "while": (counting_loop, floats(3, 4)),
     "nested": (nested, lambda rng: [floats(3, 4)(rng)[0], [floats(3, 4)(rng)[0],
                                                            floats(3, 4)(rng)[0]]]),
     "plain": (Plain, images(8)),

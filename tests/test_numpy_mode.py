@@ -14,7 +14,7 @@ from gluon_amp.cpu.arrays import dtype_name
 from gluon_amp.tools.types import types
 from mxnet import autograd, gluon, np, npx
 from mxnet.gluon import nn, rnn
-from networks import imported, ready, sequence
+from networks import Calling, imported, ready, sequence
 from numpy_networks import Bert, Transformer
 from trainers import recorded, with_trainer
 
@@ -221,18 +221,13 @@ def test_exported_features_are_part_of_a_network(policy, batch, tmp_path):
 
 
 def test_symbol_block_of_several_inputs_and_outputs_is_part_of_a_network():
-    class Network(gluon.HybridBlock):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def hybrid_forward(self, F, x):
-            one, two = self.inner(x, x * 3)
-            return one + self.inner(two, one)[0]
+    def forward(F, x, inner):
+        one, two = inner(x, x * 3)
+        return one + inner(two, one)[0]
 
     x, y = (mx.sym.var(name).as_np_ndarray() for name in "xy")
     inner = gluon.SymbolBlock([x * 2 + y, x - y], [x, y])
-    net = amp.convert(Network(inner), "float16")
+    net = amp.convert(Calling(forward, inner), "float16")
     for train in (False, True):
         with autograd.record(train_mode=train):
             assert net(np.ones((1, 2))).tolist() == [[6, 6]]
@@ -333,26 +328,14 @@ def test_transformer_trains_and_translates(policy, rng):
 # ---- kinds of networks and of data -------------------------------------------
 
 
-class Words(gluon.HybridBlock):
-    """A network of integers."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.dense = nn.Embedding(9, 6), nn.Dense(4)
-
-    def hybrid_forward(self, F, words):
-        return self.dense(self.embedding(words).mean(axis=1))
+def of_words():
+    return Calling(lambda F, words, table, dense: dense(table(words).mean(axis=1)),
+                   nn.Embedding(9, 6), nn.Dense(4))
 
 
-class Numbers(gluon.HybridBlock):
-    """A network of floating numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.hidden, self.norm, self.dense = nn.Dense(6), nn.BatchNorm(), nn.Dense(4)
-
-    def hybrid_forward(self, F, x):
-        return self.dense(F.np.tanh(self.norm(self.hidden(x))))
+def of_numbers():
+    return Calling(lambda F, x, hidden, norm, dense: dense(F.np.tanh(norm(hidden(x)))),
+                   nn.Dense(6), nn.BatchNorm(), nn.Dense(4))
 
 
 class Read(gluon.Block):
@@ -368,11 +351,11 @@ class Read(gluon.Block):
 
 
 DATA = {
-    "float64": (Numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float64")),
-    "float16": (Numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float16")),
-    "int32": (Words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int32")),
-    "int64": (Words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int64")),
-    "batch of 1": (Numbers, lambda rng: np.array(rng.standard_normal((1, 5)), dtype="float32")),
+    "float64": (of_numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float64")),
+    "float16": (of_numbers, lambda rng: np.array(rng.standard_normal((8, 5)), dtype="float16")),
+    "int32": (of_words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int32")),
+    "int64": (of_words, lambda rng: np.array(rng.integers(0, 9, (8, 5)), dtype="int64")),
+    "batch of 1": (of_numbers, lambda rng: np.array(rng.standard_normal((1, 5)), dtype="float32")),
 }
 
 

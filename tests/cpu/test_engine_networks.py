@@ -57,7 +57,7 @@ def attention_inputs(rng):
 NETS = {"plain": (plain, networks.images(12), "float16"),
         "residual": (Residual, networks.images(9), "float16"),
         "attention": (networks.Encoder, attention_inputs, "pure_float16"),
-        "attention in parts": (networks.SelfAttention, networks.floats(5, 2, 32), "float16"),
+        "attention in parts": (networks.self_attention, networks.floats(5, 2, 32), "float16"),
         "lstm": (lambda: rnn.LSTM(8, 2, input_size=6, bidirectional=True),
                  networks.floats(5, 2, 6), "float16"),
         "bfloat16": (Residual, networks.images(9), "mixed_bfloat16")}

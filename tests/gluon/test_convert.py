@@ -235,20 +235,16 @@ class ReadsValues(nn.HybridBlock):
         return self.dense(x) * x.shape[0] + float(x.asnumpy().std())
 
 
-class AroundOne(nn.HybridBlock):
-    def __init__(self, inner):
-        super().__init__()
-        with self.name_scope():
-            self.below, self.inner, self.above = nn.Dense(8), inner, nn.Dense(2)
-            self.factor = self.params.get("factor", shape=(1, 4), init="ones")
-
-    def hybrid_forward(self, F, x, factor):
-        return self.above(F.broadcast_mul(self.inner(self.below(x)), factor))
+def around_one(inner):
+    def forward(F, x, below, inner, above, factor):
+        return above(F.broadcast_mul(inner(below(x)), factor))
+    return networks.Calling(forward, nn.Dense(8), inner, nn.Dense(2),
+                            parameters={"factor": {"shape": (1, 4), "init": "ones"}})
 
 
 @pytest.mark.parametrize("build", [
-    ReadsValues, lambda: AroundOne(ReadsValues()),
-    lambda: sequence(nn.Flatten(), AroundOne(ReadsValues()))])
+    ReadsValues, lambda: around_one(ReadsValues()),
+    lambda: sequence(nn.Flatten(), around_one(ReadsValues()))])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_kept_block_that_cannot_be_traced_runs_imperatively(build, dtype):
     weights = []
@@ -373,30 +369,21 @@ def test_autograd_function_in_graph_is_refused(hybridized):
 
 
 def test_kept_hybridized_block_that_cannot_be_traced_is_refused():
-    net = ready(AroundOne(ReadsValues()))
+    net = ready(around_one(ReadsValues()))
     net.hybridize()
     amp.convert(net, keep=ReadsValues)
     with pytest.raises(RuntimeError, match=r"is hybridized, and cannot be traced.*\(ReadsValues\)"):
         net(nd.ones((3, 5)))
 
 
-class UsesInAnotherOrder(gluon.HybridBlock):
-    """Its children are created in another order than they run in."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        with self.name_scope():
-            self.last, self.first = nn.Dense(5), nn.Dense(16)
-
-    def hybrid_forward(self, F, x):
-        return self.last(self.first(x))
-
-
 def test_deferred_parameters_are_drawn_in_order_of_hybridized_network():
+    """Layers are created in another order than they run in."""
     drawn = []
     for converted in (False, True):
         mx.random.seed(1)
-        net = make(UsesInAnotherOrder, prefix="net_")
+        layers = nn.Dense(5, prefix="last_"), nn.Dense(16, prefix="first_")
+        net = ready(networks.Calling(lambda F, x, last, first: last(first(x)), *layers),
+                    mx.init.Xavier())
         net.hybridize()
         if converted:
             amp.convert(net)

@@ -177,27 +177,17 @@ def test_norms_in_symbol_block_stay_float32(tmp_path, x):
     np.testing.assert_allclose(net(x).asnumpy(), wide, atol=0.02 * np.abs(wide).max())
 
 
-class OwnBatchNorm(gluon.HybridBlock):
-    """Calls the BatchNorm operator; only grad_req distinguishes its statistics."""
-
-    def __init__(self, **kwargs):
-        super().__init__()
-        with self.name_scope():
-            self.dense = nn.Dense(4, in_units=6)
-            for name, init in (("gamma", "ones"), ("beta", "zeros")):
-                setattr(self, name, self.params.get(name, shape=(4,), init=init))
-            for name, init in (("mean", "zeros"), ("var", "ones")):
-                setattr(self, name, self.params.get(name, shape=(4,), init=init, grad_req="null",
-                                                    **kwargs))
-
-    def hybrid_forward(self, F, x, gamma, beta, mean, var):
-        return F.BatchNorm(self.dense(x), gamma, beta, mean, var, fix_gamma=False)
-
-
 @pytest.mark.parametrize("kwargs", [{"differentiable": False}, {}])
 def test_batch_norm_operator_called_by_user_works(kwargs):
+    """Only grad_req distinguishes its statistics."""
+    def forward(F, x, dense, gamma, beta, mean, var):
+        return F.BatchNorm(dense(x), gamma, beta, mean, var, fix_gamma=False)
+
+    statistics = {"shape": (4,), "grad_req": "null", **kwargs}
+    net = ready(networks.Calling(forward, nn.Dense(4, in_units=6), parameters={
+        "gamma": {"shape": (4,), "init": "ones"}, "beta": {"shape": (4,), "init": "zeros"},
+        "mean": {**statistics, "init": "zeros"}, "var": {**statistics, "init": "ones"}}))
     x = nd.random.normal(shape=(8, 6))
-    net = make(OwnBatchNorm, **kwargs)
     net.hybridize()
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, atol=0.01)
@@ -301,26 +291,18 @@ def test_embedding_with_sparse_gradients_stays_float32_and_trains():
     assert net[0].weight.grad().stype == "row_sparse"
 
 
-class WithConstant(gluon.HybridBlock):
-    def __init__(self, value):
-        super().__init__()
-        with self.name_scope():
-            self.constant = self.params.get_constant("constant", nd.array(value))
-            self.embed = nn.Embedding(3000, 1)
-
-    def hybrid_forward(self, F, x, constant):
-        return F.broadcast_add(x, constant), self.embed(constant)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_constants_and_ids_among_them_are_not_rounded(when):
-    net = WithConstant([1, 2049, 2999])
+    table = nn.Embedding(3000, 1)
+    net = networks.Calling(
+        lambda F, x, table, constant: (F.broadcast_add(x, constant), table(constant)), table,
+        parameters={"constant": nd.array([1, 2049, 2999])})
     if when == "before":
         amp.convert(net)
     net.initialize()
     if when == "after":
         amp.convert(net)
-    net.embed.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
+    table.weight.set_data(nd.arange(3000).reshape((3000, 1)) % 1000)
     for _ in range(2):
         total, rows = net(nd.ones((2, 3)))
         assert np.array_equal(total.asnumpy(), [[2, 2050, 3000]] * 2)
@@ -329,32 +311,17 @@ def test_constants_and_ids_among_them_are_not_rounded(when):
 
 
 def test_constants_that_fit_have_the_type_of_what_they_meet():
-    class Sum(gluon.HybridBlock):
-        def __init__(self, value):
-            super().__init__()
-            self.constant = self.params.get_constant("constant", nd.array(value))
-
-        def hybrid_forward(self, F, x, constant):
-            return F.broadcast_add(x, constant) - x
-
     x = nd.full((1, 1), 1024, dtype="float16")
     for value, expected in ((0.5, 0), (2049, 2049)):  # which float16 and float32 compute
-        net = ready(Sum([value]))
+        net = ready(networks.Calling(lambda F, x, constant: F.broadcast_add(x, constant) - x,
+                                     parameters={"constant": nd.array([value])}))
         assert amp.convert(net, "pure_float16")(x).asnumpy().item() == np.float16(expected), value
 
 
 def test_integer_parameters_keep_their_type():
-    class Looks(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.ids = self.params.get_constant("ids", nd.array([1, 2], dtype="int32"))
-                self.embed = nn.Embedding(5, 3)
-
-        def hybrid_forward(self, F, x, ids):
-            return F.broadcast_add(x, self.embed(ids))
-
-    net = amp.convert(make(Looks))
+    net = amp.convert(ready(networks.Calling(
+        lambda F, x, table, ids: F.broadcast_add(x, table(ids)), nn.Embedding(5, 3),
+        parameters={"ids": nd.array([1, 2], dtype="int32")})))
     assert np.dtype(net.ids.dtype) == np.int32
     assert net(nd.ones((2, 3))).shape == (2, 3)
     assert np.dtype(amp.restore(net).ids.dtype) == np.int32
@@ -410,22 +377,15 @@ def test_network_that_cannot_be_traced_is_refused_with_remedy(forward, message):
         net(x)
 
 
-class Reads(gluon.HybridBlock):
+class Reads(networks.Calling):
     """Reads a shape, values, or compares a symbol."""
-
-    def __init__(self, read, **kwargs):
-        super().__init__(**kwargs)
-        self.read = read
-
-    def hybrid_forward(self, F, x):
-        return self.read(x)
 
 
 @pytest.mark.parametrize("prefix", ["reader_", ""])
 @pytest.mark.parametrize("hybridized", [False, True])
 @pytest.mark.parametrize("read", [
-    lambda x: x.reshape((x.shape[0], -1)), lambda x: x / x.size,
-    lambda x: x if float(x.mean().asnumpy().item()) > 9 else x + 1])
+    lambda F, x: x.reshape((x.shape[0], -1)), lambda F, x: x / x.size,
+    lambda F, x: x if float(x.mean().asnumpy().item()) > 9 else x + 1])
 def test_block_that_reads_shapes_is_named_and_can_be_kept(read, hybridized, prefix):
     net = nn.HybridSequential()
     with net.name_scope():
@@ -564,8 +524,8 @@ def test_keep_that_matches_nothing_is_refused(keep, said):
 class Products(gluon.HybridBlock):
     """A product of its inputs and of its own parameter."""
 
-    def __init__(self, **names):
-        super().__init__(**names)
+    def __init__(self):
+        super().__init__(prefix="net_")
         self.factor = self.params.get("factor", shape=(1,), init="ones")
 
     def hybrid_forward(self, F, x, other, factor):
@@ -585,10 +545,10 @@ class Outside(gluon.Block):
 def test_keep_matches_operators_before_first_call(wrap):
     x, other = nd.ones((1, 1, 70000)), nd.ones((1, 70000, 1))
     for keep, result in ((["net_batch_dot0", "net_broadcast_mul0"], 70000), ([], np.inf)):
-        net = amp.convert(ready(wrap(Products(prefix="net_"))), keep=keep)
+        net = amp.convert(ready(wrap(Products())), keep=keep)
         assert net(x, other).asnumpy().item() == result
     with pytest.raises(ValueError, match=r"'net_batch_dot1' matches nothing.*net_batch_dot0"):
-        amp.convert(wrap(Products(prefix="net_")), keep=["net_batch_dot1"])
+        amp.convert(wrap(Products()), keep=["net_batch_dot1"])
 
 
 class Sampler(nn.HybridBlock):
@@ -606,7 +566,7 @@ class Sampler(nn.HybridBlock):
         self.count = count
 
     def hybrid_forward(self, F, like, prob, alias):
-        place = F.random.uniform(high=self.count, shape=64, dtype="float64").floor()
+        place = F.floor(F.random.uniform(high=self.count, shape=64, dtype="float64"))
         accepted = F.random.uniform(shape=64, dtype="float64") \
             < F.gather_nd(prob, place.reshape((1, -1)))
         other = F.gather_nd(alias, place.reshape((1, -1)))
@@ -801,26 +761,15 @@ def test_trainer_with_scaled_loss_does_not_warn(caplog):
     assert not caplog.records
 
 
-class Shares(gluon.HybridBlock):
-    """Two parameters that share an initializer with an array."""
-
-    def __init__(self, array):
-        super().__init__()
-        init = mx.init.Constant(array)
-        with self.name_scope():
-            self.one = nn.Dense(2, in_units=3, weight_initializer=init)
-            self.other = nn.Dense(2, weight_initializer=init)
-
-    def hybrid_forward(self, F, x):
-        return self.one(x) + self.other(x)
-
-
 @pytest.mark.parametrize("policy", ["float32", "float16", "bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("runs_first", [False, True])
 def test_initializer_with_an_array_serves_all_types(runs_first, policy):
     array = np.array([[0.1, 2, 3], [4, 5, 6]], "float32")
     for value in (nd.array(array), array):
-        net = make(Shares, array=value)
+        init = mx.init.Constant(value)
+        one = nn.Dense(2, in_units=3, weight_initializer=init)
+        net = ready(networks.Calling(lambda F, x, one, other: one(x) + other(x), one,
+                                     nn.Dense(2, weight_initializer=init)), mx.init.Xavier())
         if runs_first:
             net(nd.ones((1, 3)))
         amp.convert(net, policy)
@@ -832,7 +781,7 @@ def test_initializer_with_an_array_serves_all_types(runs_first, policy):
         np.testing.assert_allclose(copied(nd.ones((1, 3))).asnumpy()[0], expected, rtol=0.01)
         amp.restore(net).hybridize()
         net.initialize(force_reinit=True)
-        assert np.array_equal(net.one.weight.data().asnumpy(), array)
+        assert np.array_equal(one.weight.data().asnumpy(), array)
         net(nd.ones((1, 3)))
 
 

@@ -9,7 +9,7 @@ import pytest
 from converting import Net, make, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import imported
+from networks import Calling, imported, ready
 
 POLICIES = ("float32", "O0", "float16", "mixed_float16", "bfloat16", "mixed_bfloat16")
 
@@ -117,20 +117,14 @@ def test_files_of_a_float32_network_are_those_of_mxnet(tmp_path, x):
 
 @pytest.mark.parametrize("policy", ["float32", "float16"])
 def test_integers_stay_integers_in_files(policy, tmp_path):
-    class Table(gluon.HybridBlock):
-        def __init__(self):
-            super().__init__()
-            with self.name_scope():
-                self.ids = self.params.get_constant("ids", mx.nd.array([70001, 3], dtype="int32"))
-                self.body = nn.Dense(2, in_units=2)
+    def table():
+        return Calling(lambda F, x, body, ids: body(x), nn.Dense(2, in_units=2),
+                       parameters={"ids": nd.array([70001, 3], dtype="int32")})
 
-        def hybrid_forward(self, F, x, ids):
-            return self.body(x)
-
-    net = amp.convert(make(Table), policy)
+    net = amp.convert(ready(table()), policy)
     net.save_parameters(str(tmp_path / "net.params"))
     assert nd.load(str(tmp_path / "net.params"))["ids"].dtype == np.int32
-    plain = Table()
+    plain = table()
     plain.load_parameters(str(tmp_path / "net.params"))
     assert plain.ids.data().asnumpy().tolist() == [70001, 3]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import imported, ready, sequence
+from networks import Calling, imported, ready, sequence
 from symbolic_fine_tune import first_layers, without_head
 from trainers import recorded
 
@@ -147,20 +147,13 @@ def test_unfrozen_part_trains_as_if_never_frozen(kind, policy, data):
         np.testing.assert_array_equal(one, other)
 
 
-class OwnNorm(nn.HybridBlock):
-    def __init__(self):
-        super().__init__()
-        for name in ("gamma", "beta", "mean", "var"):
-            setattr(self, name, self.params.get(
-                name, shape=(3,), init="ones", differentiable=name in ("gamma", "beta")))
-
-    def hybrid_forward(self, F, x, gamma, beta, mean, var):
-        return F.BatchNorm(x, gamma, beta, mean, var)
-
-
 def test_own_block_with_averages_is_refused():
-    net = sequence(nn.BatchNorm(in_channels=3), OwnNorm())
-    with pytest.raises(ValueError, match=r"OwnNorm .*_mean, .*_var.*use_global_stats=True"):
+    own_norm = Calling(
+        lambda F, x, gamma, beta, mean, var: F.BatchNorm(x, gamma, beta, mean, var),
+        parameters={name: {"shape": (3,), "init": "ones", "differentiable": name in "gamma beta"}
+                    for name in ("gamma", "beta", "mean", "var")})
+    net = sequence(nn.BatchNorm(in_channels=3), own_norm)
+    with pytest.raises(ValueError, match=r"Calling .*_mean, .*_var.*use_global_stats=True"):
         amp.freeze(net)
     assert net[0].gamma.grad_req == "write"
     assert not net[0]._kwargs["use_global_stats"]

@@ -27,20 +27,6 @@ def cell(made):
     return unrolled(made, 3)
 
 
-class Operator(gluon.HybridBlock):
-    """An operator with parameters that no block uses."""
-
-    def __init__(self, name, settings, **shapes):
-        super().__init__()
-        self.operator, self.settings = name, settings
-        for key, shape in shapes.items():
-            setattr(self, key, self.params.get(key, shape=shape, init=mx.init.Normal()))
-
-    def hybrid_forward(self, F, x, **parameters):
-        return getattr(F, self.operator)(x, *(parameters[n] for n in self._reg_params),
-                                         **self.settings)
-
-
 def convolving_cell(name, size):
     make = getattr(contrib.rnn, name)
     return cell(make((4, *size), 5, i2h_kernel=3, h2h_kernel=3, i2h_pad=1))
@@ -75,8 +61,10 @@ BLOCKS = {
        for size in ((5,), (5, 5), (3, 3, 3))
        for name in (f"Conv{len(size)}D{kind}Cell" for kind in ("RNN", "LSTM", "GRU"))},
     "DeformableConvolution": (lambda: contrib.cnn.DeformableConvolution(6), IMAGE),
-    "Convolution_v1": (lambda: Operator("Convolution_v1", {"kernel": (3, 3), "num_filter": 6},
-                                        weight=(6, 4, 3, 3), bias=(6,)), IMAGE),
+    "Convolution_v1": (lambda: Calling(  # which no block uses
+        lambda F, x, **parameters: F.Convolution_v1(x, kernel=(3, 3), num_filter=6, **parameters),
+        parameters={"weight": {"shape": (6, 4, 3, 3), "init": mx.init.Normal()},
+                    "bias": {"shape": (6,), "init": mx.init.Normal()}}), IMAGE),
 }
 # MXNet 1.9.1 has no backward kernel for the first on a CPU, and does not pass statistics to the
 # second outside of graphs.

@@ -123,7 +123,7 @@ def test_unrounded_graph_matches_float32(name, rng):
 
 def test_cond_runs_the_chosen_branch(rng):
     x = networks.floats(3, 4)(rng)[0]
-    net = ready(networks.Cond())
+    net = ready(networks.condition())
     net.hybridize()
     wide = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net)(x).asnumpy(), wide, rtol=5e-3, atol=1e-3)

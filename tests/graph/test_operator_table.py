@@ -14,7 +14,7 @@ from gluon_amp.graph.casts import insert_casts
 from gluon_amp.graph.graph import Entry, Graph, Node
 from gluon_amp.policy import get_policy
 from mxnet import gluon, nd
-from networks import ready, sequence
+from networks import Calling, ready, sequence
 
 sym = mx.sym
 ALL = {name for name in mx.operator.get_all_registered_operators()
@@ -224,13 +224,9 @@ def test_constants_beyond_float16_stay_finite(name):
     (4097, lambda F, x, c: F.broadcast_mul(F.ones_like(x), c) - 4096)],
     ids=["mask", "epsilon", "number"])
 def test_constant_parameter_beyond_float16_keeps_its_value(value, apply, policy):
-    class Net(gluon.HybridBlock):
-        def hybrid_forward(self, F, x, constant):
-            return apply(F, F.relu(x), constant)
-
-    x, net = nd.array([[1, 2], [3, 4]]), Net()
-    net.constant = net.params.get_constant("constant", nd.array([value]))
-    net.initialize()
+    x = nd.array([[1, 2], [3, 4]])
+    net = ready(Calling(lambda F, x, constant: apply(F, F.relu(x), constant),
+                        parameters={"constant": nd.array([value])}))
     expected = net(x).asnumpy()
     np.testing.assert_allclose(amp.convert(net, policy)(x.astype("float16")).asnumpy(), expected,
                                rtol=1e-4)
@@ -293,14 +289,12 @@ def test_values_made_finite_in_float32_stay_finite_after_cast(write, policy):
     if policy == "pure_float16":
         assert numbers(calling(write, policy)).tolist() == limits
 
-    class Twice(gluon.HybridBlock):
-        """Reads it in float16 and in float32."""
-        def hybrid_forward(self, F, x):
-            made = write(F, x)
-            return F.npx.fully_connected(made, F.np.ones((1, 1)), no_bias=True, num_hidden=1), \
-                F.np.exp(made * 1e-9)
+    def read_twice(F, x):  # in float16 and in float32
+        made = write(F, x)
+        return F.npx.fully_connected(made, F.np.ones((1, 1)), no_bias=True, num_hidden=1), \
+            F.np.exp(made * 1e-9)
 
-    product, power = amp.convert(Twice(), policy)(mx.np.array([[np.inf]]))
+    product, power = amp.convert(Calling(read_twice), policy)(mx.np.array([[np.inf]]))
     assert product.astype("float32").item() == 65504
     assert power.item() > 2  # not of 65504
 

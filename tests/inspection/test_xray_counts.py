@@ -269,7 +269,7 @@ def _network(name):
     make, inputs = {
         "dense": (lambda: nn.Dense(3), networks.floats(4, 5)),
         "lstm": (lambda: in_a_block(rnn.LSTM(8, input_size=6)), networks.floats(5, 2, 6)),
-        "attention": (lambda: networks.SelfAttention(), networks.floats(5, 2, 32)),
+        "attention": (networks.self_attention, networks.floats(5, 2, 32)),
         "images": (lambda: images_net(), networks.images(9)),
     }[name]
     net = amp.convert(ready(make(), mx.init.Xavier()))
