@@ -41,7 +41,7 @@ def created(dtype="float16", optimizer="adam"):
     amp.convert(net, dtype)
     net.hybridize()
     trainer = amp.Trainer(net.collect_params(), optimizer, {"learning_rate": 0.01})
-    return net, trainer, amp.AveragedWeights(trainer, decay=0.9)
+    return net, trainer, amp.AveragedWeights(trainer, decay=None, every=2)
 
 
 def batches():

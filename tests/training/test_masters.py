@@ -52,10 +52,10 @@ def trained(*args, steps):
     return net, trainer
 
 
-def averaging(*args, steps):
+def averaging(*args, steps=0, **kwargs):
     """The same with averages of the weights."""
     net = network(*args)
-    trainer = trainer_of(net)
+    trainer = trainer_of(net, **kwargs)
     averaged = amp.AveragedWeights(trainer, 0.5)
     train(net, trainer, steps)
     return net, trainer, averaged
@@ -107,15 +107,13 @@ def test_master_is_a_copy_and_follows_writes_to_its_weight():
 
 def test_parameters_without_master_weights_are_refused():
     net = network()
-    optimizer = amp.optimizer("sgd", multi_precision=False)
-    trainer = amp.Trainer(net.collect_params(), optimizer)
-    with pytest.raises(ValueError, match="has multi_precision=False"):
-        trainer.master(net[0].weight)
+    trainer = amp.Trainer(net.collect_params(), amp.optimizer("sgd", multi_precision=False))
     assert trainer.master(net[1].gamma).shape == (6,)
-    with pytest.raises(ValueError, match="does not have the parameter"):
-        trainer.master(network()[0].weight)
-    with pytest.raises(ValueError, match="does not have the parameter 'weight'"):
-        trainer.master("weight")
+    for parameter, message in ((net[0].weight, "has multi_precision=False"),
+                               (network()[0].weight, "does not have the parameter"),
+                               ("weight", "does not have the parameter 'weight'")):
+        with pytest.raises(ValueError, match=message):
+            trainer.master(parameter)
 
 
 @pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
@@ -212,18 +210,17 @@ def test_file_of_a_layer_alone(tmp_path):
 @pytest.mark.parametrize(("decay", "every"), [(0.9, 1), (None, 1), (0.5, 2), (None, 3)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_averages_are_those_of_the_master_weights(policy, decay, every, devices):
-    net = network(policy, devices)
-    trainer = trainer_of(net)
+    net, trainer = trained(policy, devices, steps=0)
     averaged = amp.AveragedWeights(trainer, decay, every)
     expected, count = {}, 0
     for step in range(7):
         train(net, trainer, 1, begin=step)
-        if (step + 1) % every:
-            continue
-        count += 1
-        share = 1 / count if decay is None or count == 1 else 1 - decay
-        for name, value in masters(net, trainer).items():
-            expected[name] = expected.get(name, 0) * (1 - share) + value.astype("float64") * share
+        if (step + 1) % every == 0:
+            count += 1
+            share = 1 / count if decay is None or count == 1 else 1 - decay
+            for name, value in masters(net, trainer).items():
+                expected[name] = expected.get(name, 0) * (1 - share) \
+                    + value.astype("float64") * share
     for name, parameter in net._collect_params_with_prefix().items():
         if parameter.grad_req != "null":
             found = averaged.value(parameter).asnumpy()
@@ -297,39 +294,9 @@ def test_network_that_is_cast_or_moved_or_fails_in_the_block_gets_its_weights_ba
 
 
 def test_skipped_steps_do_not_count():
-    net, trainer = with_trainer(network(), "sgd", {"learning_rate": 0.01}, loss_scale=128)
-    averaged = amp.AveragedWeights(trainer)
-    train(net, trainer, 2)
+    net, trainer, averaged = averaging(steps=2, loss_scale=128)
     train(net, trainer, 1, factor=float("inf"))
     assert (trainer.skipped, averaged.updates, averaged.count) == (1, 2, 2)
-
-
-@pytest.mark.parametrize("devices", DEVICES, ids=["one", "two"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("decay", [0.9, None])
-def test_checkpoint_resumes_averages_bit_for_bit(decay, policy, devices, tmp_path):
-    files = str(tmp_path / "net.params"), str(tmp_path / "net.states")
-
-    def start():
-        net = network(policy, devices)
-        trainer = trainer_of(net)
-        return net, trainer, amp.AveragedWeights(trainer, decay, every=2)
-
-    net, trainer, averaged = start()
-    train(net, trainer, 5)
-    net.save_parameters(files[0])
-    trainer.save_states(files[1])
-    train(net, trainer, 5, begin=5)
-    other, mine, resumed = start()
-    other.load_parameters(files[0], ctx=devices)
-    mine.load_states(files[1])
-    train(other, mine, 5, begin=5)
-    for p, q in zip(net.collect_params().values(), other.collect_params().values()):
-        if p.grad_req != "null":
-            assert np.array_equal(averaged.value(p).asnumpy(), resumed.value(q).asnumpy())
-    assert resumed.count == averaged.count == 5
-    public = {name for name in dir(averaged) if not name.startswith("_")}
-    assert public == {"trainer", "decay", "every", "updates", "count", "value"}
 
 
 def test_learning_rate_range_test_changes_no_average():
@@ -359,22 +326,16 @@ def test_states_of_other_averages_are_refused_and_old_states_restart(tmp_path):
         none.load_states(path)
     trainer.load_states(old)
     assert averaged.count == 0
-    plain = gluon.Trainer(net.collect_params(), "sgd", {"multi_precision": True, "momentum": 0.9})
-    gluon.Trainer.save_states(trainer, path)
-    plain.load_states(path)  # MXNet's Trainer reads its own files
 
 
-@pytest.mark.parametrize("decay", [0, 1, 1.0, -0.5, "0.9", True])
-def test_invalid_decay_is_refused(decay):
-    with pytest.raises(ValueError, match="decay must be a number between 0 and 1"):
-        amp.AveragedWeights(trainer_of(network()), decay)
-
-
-def test_other_arguments_are_checked():
-    net = network()
-    assert amp.AveragedWeights(trainer_of(net), np.float32(0.5)).decay == 0.5
-    with pytest.raises(ValueError, match="every must be an integer"):
-        amp.AveragedWeights(trainer_of(net), every=0)
+@pytest.mark.parametrize(("kwargs", "message"), [
+    *(({"decay": decay}, "decay must be a number between 0 and 1")
+      for decay in (0, 1, 1.0, -0.5, "0.9", True)), ({"every": 0}, "every must be an integer")])
+def test_invalid_arguments_are_refused(kwargs, message):
+    net, trainer = trained(steps=0)
+    assert amp.AveragedWeights(trainer, np.float32(0.5)).decay == 0.5
+    with pytest.raises(ValueError, match=message):
+        amp.AveragedWeights(trainer_of(net), **kwargs)
     with pytest.raises(TypeError, match=r"takes a gluon_amp\.Trainer"):
         amp.AveragedWeights(gluon.Trainer(net.collect_params(), "sgd"))
 
@@ -382,21 +343,23 @@ def test_other_arguments_are_checked():
 @pytest.mark.parametrize("policy", ["float16", "mixed_float16", "bfloat16"])
 def test_layer_that_is_frozen_later_keeps_its_master_weights(policy, tmp_path):
     net, trainer = trained(policy, steps=2)
-    wanted = {name: trainer.master(p).asnumpy()
-              for name, p in net._collect_params_with_prefix().items() if p._differentiable}
+    trainable = {name: p for name, p in net._collect_params_with_prefix().items()
+                 if p._differentiable}
+    wanted = {name: trainer.master(p).asnumpy() for name, p in trainable.items()}
+
+    def found():
+        return {name: trainer.master(p).asnumpy() for name, p in trainable.items()}
+
     net.collect_params().setattr("grad_req", "null")
     path = str(tmp_path / "net.params")
     net.save_parameters(path, masters=trainer)
     saved = nd.load(path)
-    for name, p in net._collect_params_with_prefix().items():
-        if name in wanted:
-            np.testing.assert_array_equal(trainer.master(p).asnumpy(), wanted[name])
-            np.testing.assert_array_equal(saved[name].asnumpy(), wanted[name])
-            p.set_data(p.data() * 2)
+    assert same(found(), wanted)
+    assert same({name: saved[name].asnumpy() for name in wanted}, wanted)
+    for p in trainable.values():
+        p.set_data(p.data() * 2)
     net.load_parameters(path, masters=trainer)
-    for name, p in net._collect_params_with_prefix().items():
-        if name in wanted:
-            np.testing.assert_array_equal(trainer.master(p).asnumpy(), wanted[name])
+    assert same(found(), wanted)
 
 
 @pytest.mark.parametrize("policy", ["float16", "mixed_bfloat16", "float32"])
@@ -442,19 +405,12 @@ def test_layer_that_is_frozen_and_converted_in_mid_training_has_no_master_weight
 def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(policy, devices,
                                                                               tmp_path):
     files = [str(tmp_path / name) for name in ("net.params", "net.states", "masters.params", "net")]
-
-    def start():
-        net = network(policy, devices)
-        trainer = trainer_of(net, "adam")
-        return net, trainer, amp.AveragedWeights(trainer, 0.5)
-
-    net, trainer, averaged = start()
-    train(net, trainer, 3)
+    net, trainer, averaged = averaging(policy, devices, steps=3, optimizer="adam")
     amp.freeze(net[0])
     train(net, trainer, 2)
     net.save_parameters(files[0])
     trainer.save_states(files[1])
-    other, resumed, loaded = start()
+    other, resumed, loaded = averaging(policy, devices, optimizer="adam")
     amp.freeze(other[0])
     other.load_parameters(files[0], ctx=devices)
     resumed.load_states(files[1])
@@ -463,10 +419,10 @@ def test_layer_that_was_frozen_keeps_its_master_weights_in_a_resumed_training(po
     other.hybridize()
     other(array(np.ones((1, 4), "float32")).as_in_context(devices[0]))
     other.save_parameters(files[2], masters=resumed)
-    assert np.array_equal(nd.load(files[2])["0.weight"].asnumpy(), expected)
     other.export(files[3], masters=resumed)
-    assert np.array_equal(nd.load(f"{files[3]}-0000.params")[f"arg:{other[0].weight.name}"]
-                          .asnumpy(), expected)
+    for file, name in ((files[2], "0.weight"),
+                       (f"{files[3]}-0000.params", f"arg:{other[0].weight.name}")):
+        assert np.array_equal(nd.load(file)[name].asnumpy(), expected)
     for one, its_trainer in ((net, trainer), (other, resumed)):
         train(one, its_trainer, 2, begin=5)
     for p, q in zip(net.collect_params().values(), other.collect_params().values()):
@@ -540,15 +496,14 @@ class OwnMasters(mx.optimizer.SGD):
 @pytest.mark.numpy
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_averages_without_master_weights_are_refused_at_their_creation(policy):
-    net = network(policy)
-    for optimizer, why in ((amp.optimizer("sgd", multi_precision=False), "multi_precision=False"),
+    plain = amp.optimizer("sgd", multi_precision=False)
+    for optimizer, why in ((plain, "multi_precision=False"),
                            (OwnMasters(multi_precision=True), "OwnMasters manages them itself")):
-        trainer = amp.Trainer(net.collect_params(), optimizer)
+        trainer = amp.Trainer(network(policy).collect_params(), optimizer)
         with pytest.raises(ValueError, match=f"no master weights here, because .*{why}"):
             amp.AveragedWeights(trainer)
         assert not trainer._averaged
-    wide = network("mixed_float16")
-    trainer = amp.Trainer(wide.collect_params(), amp.optimizer("sgd", multi_precision=False))
+    wide, trainer = with_trainer(network("mixed_float16"), plain)
     averaged = amp.AveragedWeights(trainer)
     train(wide, trainer, 1)
     assert averaged.count == 1
@@ -559,17 +514,15 @@ def test_averages_without_master_weights_are_refused_at_their_creation(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_restore_brings_back_master_weights(policy, devices, numpy):
     with mx.util.np_shape(numpy), mx.util.np_array(numpy):
-        net = network(policy, devices)
-        trainer = trainer_of(net)
-        train(net, trainer, 3)
+        net, trainer = trained(policy, devices, steps=3)
         expected, rounded = masters(net, trainer), weights(net)
         amp.restore(net, masters=trainer)
-        for name, values in weights(net).items():
+        restored = weights(net)
+        for name, values in restored.items():
             for value in values if not name.startswith("1.running") else ():
                 assert value.dtype == np.float32
                 np.testing.assert_array_equal(value, expected[name])
-        changes = any((values[0] != rounded[name][0]).any() for name, values in
-                      weights(net).items())
+        changes = any((values[0] != rounded[name][0]).any() for name, values in restored.items())
         assert changes == (policy in ("float16", "bfloat16"))
 
 
@@ -588,10 +541,10 @@ def test_restore_with_masters_of_a_part_and_of_averages():
 
 
 def test_restore_refuses_others_than_the_networks_trainers():
-    net, other = network(), network()
-    for given, error in ((trainer_of(other), ValueError), (net, TypeError), (
-            amp.Trainer(net.collect_params(), amp.optimizer(
-                "sgd", multi_precision=False)), ValueError)):
+    net = network()
+    plain = amp.Trainer(net.collect_params(), amp.optimizer("sgd", multi_precision=False))
+    for given, error in ((trainer_of(network()), ValueError), (net, TypeError),
+                         (plain, ValueError)):
         with pytest.raises(error):
             amp.restore(net, masters=given)
         assert net[0].weight.dtype == "float16"
