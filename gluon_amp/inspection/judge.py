@@ -306,16 +306,16 @@ class _Judge:
         gradient: a rounded input reached a point where the operator or its derivative is infinite,
         such as 0 of a logarithm, a quotient or a root."""
         behind = reached([output.key], self.reads, lambda key: self.seen[key].is_low)
-        rounded = [t for t in self.forward if t.key in behind and t.is_low]
+        inputs = [t for t in self.forward if t.key in behind and t.is_low]
+        lost = [(t, t.counts.shares(t.format, rounded=True)["flushed"]) for t in inputs]
         findings = [self._finding(t, "range below", f"{share:.2%} of {t.name} becomes 0, and "
                                   f"{tensor.name} is not finite", **_ERROR)
-                    for t in rounded for share in [t.counts.shares(t.format, own=True)["flushed"]]
-                    if share]
-        if findings or not (rounded or tensor.is_low):
+                    for t, share in lost if share]
+        if findings or not (inputs or tensor.is_low):
             return findings
         finding = self._finding(tensor, "cancellation", f"{tensor.name} is not finite, although "
                                 "its inputs are", **_ERROR)
-        finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(rounded)]
+        finding.keep = [*(finding.keep if tensor.is_low else []), *self._kept_for(inputs)]
         return [finding]
 
     def _endless_gradients(self) -> List[Finding]:
@@ -520,13 +520,13 @@ class _Judge:
 
 def said_above(counts: Counts, tensor: Tensor) -> str:
     """Returns how a tensor with these counts overflows."""
-    share = counts.shares(tensor.format, own=True)["overflowed"]
+    share = counts.shares(tensor.format, rounded=True)["overflowed"]
     return f"{share:.2%} of {tensor.name} lies beyond {tensor.format.largest:g}"
 
 
 def said_below(counts: Counts, tensor: Tensor) -> str:
     """Returns how a tensor with these counts underflows."""
-    shares = counts.shares(tensor.format, own=True)
+    shares = counts.shares(tensor.format, rounded=True)
     return f"rounded to {counts.own_snr:.1f} dB: {shares['flushed']:.2%} becomes 0, " \
            f"{shares['subnormal']:.2%} subnormal"
 
@@ -617,14 +617,13 @@ def first_overflow(layout: Layout, counts: Mapping[Key, Counts], batch: int, sca
     cast = flow.before(tensor)
     if tensor.op in CASTS and cast and layout.is_cast_back(layout.nodes[cast[0].key.node]):
         tensor = cast[0]  # it computes in float32, and this cast rounds its result
-    given = {name: Counts.of_array(arrays[name]) for name in tensor.variables
-             if name in arrays}
-    for name, held in given.items():
+    variables = {name: Counts.of_array(arrays[name]) for name in tensor.variables if name in arrays}
+    for name, held in variables.items():
         if not held.finite:
             return Overflow(name, name, "", False, batch, scale, {})
     output = Key(tensor.key.node, False, 0)
     inputs = {flow.seen[key].name: counts[key].range
               for key in [*flow.reads[tensor.key], *flow.reads.get(output, [])]}
-    inputs.update((name, held.range) for name, held in given.items())
+    inputs.update((name, held.range) for name, held in variables.items())
     return Overflow(tensor.key.node, tensor.name, tensor.op, tensor.key.backward, batch, scale,
                     inputs)

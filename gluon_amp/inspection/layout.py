@@ -76,14 +76,14 @@ class Layout:
             reads = [sources[e] for e in node.inputs]
             if node.subgraphs:
                 outputs = self._add_bodies(node, inferred, sources)
-                sources.update((Entry(node, i), one) for i, one in enumerate(outputs))
+                sources.update((Entry(node, i), source) for i, source in enumerate(outputs))
             elif node.op in COLUMNS["moves"] and reads:
                 sources[entry] = reads[0]
             else:
                 sources.update((e, [e]) for e in self._outputs_of[node])
                 self._reads[node] = reads
-                for i, one in enumerate(reads):
-                    for e in self._at_first(one):
+                for i, source in enumerate(reads):
+                    for e in self._at_first(source):
                         self._readers.setdefault(e, []).append((node, i))
             self._alike.setdefault(node.name, []).append(node)
         return [sources[e] for e in graph.outputs]
@@ -118,11 +118,11 @@ class Layout:
         formats = {e: FORMATS[self._types[e] or ""] for e in [*self._outputs_of[node], *node.inputs]
                    if self._types[e] in FORMATS}
         outputs = [e for e in self._outputs_of[node] if e in self._read]
-        reads = [e for one in self._reads[node] for e in one]
+        reads = [e for of_input in self._reads[node] for e in of_input]
         variables = [e.node.name for e in self._at_first(reads) if e.node.is_variable]
         before, carried = ([Key(e.node.name, False, e.output) for e in self._at_first(some)
                             if not e.node.is_variable] for some in (
-            reads, [e for one in reads for e in self._carried.get(one, [])]))
+            reads, [e for of_input in reads for e in self._carried.get(of_input, [])]))
         above = [key for e in outputs for key in self._gradients[e]]
         makers = [self.maker(node, i).node.name for i in range(len(node.inputs))]
         weights = [maker if maker in self.parameters else "" for maker in makers]

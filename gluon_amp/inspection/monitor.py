@@ -181,14 +181,14 @@ class Monitor:
 _SCALARS = ("rms", "largest", "zero", "underflow", "subnormal", "overflow")
 
 
-def _layers(given: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pattern[str]]]:
+def _layers(layers: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.Pattern[str]]]:
     """Returns regular expressions for the names of the selected operators."""
-    if given is None:
+    if layers is None:
         return None
-    if not isinstance(given, Iterable) and not isinstance(given, mx.gluon.Block):
-        raise TypeError(f"layers takes blocks and regular expressions. Received: {given!r}")
+    if not isinstance(layers, Iterable) and not isinstance(layers, mx.gluon.Block):
+        raise TypeError(f"layers takes blocks and regular expressions. Received: {layers!r}")
     patterns = []
-    for layer in [given] if isinstance(given, (str, mx.gluon.Block)) else given:
+    for layer in [layers] if isinstance(layers, (str, mx.gluon.Block)) else layers:
         if isinstance(layer, mx.gluon.Block):
             layer = re.escape(layer.prefix) + ".*"
         if not isinstance(layer, str):

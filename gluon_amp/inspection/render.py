@@ -25,22 +25,22 @@ def rows(view: Any) -> List[Dict[str, Any]]:
     """Returns the rows of the page: the tensors, the worst first; then the parameters."""
     rows = []
     for t in view.worst():
-        own = t.counts.own_snr if t.is_low else None
+        own_snr = t.counts.own_snr if t.is_low else None
         rows.append(_row(t.name, t.kind, t.format, t.counts, t.format if t.is_low else FLOAT16,
                          t.is_low, node=t.key.node, place=t.place, operator=t.op,
-                         own_snr=_as_number(own), snr=_as_number(t.snr),
+                         own_snr=_as_number(own_snr), snr=_as_number(t.snr),
                          inherited_snr=_as_number(view.inherited(t)),
-                         bad=t.is_low and (t.counts.overflowed > 0 or own < t.low_snr)))
+                         bad=t.is_low and (t.counts.overflowed > 0 or own_snr < t.low_snr)))
     return rows + [_row(weight.name, "weight", weight.format, weight.counts, node=weight.name)
                    for weight in view.weights]
 
 
 def _row(name: str, kind: str, format_: Format, counts: Counts, judged_in: Format = FLOAT16,
-         own: bool = False, **others: Any) -> Dict[str, Any]:
+         rounded: bool = False, **others: Any) -> Dict[str, Any]:
     """Returns a row. Its bins are shares, from the lowest drawn exponent to the highest."""
     low, high = counts.range or (None, None)
     return {"tensor": name, "kind": kind, "format": format_.name, "numbers": counts.numbers,
-            **counts.shares(judged_in, own), "smallest": low, "largest": high,
+            **counts.shares(judged_in, rounded), "smallest": low, "largest": high,
             **_shares(counts), **others}
 
 

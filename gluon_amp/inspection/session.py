@@ -258,13 +258,13 @@ class Session:
                 loss = self.loss_fn(output, *label)
             except (mx.MXNetError, TypeError, AssertionError) as error:
                 several = isinstance(output, (list, tuple))
-                given = [_shown(one) for one in [output, *label]]
+                received = [_shown(one) for one in [output, *label]]
                 raise ValueError(
                     f"loss_fn does not take this output and label: {message(error):.200}. batches "
                     "is a list of tuples (data, label)" + (
                         ". For several outputs, pass a function such as lambda outputs, label: "
                         "loss(outputs[0], label)" if several else "") +
-                    f". Received: {given}") from error
+                    f". Received: {received}") from error
         if not isinstance(loss, mx.nd.NDArray):
             raise TypeError("loss_fn(output, label) must return one array. Received: "
                             f"{type(loss).__name__}")
@@ -300,12 +300,12 @@ class NetworkCopy:
         """Returns a graph with casts, and the types of its variables."""
         if which not in self._mixed:
             of, types = self.session.graphs[which], self._types_in(which)
-            given = {**types, **dict(zip(of.names, of.dtypes))}
+            declared = {**types, **dict(zip(of.names, of.dtypes))}
             wide = wide_constants({name: self.session.parameters[name] for name in types},
                                   self.policy)
-            graph = insert_casts(of.clean, given, self.policy, getattr(of.block, "weak", types),
+            graph = insert_casts(of.clean, declared, self.policy, getattr(of.block, "weak", types),
                                  self.keep | of.kept, wide)
-            self._mixed[which] = graph, given
+            self._mixed[which] = graph, declared
         return self._mixed[which]
 
     def _types_in(self, which: Any) -> Dict[str, str]:

@@ -124,15 +124,15 @@ class Counts:
         """The signal-to-noise ratio of the rounding, in dB."""
         return decibels(self.squares, self.error_squares)
 
-    def shares(self, format_: Format = FLOAT16, own: bool = False) -> Dict[str, float]:
+    def shares(self, format_: Format = FLOAT16, rounded: bool = False) -> Dict[str, float]:
         """Returns the shares of values in a format that are 0 ("zero"), underflow to 0
-        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed"). `own`: the
-        values were rounded to this format, so that two of the shares are exact."""
+        ("flushed"), become subnormal ("subnormal"), or exceed its range ("overflowed"). `rounded`:
+        the values were rounded to this format, so that two of the shares are exact."""
         flushed = math.log2(format_.smallest) - 1 > _EXPONENTS
         above = _is_beyond(format_)
         subnormal = (math.log2(format_.smallest_normal) > _EXPONENTS) & ~flushed
         count, lost = max(self.numbers, 1), self.infinite + self.nan
-        to_zero, beyond = (self.flushed, self.overflowed) if own else (
+        to_zero, beyond = (self.flushed, self.overflowed) if rounded else (
             int(self.bins[flushed].sum()), int(self.bins[above].sum()))
         return {"zero": self.zero / count, "flushed": to_zero / count,
                 "subnormal": int(self.bins[subnormal].sum()) / count,

@@ -77,7 +77,7 @@ def test_counts_are_those_of_the_lines(file):
         assert scale == 8
         assert len(own) == len(counts) > 5
         for line, found in zip(own, counts.values()):
-            shares = found.shares(FORMATS[line["format"]], own=True)
+            shares = found.shares(FORMATS[line["format"]], rounded=True)
             assert [shares[name] for name in ("zero", "flushed", "subnormal")] \
                 == [line[name] for name in ("zero", "underflow", "subnormal")]
             assert found.overflowed + found.infinite == line["overflow"] * line["numbers"]
