@@ -312,16 +312,16 @@ def _json(line: Mapping[str, Any], other: Callable[[Any], Any] = _refuse) -> str
 def _mean(loss: Any) -> Any:
     """Returns the mean of a loss, on its device; reading it is left to the next line."""
     losses: Sequence[Any] = loss if isinstance(loss, (list, tuple)) else [loss]
-    sizes = [getattr(one, "size", 1) for one in losses]
-    if not losses or not all(size and (hasattr(one, "asnumpy") or isinstance(
-            one, (numbers.Real, np.ndarray))) for one, size in zip(losses, sizes)):
+    sizes = [getattr(part, "size", 1) for part in losses]
+    if not losses or not all(size and (hasattr(part, "asnumpy") or isinstance(
+            part, (numbers.Real, np.ndarray))) for part, size in zip(losses, sizes)):
         raise TypeError("loss must be an array that is not empty, a list of such arrays, or a "
                         f"number. Received: {loss!r}")
-    means = [one.astype("float32").mean() if hasattr(one, "asnumpy") else float(np.mean(one))
-             for one in losses]
+    means = [part.astype("float32").mean() if hasattr(part, "asnumpy") else float(np.mean(part))
+             for part in losses]
     if len(means) == 1:
         return means[0]
-    return sum(_number(one) * size for one, size in zip(means, sizes)) / sum(sizes)
+    return sum(_number(part) * size for part, size in zip(means, sizes)) / sum(sizes)
 
 
 def _number(mean: Any) -> float:

@@ -141,9 +141,9 @@ def plots(groups: Sequence[Group]) -> List[Plot]:
     drawn = []
     for chart in charts(runs):
         points = {id(run): chart.points(run) for run in runs}
-        lines = [one for one in (line(group, points) for group in chosen) if one]
-        if len({y for one in lines for y in (*one.y, *(() if one.band is None else one.band.flat))
-                }) > 1:
+        lines = [each for each in (line(group, points) for group in chosen) if each]
+        if len({y for each in lines
+                for y in (*each.y, *(() if each.band is None else each.band.flat))}) > 1:
             drawn.append(_draw(chart, lines, len(groups) - len(chosen)))
     return drawn
 
@@ -151,28 +151,29 @@ def plots(groups: Sequence[Group]) -> List[Plot]:
 def _draw(chart: Chart, lines: Sequence[Line], left_out: int) -> Plot:
     unit, factor = chart.x, 1.0
     if chart.x == "hours":
-        unit, factor = unit_of_time([run for one in lines for run in one.group.runs])
-    models = list(dict.fromkeys(one.group.model for one in lines))
+        unit, factor = unit_of_time([run for each in lines for run in each.group.runs])
+    models = list(dict.fromkeys(each.group.model for each in lines))
     marked: Counter[Tuple[str, str]] = Counter()
     with _style():
         figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         axes = figure.add_subplot()
         handles = []
-        for one in lines:
-            place, beneath = (color(one.group.dtype), one.group.model), one.group.dtype == FLOAT32
-            name = _shortened(one.group.name, LONGEST_NAME)
-            if one.runs == 1 and chart.axis == "percent":
-                name += f" {chart.write(one.y[-1])}"
+        for each in lines:
+            place = color(each.group.dtype), each.group.model
+            beneath = each.group.dtype == FLOAT32
+            name = _shortened(each.group.name, LONGEST_NAME)
+            if each.runs == 1 and chart.axis == "percent":
+                name += f" {chart.write(each.y[-1])}"
             handles += axes.plot(
-                one.x * factor, one.y, color=place[0], label=name,
-                linestyle=STYLES[models.index(one.group.model) % len(STYLES)],
-                marker=MARKERS[marked[place] % len(MARKERS)] or ("o" if len(one.x) == 1 else ""),
-                markersize=4, markevery=max(1, len(one.x) // 8),
+                each.x * factor, each.y, color=place[0], label=name,
+                linestyle=STYLES[models.index(each.group.model) % len(STYLES)],
+                marker=MARKERS[marked[place] % len(MARKERS)] or ("o" if len(each.x) == 1 else ""),
+                markersize=4, markevery=max(1, len(each.x) // 8),
                 linewidth=2.6 if beneath else 1.4, zorder=2 if beneath else 3)
             marked[place] += 1
-            if one.band is not None:
-                axes.fill_between(one.x * factor, *one.band, color=place[0], alpha=0.15, zorder=1,
-                                  linewidth=0)
+            if each.band is not None:
+                axes.fill_between(each.x * factor, *each.band, color=place[0], alpha=0.15,
+                                  zorder=1, linewidth=0)
         axes.set_title(chart.title, loc="left", fontsize=10)
         axes.set_xlabel(unit)
         axes.set_ylabel(chart.y)
@@ -197,7 +198,7 @@ def _set_scales(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     if chart.x == "epochs":
         axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1))
         axes.set_xlim(left=0)
-    values = np.concatenate([one.y for one in lines])
+    values = np.concatenate([each.y for each in lines])
     if chart.axis == "percent":
         decimals = int(np.ptp(values) < 0.1)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.{decimals}%}")
@@ -206,8 +207,8 @@ def _set_scales(axes: Axes, chart: Chart, lines: Sequence[Line]) -> None:
     elif chart.axis == "powers":
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    elif values.min() > 0 and max(np.median(one.y) for one in lines) > FAR * min(
-            one.y.max() for one in lines):
+    elif values.min() > 0 and max(np.median(each.y) for each in lines) > FAR * min(
+            each.y.max() for each in lines):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
@@ -223,15 +224,15 @@ def _shortened(label: str, longest: int) -> str:
 def _caption(chart: Chart, lines: Sequence[Line], left_out: int) -> str:
     """Returns the caption: the meaning of bands, and the ends of the lines."""
     parts = [f"{chart.title}."]
-    if any(one.runs > 1 for one in lines):
+    if any(each.runs > 1 for each in lines):
         parts.append("Means; bands: from the lowest to the highest run.")
     if left_out:
         parts.append(f"{len(lines)} of {len(lines) + left_out} groups.")
     ends = []
-    for one in lines:
-        runs = f" ({one.runs} runs)" if one.runs > 1 else ""
-        band = "" if one.band is None else f" ({' to '.join(map(chart.write, one.band[:, -1]))})"
-        ends.append(f"{one.group.name}{runs} {chart.write(one.y[-1])}{band}")
+    for each in lines:
+        runs = f" ({each.runs} runs)" if each.runs > 1 else ""
+        band = "" if each.band is None else f" ({' to '.join(map(chart.write, each.band[:, -1]))})"
+        ends.append(f"{each.group.name}{runs} {chart.write(each.y[-1])}{band}")
     return f"{' '.join(parts)} At the end: {'; '.join(ends)}."
 
 

@@ -164,7 +164,7 @@ class _Reader:
         self.path, self.name = path, name
         self.runs: List[Run] = []
         self.header: Optional[Dict[str, Any]] = None  # arguments before the first epoch
-        self.given = ""  # the run's name, if the line of its arguments has one
+        self.run_name = ""  # the run's name, if the line of its arguments has one
         self.results: List[Tuple[Epoch, str, float]] = []  # which may be percent
         self.number, self.epoch = -1, Epoch()
         self.inverse, self.intervals = 0.0, 0  # of the speeds in the epoch's lines of batches
@@ -238,7 +238,7 @@ class _Reader:
             if type(version) is not int or not 1 <= version <= VERSION:
                 raise ValueError(f"{self.path}: log.jsonl of version {version!r:.20}. Valid: 1 to "
                                  f"{VERSION}")
-            self.header, self.given = entry["arguments"], str(entry.get("run", ""))
+            self.header, self.run_name = entry["arguments"], str(entry.get("run", ""))
         elif type(entry.get("epoch")) is int and 0 <= entry["epoch"] < 10 ** 9:
             values = {key: _number(value) for key, value in entry.items()}
             self._go_to(entry["epoch"])
@@ -286,12 +286,12 @@ class _Reader:
         back = run is not None and number <= self.number
         if run is None or number == 0 or (
                 self.header is not None and not run.started_with(self.header)):
-            self.runs.append(Run(self.given or self.name, self.header or {}))
+            self.runs.append(Run(self.run_name or self.name, self.header or {}))
             self.lr = None
         elif back or self.header is not None:
             run.notes.append(f"resumed after {counted(number, 'epoch')}")
             run.forget_from(number)
-        self.header, self.given, self.number, self.epoch = None, "", number, Epoch()
+        self.header, self.run_name, self.number, self.epoch = None, "", number, Epoch()
         self.inverse, self.intervals = 0.0, 0
 
 

@@ -223,11 +223,11 @@ class Run:
     @property
     def dtype(self) -> str:
         """The policy or type of its arguments or else of its name, or "unknown"."""
-        given, amp = self.get("policy", "dtype"), self.arguments.get("amp")
-        if isinstance(amp, bool) and given in (None, FLOAT32):  # MXNet's own AMP, by GluonCV's flag
+        name, amp = self.get("policy", "dtype"), self.arguments.get("amp")
+        if isinstance(amp, bool) and name in (None, FLOAT32):  # MXNet's own AMP, by GluonCV's flag
             return "float16" if amp else FLOAT32
-        if given:
-            return plain(APEX.get(given, given) if isinstance(given, str) else given)
+        if name:
+            return plain(APEX.get(name, name) if isinstance(name, str) else name)
         match = re.search(r"(b?)(?:float|fp|(?<=b)f)(16|32)", self.name, re.IGNORECASE)
         return f"{match[1].lower()}float{match[2]}" if match else "unknown"
 

@@ -75,15 +75,15 @@ def read(path: Path, name: str) -> List[Run]:
     results: List[Tuple[Epoch, str, float]] = []
     for i, (prefix, quantity) in columns.items():
         for (line, row), number, value in zip(rows, numbers, cells[i]):
-            given = [cell.strip() for cell in row[:at]]
-            if (*given, prefix) not in runs:
-                arguments = dict(zip(map(str.lower, header), given))
-                runs[(*given, prefix)] = _run(arguments, prefix, name, remarks)
-            epoch = runs[(*given, prefix)].epochs.setdefault(number, Epoch())
+            settings = [cell.strip() for cell in row[:at]]
+            if (*settings, prefix) not in runs:
+                arguments = dict(zip(map(str.lower, header), settings))
+                runs[(*settings, prefix)] = _run(arguments, prefix, name, remarks)
+            epoch = runs[(*settings, prefix)].epochs.setdefault(number, Epoch())
             if value is None:
                 continue
             results.append((epoch, quantity, value))
-            if values.setdefault((*given, prefix, number, quantity), value) != value:
+            if values.setdefault((*settings, prefix, number, quantity), value) != value:
                 raise ValueError(f"{path}, line {line}: epoch {row[at].strip()} has another "
                                  f"{header[i]} than a line before. What tells runs apart stands "
                                  "left of the column epoch")
