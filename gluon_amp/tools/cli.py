@@ -239,10 +239,10 @@ def _xray_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _xray(options: argparse.Namespace) -> None:
     names = ("params", "data", "label", "loss", "policy", "batch_size", "steps", "output")
-    given = {name: getattr(options, name) for name in names if getattr(options, name)}
+    values = {name: getattr(options, name) for name in names if getattr(options, name)}
     if not options.path.endswith(".json"):
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        if values:
+            flags = ", ".join("--" + name.replace("_", "-") for name in values)
             raise ValueError(f"{flags}: only for a new X-ray, whose PATH is an exported symbol, "
                              f"such as net-symbol.json. Received: {options.path}")
         _saved_xray(options)
@@ -250,14 +250,14 @@ def _xray(options: argparse.Namespace) -> None:
     if options.format:
         raise ValueError("--format is for a saved X-ray; a new one takes --policy. Received: "
                          f"--format {options.format} and {options.path}")
-    missing = [f"--{name}" for name in ("params", "data") if name not in given]
+    missing = [f"--{name}" for name in ("params", "data") if name not in values]
     if missing:
         raise ValueError(f"an X-ray of {options.path} needs {' and '.join(missing)}")
-    output = given.pop("output", "xray")
+    output = values.pop("output", "xray")
     if os.path.exists(output):
         raise ValueError(f"--output must be a new folder. Received: {output}, which exists")
     from .xray_files import xray_files
-    view = xray_files(options.path, **given)
+    view = xray_files(options.path, **values)
     print(f"{view}\n{view.save(output)}")
 
 

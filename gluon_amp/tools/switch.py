@@ -39,14 +39,14 @@ class Switch:
         self.nested = False  # within a call that the switch has replaced
         self._gradients_scale = 1.0  # of the last backward pass
 
-    def begin(self, one: Any) -> None:
+    def begin(self, trained: Any) -> None:
         """Notes the script's Trainer or Module when it begins to train."""
-        if self.trains is not None and self.trains is not one:
+        if self.trains is not None and self.trains is not trained:
             self.refuse("the script has a second Trainer or Module that trains",
                         "for Trainers: amp.convert(net) for each network, amp.Trainer for each "
                         "gluon.Trainer, and amp.backward(loss, [trainer, ...]). For Modules: "
                         "amp.Module(amp.convert_symbol(symbol))")
-        self.trains = one
+        self.trains = trained
 
     def refuse(self, what: str, instead: str) -> NoReturn:
         raise RuntimeError(f"python -m gluon_amp --dtype {self.policy.name}: {what}. Write "

@@ -146,24 +146,24 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
              ) -> Iterator[Tuple[List[Any], List[Any]]]:
     """Yields data and labels of each batch in a file."""
     arrays = _read(path)
-    given = dict(arrays)
+    by_name = dict(arrays)
     wanted = model.labels or ([] if model.has_loss else [label])
-    if len(wanted) == 1 and wanted[0] not in given and label in given:
-        given[wanted[0]] = given.pop(label)
-    missing = [name for name in model.inputs + model.labels if name not in given]
-    unknown = [name for name in given if name not in model.inputs + wanted]
+    if len(wanted) == 1 and wanted[0] not in by_name and label in by_name:
+        by_name[wanted[0]] = by_name.pop(label)
+    missing = [name for name in model.inputs + model.labels if name not in by_name]
+    unknown = [name for name in by_name if name not in model.inputs + wanted]
     if missing or unknown:
         also = f" or {label}" if len(wanted) == 1 and wanted[0] != label else ""
         raise ValueError(f"{path} must have arrays called {', '.join(model.inputs + wanted)}{also}"
                          f". Received: {_described(arrays)}")
-    parts = [given]
+    parts = [by_name]
     if batch_size is not None:
-        lengths = {array.shape[0] if array.ndim else 0 for array in given.values()}
+        lengths = {array.shape[0] if array.ndim else 0 for array in by_name.values()}
         length = lengths.pop()
         if lengths or length < batch_size:
             raise ValueError(f"{path}: --batch-size needs arrays of equal length, {batch_size} or "
                              f"more. Received: {_described(arrays)}")
-        parts = [{name: array[begin:begin + batch_size] for name, array in given.items()}
+        parts = [{name: array[begin:begin + batch_size] for name, array in by_name.items()}
                  for begin in range(0, length - batch_size + 1, batch_size)]
     for part in parts:
         converted = {name: mx.nd.array(array) for name, array in part.items()}
