@@ -112,7 +112,7 @@ class Trace:
 class State:
     """The state of a converted block."""
     policy: Policy
-    given: Policy  # of `convert`; `policy` differs if the block runs imperatively
+    converted_to: Policy  # by `convert`; `policy` differs if the block runs imperatively
     active: bool  # whether the restored block is hybridized
     keep: bool  # whether keep= has this block or one around it
     kept: Kept  # the nodes and operators in keep=
@@ -275,7 +275,7 @@ class PolicyHybridBlock(PolicyBlock):
         low = [block.name for block in blocks_in(self) if isinstance(block, ConvertedBlock)]
         if low:
             raise ValueError("export writes a network of one policy, and these parts of "
-                             f"{self.name}, which is {self._amp.given.name}, have another: "
+                             f"{self.name}, which is {self._amp.converted_to.name}, have another: "
                              f"{listed(low)}. Valid: export of each part, or gluon_amp.convert "
                              "of the whole network")
         return (self._cached_graph or self._graph_of_inputs())[1], []
@@ -378,12 +378,12 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         """As `SymbolBlock.forward`, which fails with a symbol of numpy mode of one output, and
         writes into one of several."""
         data, symbol = self._cached_graph
-        given, structure = _flatten(list(args), "input")
+        inputs, structure = _flatten(list(args), "input")
         if structure != self._in_format:
             raise ValueError(f"{self.name} takes {len(data)} inputs: "
-                             f"{', '.join(d.name for d in data)}. Received: {len(given)}")
+                             f"{', '.join(d.name for d in data)}. Received: {len(inputs)}")
         composed = copy.copy(symbol.as_nd_ndarray())
-        composed._compose(**{d.name: x.as_nd_ndarray() for d, x in zip(data, given)})
+        composed._compose(**{d.name: x.as_nd_ndarray() for d, x in zip(data, inputs)})
         return _regroup([output.as_np_ndarray() for output in composed], self._out_format)
 
     def name_scope(self) -> Any:
@@ -587,7 +587,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             if node.is_variable:
                 node.attrs.pop("__dtype__", None)
         kept = sorted(self.kept_nodes() & operator_names(Graph.read(clean)))
-        put_record(graph, Record({"": self._amp.given}, nodes=tuple(kept)))
+        put_record(graph, Record({"": self._amp.converted_to}, nodes=tuple(kept)))
         return graph.symbol(), kept
 
 

@@ -38,25 +38,25 @@ def freeze(block: Block, frozen: bool = True) -> Block:
     grad_req = "null" if frozen else "write"
     _check_averages(inside, f"which freeze cannot change: pass use_global_stats={frozen} to its "
                             f"F.BatchNorm, and set grad_req={grad_req!r} on its parameters")
-    averages = {name for one in inside if isinstance(one, SymbolBlock)
-                for name in Graph.read(one._cached_graph[1]).mutated()}
-    for one in inside:
-        if isinstance(one, nn.basic_layers._BatchNorm):
-            one._kwargs["use_global_stats"] = frozen
-        elif isinstance(one, SymbolBlock):
-            inputs, symbol = one._cached_graph
+    averages = {name for inner in inside if isinstance(inner, SymbolBlock)
+                for name in Graph.read(inner._cached_graph[1]).mutated()}
+    for inner in inside:
+        if isinstance(inner, nn.basic_layers._BatchNorm):
+            inner._kwargs["use_global_stats"] = frozen
+        elif isinstance(inner, SymbolBlock):
+            inputs, symbol = inner._cached_graph
             graph = Graph.read(symbol)
             for node in graph.nodes_within():
                 if node.op in BATCH_NORMS:
                     node.attrs["use_global_stats"] = str(frozen)
-            one._cached_graph = inputs, graph.symbol(like=symbol)
+            inner._cached_graph = inputs, graph.symbol(like=symbol)
     for parameter in block.collect_params().values():
         if not isinstance(parameter, Constant) and parameter.name not in averages:
             parameter.grad_req = grad_req
-    for one in [*inside, *blocks_around(block, set(inside))]:
-        discard_traces(one)
-        if isinstance(one, HybridBlock):
-            one._clear_cached_op()
+    for inner in [*inside, *blocks_around(block, set(inside))]:
+        discard_traces(inner)
+        if isinstance(inner, HybridBlock):
+            inner._clear_cached_op()
     return block
 
 

@@ -92,12 +92,12 @@ def traced_graphs() -> List[Tuple[Any, Graph]]:
 
 def trace_again(block: Any) -> None:
     """Traces the graph of a block that has been traced, from symbols alone, and restores it."""
-    one = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
+    placeholder = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
 
     def inputs(layout: Any) -> Any:  # of MXNet's _flatten
         if isinstance(layout, list):
             return [inputs(each) for each in layout]
-        return None if layout < 0 else one
+        return None if layout < 0 else placeholder
 
     arguments = inputs(block._in_format)
     with traced_again([block]):

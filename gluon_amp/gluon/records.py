@@ -58,8 +58,8 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Record:
     states = {path: block._amp for block, path in paths.items() if hasattr(block, "_amp")}
     record = Record({})
     for path, state in states.items():  # parents come first
-        if record.given_at(path) != state.given:
-            record.policies[path] = state.given
+        if record.given_at(path) != state.converted_to:
+            record.policies[path] = state.converted_to
     kept = [path for path, state in states.items() if state.keep]
     tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
     others = kept_in_blocks(paths)
@@ -147,7 +147,8 @@ def check_file(net: Block, filename: str) -> None:
 def policy_of(block: Block) -> Optional[Policy]:
     """Returns the policy of a block; None if it computes in float32."""
     state = getattr(block, "_amp", None)
-    return None if state is None or state.keep or state.given.is_float32 else state.given
+    policy: Optional[Policy] = None if state is None or state.keep else state.converted_to
+    return None if policy is None or policy.is_float32 else policy
 
 
 def kept_in_blocks(blocks: Iterable[Block]) -> Kept:
