@@ -17,16 +17,16 @@ class Operators:
     """What `ops` returns, for `keep=`.
 
     Attributes:
-        given: the operators as the user named them.
+        as_written: the operators as the user named them.
         names: the names by which MXNet registers them.
         must_match: whether a network without them is an error.
     """
-    given: Tuple[str, ...]
+    as_written: Tuple[str, ...]
     names: FrozenSet[str]
     must_match: bool = True
 
     def __repr__(self) -> str:
-        return f"amp.ops({', '.join(map(repr, self.given))})"
+        return f"amp.ops({', '.join(map(repr, self.as_written))})"
 
     def among(self, operators: Mapping[str, str]) -> Set[str]:
         """Returns the names of the nodes of these operators; `operators` has those of all nodes."""
