@@ -45,12 +45,12 @@ def whole_number(value: object, what: str, least: int) -> int:
     return int(value)
 
 
-def iterator(given: Iterable[Any], what: str) -> Iterator[Any]:
+def iterator(iterable: Iterable[Any], what: str) -> Iterator[Any]:
     """Returns an iterator, or raises TypeError."""
     try:
-        return iter(given)
+        return iter(iterable)
     except TypeError:
-        raise TypeError(f"{what}. Received: {type(given).__name__}") from None
+        raise TypeError(f"{what}. Received: {type(iterable).__name__}") from None
 
 
 def same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -97,13 +97,13 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
     If no whole name is, last parts are compared, such as dense0_fwd of net0_dense0_fwd.
     """
-    given = name.lstrip("-")  # the dashes would make all flags similar
+    typed = name.lstrip("-")  # the dashes would make all flags similar
     whole = {one.lstrip("-"): one for one in names}
     parts = {bare[match.end():]: one for bare, one in whole.items()
              for match in re.finditer("[._]", bare)}
     for candidates in (whole, parts):
-        found = [bare for bare in candidates if given and bare.startswith(given)] \
-            or difflib.get_close_matches(given, list(candidates), n=3)
+        found = [bare for bare in candidates if typed and bare.startswith(typed)] \
+            or difflib.get_close_matches(typed, list(candidates), n=3)
         if found:
             close = dict.fromkeys(candidates[bare] for bare in found[:3])
             return f". Did you mean {' or '.join(close)}?"

@@ -132,12 +132,13 @@ _WRITERS = ("mxnet._ctypes.ndarray", "mxnet._ctypes.symbol", "mxnet.symbol.symbo
 
 
 def _execute(execute: Callable[[types.ModuleType], None], module: types.ModuleType) -> None:
-    own = vars(module)["__builtins__"] = dict(BUILTINS)  # functions keep a reference to it
+    # functions keep a reference to it
+    module_builtins = vars(module)["__builtins__"] = dict(BUILTINS)
     if NUMPY_2 and module.__name__ in _WRITERS:
         vars(module)["str"] = _Str
     execute(module)
     if module.__name__.partition(".")[0] == "mxnet":
-        own["__import__"] = builtins.__import__
+        module_builtins["__import__"] = builtins.__import__
 
 
 class _Finder:
