@@ -583,7 +583,6 @@ class SkipGram(nn.HybridBlock):
         return F.broadcast_add(self.table(x).sum() * 0, self.sampler(x))
 
 
-@pytest.mark.mx_nd("arrays of mx.np have no floor()")
 @pytest.mark.parametrize("keep", [[], [Sampler]])
 @pytest.mark.parametrize("policy", ["float16", "bfloat16", "float32"])
 def test_float64_that_nothing_trains_keeps_its_type(policy, keep):
