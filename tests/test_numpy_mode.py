@@ -144,15 +144,6 @@ def test_casts_are_differentiated():
     assert x.grad.tolist() == [3, 3]
 
 
-def test_files_of_arrays_hold_float32(tmp_path):
-    file = str(tmp_path / "arrays")
-    npx.save(file, {"x": low([1.5, 2.5]), "i": np.array([3], dtype="int32")})
-    loaded = npx.load(file)
-    assert loaded["x"].dtype == onp.float32
-    assert loaded["x"].tolist() == [1.5, 2.5]
-    assert loaded["i"].dtype == onp.int32
-
-
 @pytest.mark.parametrize("init", [mx.init.Xavier(), mx.init.Normal(), mx.init.Constant(2)])
 @pytest.mark.parametrize("size", [0, 3])
 def test_layers_may_be_cast_before_their_initialization(init, size):

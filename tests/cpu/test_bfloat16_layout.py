@@ -188,26 +188,6 @@ def test_nonfinite_and_subnormal_numbers(value, rng, monkeypatch):
     assert_same(monkeypatch, residual, data)
 
 
-@pytest.mark.filterwarnings("ignore:register_op_hook is experimental")  # MXNet warns about any hook
-def test_hook_receives_plain_arrays(rng, monkeypatch):
-    data, seen = nd.array(rng.standard_normal((2, 3, 24, 20))), {"off": [], "on": []}
-
-    def hook(_, __, array):
-        handle = mx.base.ctypes.cast(array, mx.base.NDArrayHandle)
-        seen[os.environ[LAYOUT]].append(mx.nd.NDArray(handle, False).asnumpy())
-
-    for value in seen:
-        monkeypatch.setenv(LAYOUT, value)
-        net = initialized(residual)
-        net.hybridize()
-        net(data)
-        net.register_op_hook(hook)
-        net(data)
-    assert len(seen["on"]) > 10
-    for plain, converted in zip(seen["off"], seen["on"]):
-        np.testing.assert_array_equal(plain, converted)
-
-
 def test_layers_between_convolutions_have_the_layout():
     made = in_layout(initialized(residual), 2, 3, 24, 20)
     counts = {op: made.count(op) for op in ("Convolution", "BatchNorm", "elemwise_add")}
