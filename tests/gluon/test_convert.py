@@ -17,9 +17,7 @@ from converting import Net, holding, make, saved_types, step, types, values
 from gluon_amp.cpu.arrays import dtype_name, to_float32
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from mxnet_alone import MXNET_ALONE
 from networks import ready, sequence
-from processes import printed
 from trainers import recorded, with_trainer
 
 pytestmark = pytest.mark.numpy
@@ -58,45 +56,6 @@ def test_forward_hooks_still_fire(x):
     net.register_forward_hook(lambda block, inputs, output: seen.append(output.shape))
     amp.convert(net)(x)
     assert seen == ["before", (4, 5)]
-
-
-def test_import_and_convert_patch_only_bfloat16_methods_steps_and_files():
-    printed(MXNET_ALONE + """
-import inspect
-import numpy as np
-import mxnet as mx
-from mxnet import gluon
-nn = gluon.nn
-def snapshot():
-    places = [mx.nd, mx.sym, mx.nd.contrib, mx.sym.contrib, nn.Dense, nn.Conv2D, nn.BatchNorm,
-              gluon.Block, gluon.HybridBlock, gluon.SymbolBlock, gluon.Parameter, gluon.Trainer,
-              mx.optimizer.SGD, mx.optimizer.Optimizer, mx.nd.NDArray, mx.sym.Symbol]
-    return [dict(vars(place)) for place in places], dict(mx.optimizer.Optimizer.opt_registry)
-before, registry = snapshot()
-signature = inspect.signature(gluon.Block.load_parameters)
-import gluon_amp
-net = nn.HybridSequential()
-net.add(nn.Dense(4, in_units=3), nn.BatchNorm(in_channels=4))
-net.initialize()
-stock = nn.Dense(4, in_units=3)
-gluon_amp.convert(net)(mx.nd.ones((2, 3))).wait_to_read()
-gluon_amp.optimizer("sgd")
-after, registry_after = snapshot()
-assert {n: c for n, c in registry_after.items() if n != "adamw"} == registry  # which it adds
-changed = {name for old, new in zip(before, after) for name in old
-           if new.get(name) is not old[name]} - {"__doc__", "__all__"}
-assert changed == {"asnumpy", "astype", "copyto", "_sync_copyfrom", "_load_init", "cast",
-                   "bind", "simple_bind", "save", "__init__",  # cpu/bfloat16.py
-                   "step", "update",  # gluon/parameter.py: a warning
-                   "CachedOp",  # cpu/library.py: keeps its symbol
-                   "load_parameters"}, changed  # gluon/records.py: notes the file
-for cls in (gluon.Block, gluon.HybridBlock, nn.Dense, nn.HybridSequential, gluon.SymbolBlock):
-    assert cls.save_parameters.__module__ == gluon.block.__name__
-    assert inspect.signature(cls.load_parameters) == signature
-for cls in (gluon.HybridBlock, nn.Dense, nn.HybridSequential, gluon.SymbolBlock):
-    assert cls.export.__module__ == gluon.block.__name__
-assert type(stock) is nn.Dense and np.dtype(stock.weight.dtype) == np.float32
-""")
 
 
 # Restore
