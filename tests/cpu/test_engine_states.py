@@ -1,5 +1,6 @@
 """Operators with a state between forward and backward pass: recurrent layers, dropout, MXNet's
 legacy operators. Their results and gradients are float32's, rounded."""
+import functools
 from itertools import product
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from halves import Op, assert_half, halves, ulps
 from mxnet._ctypes.symbol import _symbol_creator
-from operator_calls import candidates, handle
+from operator_calls import F16, candidates, handle
 from processes import printed
 
 pytestmark = pytest.mark.isa
@@ -312,12 +313,17 @@ def assert_near(found, expected, tolerance):
         assert ulps(gradient, rounded).max() == 0, name
 
 
+@functools.lru_cache(maxsize=None)
+def sums_of_nan():
+    names = [f"x{i}" for i in range(24)]
+    return [Op(sym.add_n(*map(sym.var, names)), dict.fromkeys(names, np.full(size, np.nan, F16)))
+            for size in (3, 3, 1000, 40000)]  # the smallest one that fits is reused
+
+
 def leave_nan_in_scratch():
     """Fills scratch memory with NaN: an operator must write all of its results."""
-    names = [f"x{i}" for i in range(24)]
-    for size in (3, 3, 1000, 40000):  # the smallest one that fits is reused
-        nan = np.full(size, np.nan, np.float16)
-        Op(sym.add_n(*map(sym.var, names)), dict.fromkeys(names, nan)).numbers()
+    for op in sums_of_nan():
+        op.numbers()
 
 
 def test_shapes_can_change_between_calls(rng):

@@ -1,7 +1,7 @@
 """Every Gluon block with parameters: float16 gradients of parameters and data match float32's for
 the same rounded values."""
 import inspect
-from functools import partial
+from functools import lru_cache, partial
 
 import gluon_amp as amp
 import mxnet as mx
@@ -83,6 +83,7 @@ def rounded(rng, shape):
     return nd.array(rng.standard_normal(shape).astype(np.float16))
 
 
+@lru_cache(maxsize=None)
 def gradients(name, policy, keep=()):
     """Gradients of parameters and of data that are not ids; and operators of the graph."""
     make, shape = BLOCKS[name]
