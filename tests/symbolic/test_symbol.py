@@ -12,16 +12,10 @@ from mxnet import symbol as S
 
 HALF_POLICIES = ["float16", "mixed_float16", "pure_float16"]
 POLICIES = ["float32", *HALF_POLICIES]
-HEADS = {
-    "SoftmaxOutput": lambda x: S.SoftmaxOutput(x, name="head"),
-    "LinearRegressionOutput": lambda x: S.LinearRegressionOutput(x, name="head"),
-    "LogisticRegressionOutput": lambda x: S.LogisticRegressionOutput(x, name="head"),
-    "MAERegressionOutput": lambda x: S.MAERegressionOutput(x, name="head"),
-    "SVMOutput": lambda x: S.SVMOutput(x, name="head"),
-    "MakeLoss": lambda x: S.MakeLoss(S.abs(x), name="head"),
-    "softmax": lambda x: S.softmax(x, name="head"),
-    "log_softmax": lambda x: S.log_softmax(x, name="head"),
-}
+OUTPUTS = ["SoftmaxOutput", "LinearRegressionOutput", "LogisticRegressionOutput",
+           "MAERegressionOutput", "SVMOutput", "softmax", "log_softmax"]
+HEADS = {**{name: lambda x, name=name: getattr(S, name)(x, name="head") for name in OUTPUTS},
+         "MakeLoss": lambda x: S.MakeLoss(S.abs(x), name="head")}
 
 
 def body(classes=3):
@@ -143,13 +137,10 @@ def test_casts_follow_data_and_precede_loss():
         ("Cast", "data_cast_float16"), ("Convolution", "conv"), ("BatchNorm", "bn"),
         ("Activation", "relu"), ("FullyConnected", "fc"), ("Cast", "fc_cast_float32"),
         ("SoftmaxOutput", "head")]
-
-
-def test_body_is_float16_and_norm_is_float32():
-    found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body())))
     half = {"data_cast_float16_output", "conv_weight", "conv_bias", "conv_output", "bn_output",
             "relu_output", "fc_weight", "fc_bias", "fc_output"}
-    assert {name for name, dtype in found.items() if dtype == "float16"} == half
+    assert {name for name, dtype in types(sym).items() if dtype == "float16"} == half
+    assert nodes(amp.convert_symbol(by_hand())) == nodes(by_hand())  # whose casts are not repeated
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -162,14 +153,14 @@ def test_every_head_computes_in_float32(head, policy):
     assert nodes(sym)[-2][0] == "Cast"
 
 
-def test_each_policy_stores_parameters_in_its_type():
-    wanted = {"float32": "float32", "mixed_float16": "float32", "float16": "float16",
-              "pure_float16": "float16"}
-    for policy, dtype in wanted.items():
-        found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), policy))
-        assert found["conv_weight"] == found["fc_bias"] == dtype
-        assert found["bn_gamma"] == found["bn_moving_var"] == "float32"
-        assert found["head_output"] == ("float16" if policy == "pure_float16" else "float32")
+@pytest.mark.parametrize(("policy", "dtype"), {
+    "float32": "float32", "mixed_float16": "float32", "float16": "float16",
+    "pure_float16": "float16"}.items())
+def test_each_policy_stores_parameters_in_its_type(policy, dtype):
+    found = types(amp.convert_symbol(HEADS["SoftmaxOutput"](body()), policy))
+    assert found["conv_weight"] == found["fc_bias"] == dtype
+    assert found["bn_gamma"] == found["bn_moving_var"] == "float32"
+    assert found["head_output"] == ("float16" if policy == "pure_float16" else "float32")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -181,10 +172,6 @@ def test_names_are_kept_and_conversion_is_idempotent(name, policy):
     assert names(once) == names(sym)
     assert sym.tojson() == before
     assert amp.convert_symbol(once, policy).tojson() == once.tojson()
-
-
-def test_existing_casts_are_not_duplicated():
-    assert nodes(amp.convert_symbol(by_hand())) == nodes(by_hand())
 
 
 @pytest.mark.parametrize("policy", HALF_POLICIES)
@@ -216,22 +203,19 @@ def test_kept_layers_stay_float32(keep):
     assert found["conv_output"] == ("float32" if keep == ("conv|fc",) else "float16")
 
 
-@pytest.mark.parametrize(("keep", "error", "message"), [
-    (["cnv"], ValueError, "matches nothing.*conv"),
-    (["con"], ValueError, "matches nothing"),  # whole names only
-    (["("], ValueError, "not a regular expression"), ([3], TypeError, "3")])
-def test_bad_keep_is_refused(keep, error, message):
+@pytest.mark.parametrize(("symbol", "arguments", "error", "message"), [
+    (body(), {"keep": ["cnv"]}, ValueError, "matches nothing.*conv"),
+    (body(), {"keep": ["con"]}, ValueError, "matches nothing"),  # whole names only
+    (body(), {"keep": ["("]}, ValueError, "not a regular expression"),
+    (body(), {"keep": [3]}, TypeError, "3"),
+    (body(), {"keep": 3}, TypeError, "keep takes.*Received: int"),
+    (body(), {"keep": None}, TypeError, "keep takes.*Received: NoneType"),
+    (body(), {"policy": "float8"}, ValueError, "float8"),
+    (gluon.nn.Dense(3), {}, TypeError, r"Use gluon_amp\.convert"),
+    (mx.nd.ones(3), {}, TypeError, "Received: NDArray")])
+def test_bad_arguments_are_refused(symbol, arguments, error, message):
     with pytest.raises(error, match=message):
-        amp.convert_symbol(body(), keep=keep)
-
-
-def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match=r"Use gluon_amp\.convert"):
-        amp.convert_symbol(gluon.nn.Dense(3))
-    with pytest.raises(TypeError, match="Received: NDArray"):
-        amp.convert_symbol(mx.nd.ones(3))
-    with pytest.raises(ValueError, match="float8"):
-        amp.convert_symbol(body(), "float8")
+        amp.convert_symbol(symbol, **arguments)
 
 
 # ---- checkpoints
@@ -323,13 +307,6 @@ def test_model_zoo_networks_convert_as_symbols(name, rng):
     module.set_params(args, aux)
     module.forward(mx.io.DataBatch([x]))
     check_near(module.get_outputs()[0].asnumpy(), wanted, 0.02)
-
-
-@pytest.mark.parametrize("keep", [3, None])
-def test_keep_of_another_type_is_refused(keep):
-    symbol = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    with pytest.raises(TypeError, match=f"keep takes.*Received: {type(keep).__name__}"):
-        amp.convert_symbol(symbol, keep=keep)
 
 
 def test_checkpoint_of_small_numbers_is_named(caplog):
