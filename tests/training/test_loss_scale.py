@@ -228,12 +228,6 @@ def test_module_with_static_pair_is_bitwise_identical(name, settings, devices):
 LARGEST = 65504.0
 
 
-def after(scale, *norms):
-    for norm in norms:
-        scale = scale.update(norm)
-    return scale
-
-
 @st.composite
 def settings_and_norms(draw):
     minimum = draw(st.floats(2.0 ** -20, 2.0 ** 20))
@@ -281,55 +275,54 @@ def test_first_steps_reach_largest_power_of_two_that_leaves_headroom(norm):
     assert all(b <= 16 * a for a, b in zip(seen, seen[1:]))
 
 
-def test_first_steps_without_gradients_end_at_2_to_16():
-    assert after(DynamicLossScale(), *[0.0] * 10).scale == 2.0 ** 16
+SMALL = LARGEST / 2 ** 10 / 8
 
 
-def test_overflow_divides_by_16_in_first_steps_then_by_2():
-    scale = after(DynamicLossScale(), np.inf)
-    assert (scale.scale, scale.settled) == (4 / 16, False)
-    scale = after(scale, 1.0, np.inf)  # the norm is no guide here
-    assert (scale.scale, scale.settled) == (4 / 16, True)
-    assert after(scale, np.nan).scale == 4 / 32
+def settled(scale, **kwargs):
+    return DynamicLossScale(scale, settled=True, **kwargs)
 
 
-def test_settled_scale_doubles_after_growth_interval_if_that_fits():
-    scale = DynamicLossScale(8, growth_interval=5, settled=True)
-    assert after(scale, *[300.0] * 4).scale == 8
-    assert after(scale, *[300.0] * 5).scale == 8  # 16 * 300 is above 65504 / 16
-    assert after(scale, *[200.0] * 5).scale == 16
-    assert after(scale, *[200.0] * 4, np.inf, *[200.0] * 4).scale == 4
+@pytest.mark.parametrize(("scale", "norms", "expected"), [
+    # the first is the nearest to 4 within limits, and without gradients they end at 2^16
+    (DynamicLossScale(), [], 4), (DynamicLossScale(minimum=32), [], 32),
+    (DynamicLossScale(maximum=0.5), [], 0.5), (DynamicLossScale(), [0.0] * 10, 2.0 ** 16),
+    # an overflow divides by 16 in the first steps, then by 2; its norm is no guide
+    (DynamicLossScale(), [np.inf], 4 / 16), (DynamicLossScale(), [np.inf, 1.0, np.inf], 4 / 16),
+    (DynamicLossScale(), [np.inf, 1.0, np.inf, np.nan], 4 / 32),
+    # doubles after growth_interval if that fits: 16 * 300 is above 65504 / 16
+    (settled(8, growth_interval=5), [300.0] * 4, 8),
+    (settled(8, growth_interval=5), [300.0] * 5, 8),
+    (settled(8, growth_interval=5), [200.0] * 5, 16),
+    (settled(8, growth_interval=5), [*[200.0] * 4, np.inf, *[200.0] * 4], 4),
+    # grows sooner while headroom is large, until norm * scale is 65504 / 64
+    (settled(8), [SMALL] * 99, 8), (settled(8), [SMALL] * 400, 128),
+    (settled(8), [SMALL] * 2399, 128), (settled(8), [SMALL] * 2400, 256),
+    (settled(8), [np.inf, *[SMALL] * 1999], 4), (settled(8), [np.inf, *[SMALL] * 2100], 16),
+    # is lowered before an overflow
+    (settled(64), [LARGEST / 4 / 64], 64), (settled(64), [1.01 * LARGEST / 4 / 64], 8)])
+def test_scale_after_norms(scale, norms, expected):
+    for norm in norms:
+        scale = scale.update(norm)
+    assert scale.scale == expected
 
 
-def test_settled_scale_grows_sooner_while_headroom_is_large():
-    scale = DynamicLossScale(8, growth_interval=2000, settled=True)
-    small = LARGEST / 2 ** 10 / 8
-    assert after(scale, *[small] * 99).scale == 8
-    assert after(scale, *[small] * 400).scale == 128  # then norm * scale is 65504 / 64
-    assert after(scale, *[small] * 2399).scale == 128
-    assert after(scale, *[small] * 2400).scale == 256
-    overflowed = after(scale, np.inf)
-    assert after(overflowed, *[small] * 1999).scale == 4
-    assert after(overflowed, *[small] * 2100).scale == 16
+@pytest.mark.parametrize(("scale", "norm", "expected"), [
+    (DynamicLossScale(64), 1.0, 32), (DynamicLossScale(64), np.inf, 2 / 16),
+    (settled(64), 1.0, 64), (settled(64), np.inf, 1)])
+def test_smaller_scale_of_another_trainer_was_used(scale, norm, expected):
+    assert scale.update(norm, 2.0).scale == expected
 
 
-def test_settled_scale_is_lowered_before_an_overflow():
-    scale = DynamicLossScale(64, settled=True)
-    assert after(scale, LARGEST / 4 / 64).scale == 64
-    assert after(scale, 1.01 * LARGEST / 4 / 64).scale == 8
-
-
-def test_smaller_scale_of_another_trainer_was_used():
-    scale = DynamicLossScale(64)
-    assert scale.update(1.0, 2.0).scale == 32
-    assert scale.update(np.inf, 2.0).scale == 2 / 16
-    settled = DynamicLossScale(64, settled=True)
-    assert settled.update(1.0, 2.0).scale == 64
-    assert settled.update(np.inf, 2.0).scale == 1
+def test_overflow_in_first_steps_after_a_finite_step_settles():
+    scale = DynamicLossScale().update(np.inf)
+    assert not scale.settled
+    assert scale.update(1.0).update(np.inf).settled
 
 
 def test_bad_batches_at_the_start_raise_no_error_at_once():
-    scale = after(DynamicLossScale(), *[np.inf] * 4)
+    scale = DynamicLossScale()
+    for _ in range(4):
+        scale = scale.update(np.inf)
     assert scale.scale == scale.minimum == 2.0 ** -14
     with pytest.raises(LossScaleError):
         scale.update(np.inf)
@@ -352,12 +345,6 @@ def test_each_argument_is_checked(name, value):
         DynamicLossScale(**{name: value})
     with pytest.raises(ValueError, match=r"above maximum\. Received: minimum=8, maximum=4$"):
         DynamicLossScale(4, minimum=8, maximum=4)
-
-
-def test_default_first_scale_is_the_nearest_to_4_within_limits():
-    assert DynamicLossScale().scale == 4
-    assert DynamicLossScale(minimum=32).scale == 32
-    assert DynamicLossScale(maximum=0.5).scale == 0.5
 
 
 @pytest.mark.parametrize("state", [
