@@ -73,14 +73,12 @@ def test_norm_is_unscaled_averaged_and_not_clipped(kind, devices):
 @pytest.mark.parametrize("kind", ["float16", "float32"])
 def test_norm_of_a_step_by_hand(kind):
     net, trainer = start(kind)
-    loss = recorded(losses, net)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net))
     trainer.allreduce_grads()
     norm = trainer.clip_norm(1e-3, SIZE)
     trainer.update(SIZE)
     assert trainer.gradient_norm == norm
-    loss = recorded(losses, net)
-    trainer.backward(loss)
+    trainer.backward(recorded(losses, net))
     for arrays in trainer.unscale().values():
         arrays[0][:] *= 3
     trainer.update(SIZE)
@@ -107,17 +105,11 @@ def test_norm_of_accumulated_gradients():
 
 @pytest.mark.parametrize("overwrite", ["backward", "zero_grad"])
 def test_overwritten_gradients_without_a_scale_are_refused(overwrite):
-    net, trainer = start("float32")
-    for _ in range(2):
-        loss = recorded(losses, net)
-        trainer.backward(loss)
-        trainer.step(SIZE)
+    net, trainer = stepped()
     if overwrite == "backward":
-        loss = recorded(losses, net)
-        trainer.backward(loss)
+        trainer.backward(recorded(losses, net))
     else:
-        for p in net.collect_params().values():
-            p.grad()[:] = 0
+        net.collect_params().zero_grad()
     for _ in range(2):
         with pytest.raises(RuntimeError, match="have been overwritten"):
             _ = trainer.gradient_norm
@@ -126,8 +118,7 @@ def test_overwritten_gradients_without_a_scale_are_refused(overwrite):
 def test_norm_that_was_read_stays():
     net, trainer = stepped()
     norm = trainer.gradient_norm
-    for p in net.collect_params().values():
-        p.grad()[:] = 0
+    net.collect_params().zero_grad()
     assert trainer.gradient_norm == norm == pytest.approx(reference(), rel=1e-5)
 
 
@@ -176,12 +167,10 @@ def test_norm_of_a_module(loss_scale):
 def test_norm_that_a_store_has_is_refused(updates, monkeypatch):
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", updates)
     out = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
-    module = amp.Module(mx.sym.MakeLoss(out), label_names=None, context=[mx.cpu(0), mx.cpu(1)])
-    module.bind([("data", (SIZE, 4))])
-    module.init_params()
+    module = prepared(amp.Module(mx.sym.MakeLoss(out), label_names=None, context=DEVICES[1]),
+                      (SIZE, 4), optimizer=None)
     module.init_optimizer(kvstore="device")
-    module.forward(mx.io.DataBatch([nd.ones((SIZE, 4))]), is_train=True)
-    module.backward()
+    module.forward_backward(mx.io.DataBatch([nd.ones((SIZE, 4))]))
     module.update()
     if updates == "1":
         with pytest.raises(RuntimeError, match="the store sums them"):

@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn, rnn
 from networks import Calling, ready, sequence
-from trainers import LOSS, One, dynamic, learn, ones, recorded, settled, values, with_trainer
+from trainers import LOSS, One, backward, learn, ones, recorded, settled, values, with_trainer
 
 pytestmark = pytest.mark.numpy
 
@@ -45,9 +45,7 @@ def test_consecutive_skips_log_one_warning(how, caplog):
             trainer.backward(loss)
         assert not trainer.step(1), skipped
     message, = messages(caplog)
-    assert "3 steps" in message
-    assert net.a.name in message
-    assert "16384 -> 8192" in message
+    assert all(words in message for words in ("3 steps", net.a.name, "16384 -> 8192"))
 
 
 class Recurrent(gluon.HybridBlock):
@@ -99,33 +97,31 @@ def test_scales_of_the_first_steps_do_not_change_what_is_learned(policy, static,
 def test_first_step_leaves_gradients_of_others_as_they_are(loss_scale, static, grad_req):
     """Those of the data, and of a network that another Trainer trains."""
     mx.random.seed(3)
-    net, other = nn.Dense(3, in_units=4), nn.Dense(4, in_units=4)
+    net, other = (ready(nn.Dense(units, in_units=4), mx.init.Xavier()) for units in (3, 4))
     for layer in (net, other):
-        layer.initialize(mx.init.Xavier())
         layer.hybridize(static_alloc=static, static_shape=static)
-    trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=loss_scale)
+    _, trainer = with_trainer(net, "sgd", loss_scale=loss_scale)
     x = nd.arange(8).reshape((2, 4)) / 8
     x.attach_grad(grad_req)
     other.collect_params().setattr("grad_req", grad_req)
 
     def gradients():
-        return [a.asnumpy() for a in (x.grad, other.weight.grad(), other.bias.grad())]
+        return [x.grad, other.weight.grad(), other.bias.grad()]
 
     def loss():
         return (net(nd.tanh(other(x))) ** 2).sum()
 
-    one = recorded(loss)
-    one.backward()
-    expected = gradients()
+    recorded(loss).backward()
+    expected = [array.asnumpy() for array in gradients()]
     assert all(g.any() for g in expected)
-    for array in (x.grad, *(p.grad() for p in other.collect_params().values())):
+    for array in gradients():
         array[:] = 0
     for i in range(2):
-        one = recorded(loss)
-        trainer.backward(one)
+        trainer.backward(recorded(loss))
         times = 1 if grad_req == "write" else i + 1
         for found, wanted in zip(gradients(), expected):
-            np.testing.assert_allclose(found, wanted * trainer.loss_scale * times, rtol=1e-5)
+            np.testing.assert_allclose(found.asnumpy(), wanted * trainer.loss_scale * times,
+                                       rtol=1e-5)
 
 
 def test_passes_over_different_parameters_share_one_scale():
@@ -145,32 +141,29 @@ def test_losses_on_several_devices_leave_headroom_for_their_sum():
     devices = [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
     net, trainer = with_trainer(One(devices=devices), "sgd", {"learning_rate": 1})
     for step in range(1, 4):
-        with autograd.record():
-            losses = [net(ones(x, device=d), ones(device=d)) for x, d in zip((1, 31, 31), devices)]
-        trainer.backward(losses)
+        trainer.backward([recorded(net, ones(x, device=d), ones(device=d))
+                          for x, d in zip((1, 31, 31), devices)])
         assert trainer.step(1)
-        for device in devices:
-            assert (net.a.data(device).asnumpy() == 1 - 63 * step).all()
+        assert all((a.asnumpy() == 1 - 63 * step).all() for a in net.a.list_data())
     assert (trainer.loss_scale, trainer.skipped) == (32, 0)  # 32 * norm 126 is below 65504 / 16
 
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_overflow_of_sum_over_devices_skips_no_step(passes):
-    devices = [mx.cpu(0), mx.cpu(1)]
-    net, trainer = with_trainer(One("add", devices), "sgd", {"learning_rate": 1})
+    net, trainer = with_trainer(One("add", [mx.cpu(0), mx.cpu(1)]), "sgd", {"learning_rate": 1})
     for _ in range(passes):
-        trainer.backward([recorded(net, ones(0.75, device=d), ones(device=d)) for d in devices])
+        backward(net, trainer, 0.75)
     assert trainer.step(1)
     assert trainer.skipped == 0
-    for device in devices:
-        assert (net.a.data(device).asnumpy() == 1 - passes * 1.5).all()
+    assert all((a.asnumpy() == 1 - passes * 1.5).all() for a in net.a.list_data())
 
 
 def test_settled_state_is_saved(tmp_path):
-    net, path = One(), str(tmp_path / "states")
-    for scale, then in ((settled(16), 16), (dynamic(initial=16), 256)):
-        amp.Trainer(net.collect_params(), "sgd", loss_scale=scale).save_states(path)
-        trainer = amp.Trainer(net.collect_params(), "sgd", loss_scale=dynamic())
+    path = str(tmp_path / "states")
+    for scale, then in ((settled(16), 16), (amp.DynamicLossScale(16), 256)):
+        net, saving = with_trainer(One(), "sgd", loss_scale=scale)
+        saving.save_states(path)
+        _, trainer = with_trainer(net, "sgd", loss_scale=amp.DynamicLossScale())
         trainer.load_states(path)
         assert learn(net, trainer, ones(0.1), ones(0.1))
         assert trainer.loss_scale == then
@@ -227,9 +220,8 @@ def test_networks_with_loops_skip_no_step(kind, caplog):
 
     def trained(loss_scale):
         net = ready(Calling(forward, nn.Dense(3, in_units=3)), mx.init.Constant(0.1))
-        amp.convert(net)
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1},
-                              loss_scale=loss_scale)
+        _, trainer = with_trainer(amp.convert(net), "sgd", {"learning_rate": 0.1},
+                                  loss_scale=loss_scale)
         for _ in range(3):
             trainer.backward(recorded(lambda: nd.square(net(nd.ones((2, 3)))).sum()))
             assert trainer.step(2)
@@ -310,14 +302,14 @@ def test_each_call_of_backward_is_one_pass(how, scale):
     CALLS.clear()
     net = ready(Counted(), mx.init.Constant(0.5))
     parts = [net.above, net.below] if how == "two trainers" else [net]
-    trainers = [amp.Trainer(part.collect_params(), "sgd", {"learning_rate": 1e-5},
-                            loss_scale=scale) for part in parts]
+    trainers = [with_trainer(part, "sgd", {"learning_rate": 1e-5}, loss_scale=scale)[1]
+                for part in parts]
     passes = 3 if how == "accumulation" else 1
     if passes > 1:
         net.collect_params(".*(weight|bias|gamma|beta)").setattr("grad_req", "add")
     x = nd.arange(12).reshape((4, 3))
     mean = (x.asnumpy() @ np.full((3, 4), 0.5)).mean(0)
-    for step in range(1, 11):
+    for done in range(passes, 11 * passes, passes):
         for _ in range(passes):
             with autograd.record():
                 loss = net(x).sum() * 1e3
@@ -332,7 +324,6 @@ def test_each_call_of_backward_is_one_pass(how, scale):
         if passes > 1:
             net.collect_params().zero_grad()
         nd.waitall()
-        done = step * passes
         assert set(CALLS.values()) == {done}
         np.testing.assert_allclose(net.norm.running_mean.data().asnumpy(),
                                    mean * (1 - 0.5 ** done), rtol=0.05)
