@@ -10,6 +10,7 @@ from gluon_amp.inspection.lines import xray_lines
 from gluon_amp.inspection.render import rows
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from networks import Calling, ready
 
 pytestmark = pytest.mark.numpy
 
@@ -27,8 +28,7 @@ def network(make=dense, policy="float16"):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(*make())
-    net.initialize(mx.init.Xavier())
-    return amp.convert(net, policy)
+    return amp.convert(ready(net, mx.init.Xavier()), policy)
 
 
 def regression(mean, spread=1.0, count=2):
@@ -51,9 +51,13 @@ def times(factor, loss_fn):
     return lambda output, label: factor * loss_fn(output, label)
 
 
+def trainer_of(net, rate=1e-9, **kwargs):
+    return amp.Trainer(net.collect_params(), "sgd", {"learning_rate": rate}, **kwargs)
+
+
 def raises(net, batches, loss_fn, trainer=None):
     """Whether 30 steps on these batches raise LossScaleError."""
-    trainer = trainer or amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9})
+    trainer = trainer or trainer_of(net)
     try:
         for data, label in batches * (30 // len(batches)):
             with autograd.record():
@@ -94,60 +98,45 @@ def test_training_that_overflows_at_smallest_scale_is_an_error(make, batches, lo
     fact = "an example has 40000" if make is convolutions else "the labels are not normalized"
     assert any(note.startswith(fact) for note in view.notes)
     assert raises(net, batches, loss_fn)
-    net = network(make)
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-18},
-                          loss_scale=amp.DynamicLossScale(initial, minimum=least))
-    assert not raises(net, batches, loss_fn, trainer)
+    net, scale = network(make), amp.DynamicLossScale(initial, minimum=least)
+    assert not raises(net, batches, loss_fn, trainer_of(net, 1e-18, loss_scale=scale))
 
 
-def test_trainer_with_lower_minimum_or_without_scale_is_judged_by_its_own():
-    batches, loss_fn = regression(5e4), gluon.loss.L2Loss()
-    for loss_scale, said in (
-            (amp.DynamicLossScale(minimum=2 ** -24), "Training runs: "),
-            (0.5, "Training raises LossScaleError, because gradients overflow at its smallest "
-                  "loss scale, 2^-1"),
-            (None, "Training writes NaN into the weights, because gradients overflow at its "
-                   "smallest loss scale, 1")):
-        net = network()
-        net(batches[0][0])
-        trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-12},
-                              loss_scale=loss_scale)
-        assert amp.xray(net, batches[:1], loss_fn, trainer).verdict.startswith(said)
+@pytest.mark.parametrize(("loss_scale", "said"), [
+    (amp.DynamicLossScale(minimum=2 ** -24), "Training runs: "),
+    (0.5, "Training raises LossScaleError, because gradients overflow at its smallest loss scale, "
+          "2^-1"),
+    (None, "Training writes NaN into the weights, because gradients overflow at its smallest loss "
+           "scale, 1")])
+def test_trainer_with_lower_minimum_or_without_scale_is_judged_by_its_own(loss_scale, said):
+    net, batches = network(), regression(5e4)
+    net(batches[0][0])
+    trainer = trainer_of(net, 1e-12, loss_scale=loss_scale)
+    assert amp.xray(net, batches[:1], gluon.loss.L2Loss(), trainer).verdict.startswith(said)
 
 
 @pytest.mark.parametrize(("loss_scale", "said"), [
     ("dynamic", "Training runs: "),
-    (None, "Training runs and loses gradients, because they need a loss scale of at least 2^"),
-    (2.0, "Training runs and loses gradients, because they need a loss scale of at least 2^")])
+    *((scale, "Training runs and loses gradients, because they need a loss scale of at least 2^")
+      for scale in (None, 2.0))])
 def test_gradients_that_need_a_larger_scale_than_the_trainings(loss_scale, said):
     net, batches = network(), regression(0)
-
-    def small(output, label):
-        return gluon.loss.L2Loss()(output, label) * 2e-7
     net(batches[0][0])
-    trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-9},
-                          loss_scale=loss_scale)
-    view = amp.xray(net, batches, small, trainer)
+    view = amp.xray(net, batches, times(2e-7, gluon.loss.L2Loss()),
+                    trainer_of(net, loss_scale=loss_scale))
     assert view.verdict.startswith(said)
     assert view.severity == ("good" if loss_scale == "dynamic" else "warning")
 
 
-class Parts(gluon.HybridBlock):
+def parts(F, x, one, two, out):
     """Reads the columns of its data apart, as in a network of several features."""
-
-    def __init__(self):
-        super().__init__(prefix="parts_")
-        with self.name_scope():
-            self.one, self.two, self.out = nn.Dense(8), nn.Dense(8), nn.Dense(1)
-
-    def hybrid_forward(self, F, x):
-        left, right = F.slice_axis(x, axis=1, begin=0, end=4), F.slice_axis(x, axis=1, begin=4,
-                                                                            end=10)
-        return self.out(F.concat(self.one(left), self.two(right)))
+    left = F.slice_axis(x, axis=1, begin=0, end=4)
+    return out(F.concat(one(left), two(F.slice_axis(x, axis=1, begin=4, end=10))))
 
 
 @pytest.mark.parametrize(("make", "factor", "size"), [
-    (dense, 2.0 ** 21, 22), (lambda: [Parts()], 2.0 ** 17, 18),
+    (dense, 2.0 ** 21, 22),
+    (lambda: [Calling(parts, nn.Dense(8), nn.Dense(8), nn.Dense(1))], 2.0 ** 17, 18),
     (lambda: [nn.Dense(32, weight_initializer=mx.init.Normal(1)), nn.Dense(1)], 2.0 ** 14, 15),
     (lambda: [nn.Flatten(), *dense()], 2.0 ** 18, 19)])
 def test_large_data_are_named_and_nothing_is_kept(make, factor, size):
@@ -201,9 +190,7 @@ def test_headline_names_batches_that_training_skips():
 
 @pytest.mark.parametrize(("factor", "too"), [(1e30, True), (2.0 ** 20, False)])
 def test_explain_states_if_float32_is_not_finite_either(factor, too):
-    net = network()
     data, label = regression(0)[0]
-    loss_fn = gluon.loss.L2Loss()
-    found = amp.explain(net, (data * factor, label), loss_fn).first_overflow
+    found = amp.explain(network(), (data * factor, label), gluon.loss.L2Loss()).first_overflow
     assert found.in_float32 == too
     assert str(found).endswith("not finite in float32 either: precision is not the cause") == too
