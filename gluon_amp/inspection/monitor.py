@@ -185,10 +185,9 @@ def _layers(layers: Optional[Iterable[Union[str, Block]]]) -> Optional[List[re.P
     """Returns regular expressions for the names of the selected operators."""
     if layers is None:
         return None
-    if not isinstance(layers, Iterable) and not isinstance(layers, mx.gluon.Block):
-        raise TypeError(f"layers takes blocks and regular expressions. Received: {layers!r}")
     patterns = []
-    for layer in [layers] if isinstance(layers, (str, mx.gluon.Block)) else layers:
+    several = isinstance(layers, Iterable) and not isinstance(layers, (str, mx.gluon.Block))
+    for layer in layers if several else [layers]:
         if isinstance(layer, mx.gluon.Block):
             layer = re.escape(layer.prefix) + ".*"
         if not isinstance(layer, str):

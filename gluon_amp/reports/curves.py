@@ -1,5 +1,4 @@
 """The lines of a plot: the means of the runs of a group, and their range."""
-from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
@@ -16,8 +15,7 @@ class Point(NamedTuple):
     y: float
 
 
-@dataclass
-class Line:
+class Line(NamedTuple):
     """A line; `band` is the lowest and the highest run, or None for a single run."""
     group: Group
     runs: int

@@ -151,22 +151,15 @@ class Log:
         self._batch += 1
         self._samples += samples
         self.steps += 1
-        self._due += 1
-        shown = self._due >= self._interval
+        shown = self._due + 1 >= self._interval
+        self._due = 0 if shown else self._due + 1
         if shown or not updated:
-            self._write_step(values, updated)
+            fields = {**_state_of(trainer, updated), **values}
+            line = {"epoch": self._epoch, "batch": self._batch - 1, "loss": self._read_losses(), **{
+                name: value() if callable(value) else value for name, value in fields.items()}}
+            self._add("step", line if updated else {**line, "skip": True}, self.steps - 1)
         self._ended = time.time()
-        if shown:
-            self._due = 0
         return shown
-
-    def _write_step(self, values: Dict[str, Any], updated: bool) -> None:
-        fields = {**_state_of(self._last, updated), **values}
-        line = {"epoch": self._epoch, "batch": self._batch - 1, "loss": self._read_losses(),
-                **{name: value() if callable(value) else value for name, value in fields.items()}}
-        if not updated:
-            line["skip"] = True
-        self._add("step", line, self.steps - 1)
 
     def _read_losses(self) -> float:
         """Reads the losses since the last line, and returns their mean."""

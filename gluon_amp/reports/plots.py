@@ -8,7 +8,6 @@ import re
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
@@ -41,8 +40,7 @@ FAR = 1000  # ratio of lines: a diverged one would flatten the others
 FORESTED = 20  # comparisons in the plot of differences
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A plot."""
     name: str
     caption: str

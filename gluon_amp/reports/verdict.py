@@ -10,8 +10,8 @@ questions:
 Small p values of both mean: different, by less than the margin.
 """
 import math
-from dataclasses import dataclass, replace
-from typing import Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy import stats
@@ -114,8 +114,7 @@ def paired(low: Sequence[float], float32: Sequence[float], step: float = 0.0) ->
     return Difference(float(np.mean(differences)), spread / math.sqrt(n), n - 1, spread, n, True)
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """The statistics of runs in a published table."""
     n: int
     mean: float
@@ -129,7 +128,7 @@ class Sample:
 def unpaired(low: Sample, float32: Sample, step: float = 0.0) -> Difference:
     """Returns the difference of unpaired runs, by Welch's test; `step` as for pairs."""
     if max(low.deviation, float32.deviation) < EXACT:
-        low, float32 = replace(low, deviation=step), replace(float32, deviation=step)
+        low, float32 = low._replace(deviation=step), float32._replace(deviation=step)
     a, b = low.deviation ** 2 / low.n, float32.deviation ** 2 / float32.n
     freedom = (a + b) ** 2 / (a ** 2 / (low.n - 1) + b ** 2 / (float32.n - 1)) if a + b else 1.0
     return Difference(low.mean - float32.mean, math.sqrt(a + b), freedom,

@@ -106,16 +106,13 @@ def savings(seed: int) -> None:
     for _ in range(PAIRS):
         for run in runs.values():
             run.step(images, labels)
-    pairs = list(zip(*(runs[dtype].seconds[2:] for dtype in ("float32", "float16"))))
-    full, half = map(median, zip(*pairs))
-    ratio = half / full
-    saved = peaks["float16"] / peaks["float32"]
-    for dtype, seconds, time_ratio, memory_ratio in zip(
-            ("float32", "float16"), (full, half), (1, ratio), (1, saved)):
-        print(f"{dtype} {1e3 * seconds:7.0f} ms ({time_ratio:.2f}) "
-              f"{peaks[dtype] / 1e6:7.0f} MB ({memory_ratio:.2f})")
-    print(f"On this processor, float16 takes {'less' if ratio < 1 else 'more'} time and "
-          f"{'less' if saved < 1 else 'more'} memory than float32.\n", flush=True)
+    seconds = {dtype: median(run.seconds[2:]) for dtype, run in runs.items()}
+    for dtype in ("float32", "float16"):
+        print(f"{dtype} {1e3 * seconds[dtype]:7.0f} ms ({seconds[dtype] / seconds['float32']:.2f}) "
+              f"{peaks[dtype] / 1e6:7.0f} MB ({peaks[dtype] / peaks['float32']:.2f})")
+    time_, memory = ("less" if of["float16"] < of["float32"] else "more" for of in (seconds, peaks))
+    print(f"On this processor, float16 takes {time_} time and {memory} memory than float32.\n",
+          flush=True)
 
 
 def _memory(name: str) -> int:
