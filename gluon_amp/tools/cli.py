@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-_DEBUG = argparse.ArgumentParser(add_help=False)  # the flag of all parsers
+_DEBUG = Parser(add_help=False)  # the flag of all parsers
 _DEBUG.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
                     help="show the traceback of an error")
 

@@ -217,7 +217,7 @@ def _replace_classes(switch: Switch) -> None:
             with switch.own_calls():
                 super().allreduce_grads()
 
-    class Announced(mx.mod.BaseModule):  # type: ignore[misc]
+    class Announced(mx.mod.BaseModule):
         """Tells which Module trains."""
 
         def init_optimizer(self, *args: Any, **kwargs: Any) -> None:
