@@ -659,13 +659,15 @@ class Runner:
                 a.attach_grad(request)
                 a.grad[:] = self.array(b)[0] if request == "add" else 5
 
-    def _backward(self, call, arrays, outputs, exact):
+    def _heads_of(self, call, outputs, exact):
+        """The gradients of the call's outputs, and of those of other readers of its inputs."""
         heads = [self.array(h.astype(o.dtype))[0]
                  for h, o in zip(self.heads(call, exact), outputs)]
-        if len(outputs) > len(exact):  # of other readers of the inputs
-            heads += [self.array(self.np.random.RandomState(call.seed + 2).standard_normal(
-                o.shape).astype(F16).astype(call.low))[0] for o in outputs[len(exact):]]
-        self.mx.autograd.backward(outputs, heads)
+        return heads + [self.array(self.np.random.RandomState(call.seed + 2).standard_normal(
+            o.shape).astype(F16).astype(call.low))[0] for o in outputs[len(exact):]]
+
+    def _backward(self, call, arrays, outputs, exact):
+        self.mx.autograd.backward(outputs, self._heads_of(call, outputs, exact))
         return {i: a.grad for i, a in enumerate(arrays) if a.grad is not None}
 
     def _imperative(self, call, arrays, before, exact):
@@ -729,11 +731,7 @@ class Runner:
             aux_states={n: by_name[n] for n in graph.list_auxiliary_states()})
         outputs = executor.forward(is_train=call.training)
         if call.backward:
-            heads = [self.array(h.astype(o.dtype))[0]
-                     for h, o in zip(self.heads(call, exact), outputs)]
-            heads += [self.array(self.np.random.RandomState(call.seed + 2).standard_normal(
-                o.shape).astype(F16).astype(call.low))[0] for o in outputs[len(exact):]]
-            executor.backward(heads)
+            executor.backward(self._heads_of(call, outputs, exact))
         return outputs[:len(exact)], {i: gradients[n] for i, n in enumerate(call.names)
                                       if n in gradients}, []
 
