@@ -265,70 +265,56 @@ def test_layer_norm_along_another_axis_matches_mxnet(rng):
 
 # ---- convolutions --------------------------------------------------------------------
 
+# name: shapes of data and weight, and settings
 CONVOLUTIONS = {
-    "3 x 3": ({"kernel": (3, 3), "pad": (1, 1), "num_filter": 16}, (3, 16, 9, 8), (16, 16, 3, 3)),
-    "odd channels": ({"kernel": (3, 3), "num_filter": 7}, (3, 5, 9, 8), (7, 5, 3, 3)),
-    "depthwise": ({"kernel": (3, 3), "num_filter": 32, "num_group": 32}, (2, 32, 9, 8),
-                  (32, 1, 3, 3)),
-    "groups": ({"kernel": (3, 3), "num_filter": 32, "num_group": 4}, (2, 32, 9, 8),
-               (32, 8, 3, 3)),
-    "strides and holes": ({"kernel": (3, 3), "stride": (2, 2), "dilate": (2, 2), "num_filter": 8},
-                          (2, 16, 9, 8), (8, 16, 3, 3)),
-    "1 x 1": ({"kernel": (1, 1), "num_filter": 24}, (2, 48, 5, 5), (24, 48, 1, 1)),
-    "one dimension": ({"kernel": (3,), "num_filter": 8}, (2, 16, 9), (8, 16, 3)),
-    "one dimension of more channels": ({"kernel": (3,), "num_filter": 32}, (2, 48, 19),
-                                       (32, 48, 3)),
-    "three dimensions of more channels": ({"kernel": (3, 3, 3), "num_filter": 16}, (2, 32, 5, 6, 7),
-                                          (16, 32, 3, 3, 3)),
-    "three dimensions": ({"kernel": (3, 3, 3), "num_filter": 8}, (2, 4, 5, 6, 7),
-                         (8, 4, 3, 3, 3)),
-    "in pieces of the batch": ({"kernel": (1, 1), "num_filter": 16}, (33, 16, 64, 64),
-                               (16, 16, 1, 1)),
-    "in pieces of the channels": ({"kernel": (3, 3), "pad": (1, 1), "num_filter": 264},
-                                  (3, 250, 5, 4), (264, 250, 3, 3)),
-    "one dimension in pieces of the channels": ({"kernel": (9,), "num_filter": 264}, (2, 250, 20),
-                                                (264, 250, 9)),
+    "3 x 3": ((3, 16, 9, 8), (16, 16, 3, 3), {"pad": (1, 1)}),
+    "odd channels": ((3, 5, 9, 8), (7, 5, 3, 3), {}),
+    "depthwise": ((2, 32, 9, 8), (32, 1, 3, 3), {"num_group": 32}),
+    "groups": ((2, 32, 9, 8), (32, 8, 3, 3), {"num_group": 4}),
+    "strides and holes": ((2, 16, 9, 8), (8, 16, 3, 3), {"stride": (2, 2), "dilate": (2, 2)}),
+    "1 x 1": ((2, 48, 5, 5), (24, 48, 1, 1), {}), "one dimension": ((2, 16, 9), (8, 16, 3), {}),
+    "one dimension of more channels": ((2, 48, 19), (32, 48, 3), {}),
+    "three dimensions": ((2, 4, 5, 6, 7), (8, 4, 3, 3, 3), {}),
+    "three dimensions of more channels": ((2, 32, 5, 6, 7), (16, 32, 3, 3, 3), {}),
+    "in pieces of the batch": ((33, 16, 64, 64), (16, 16, 1, 1), {}),
+    "in pieces of the channels": ((3, 250, 5, 4), (264, 250, 3, 3), {"pad": (1, 1)}),
+    "one dimension in pieces of the channels": ((2, 250, 20), (264, 250, 9), {}),
 }
-
-
 DECONVOLUTIONS = {
-    "a deconvolution": ({"kernel": (4, 4), "stride": (2, 2), "pad": (1, 1), "num_filter": 16},
-                        (3, 32, 9, 8), (32, 16, 4, 4)),
-    "a deconvolution of odd channels": ({"kernel": (3, 3), "num_filter": 5}, (3, 7, 9, 8),
-                                        (7, 5, 3, 3)),
-    "a deconvolution in groups": ({"kernel": (2, 2), "stride": (2, 2), "num_filter": 32,
-                                   "num_group": 2}, (3, 32, 5, 5), (32, 16, 2, 2)),
-    "a deconvolution in pieces": ({"kernel": (2, 2), "stride": (2, 2), "num_filter": 16},
-                                  (9, 16, 64, 64), (16, 16, 2, 2)),
-    "a deconvolution in pieces of the channels": (
-        {"kernel": (4, 4), "stride": (2, 2), "pad": (1, 1), "num_filter": 210}, (2, 200, 3, 4),
-        (200, 210, 4, 4)),
+    "a deconvolution": ((3, 32, 9, 8), (32, 16, 4, 4), {"stride": (2, 2), "pad": (1, 1)}),
+    "a deconvolution of odd channels": ((3, 7, 9, 8), (7, 5, 3, 3), {}),
+    "a deconvolution in groups": ((3, 32, 5, 5), (32, 16, 2, 2),
+                                  {"stride": (2, 2), "num_group": 2}),
+    "a deconvolution in pieces": ((9, 16, 64, 64), (16, 16, 2, 2), {"stride": (2, 2)}),
+    "a deconvolution in pieces of the channels": ((2, 200, 3, 4), (200, 210, 4, 4),
+                                                  {"stride": (2, 2), "pad": (1, 1)}),
 }
-
-
 DENSE = {
-    "few rows": ({"num_hidden": 24}, (33, 16), (24, 16)),
-    "few rows in pieces of the weight": ({"num_hidden": 1001}, (9, 700), (1001, 700)),
-    "more rows in pieces of the weight": ({"num_hidden": 1001}, (200, 700), (1001, 700)),
-    "over a vocabulary": ({"num_hidden": 7001}, (300, 40), (7001, 40)),
-    "in pieces of the rows": ({"num_hidden": 240}, (5001, 30), (240, 30)),
-    "in pieces of all axes but the last": ({"num_hidden": 64, "flatten": False}, (140, 81, 64),
-                                           (64, 64)),
-    "in pieces of the first axis": ({"num_hidden": 8}, (6001, 5, 40), (8, 200)),
+    "few rows": ((33, 16), (24, 16), {}),
+    "few rows in pieces of the weight": ((9, 700), (1001, 700), {}),
+    "more rows in pieces of the weight": ((200, 700), (1001, 700), {}),
+    "over a vocabulary": ((300, 40), (7001, 40), {}),
+    "in pieces of the rows": ((5001, 30), (240, 30), {}),
+    "in pieces of all axes but the last": ((140, 81, 64), (64, 64), {"flatten": False}),
+    "in pieces of the first axis": ((6001, 5, 40), (8, 200), {}),
 }
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", [*CONVOLUTIONS, *DECONVOLUTIONS, *DENSE])
 def test_dedicated_kernel_matches_generic_operator(name, bias, rng):
-    operator = sym.Convolution if name in CONVOLUTIONS else \
-        sym.Deconvolution if name in DECONVOLUTIONS else sym.FullyConnected
-    settings, shape, weight = {**CONVOLUTIONS, **DECONVOLUTIONS, **DENSE}[name]
+    shape, weight, settings = {**CONVOLUTIONS, **DECONVOLUTIONS, **DENSE}[name]
+    outputs = weight[1] * settings.get("num_group", 1) if name in DECONVOLUTIONS else weight[0]
+    if name in DENSE:
+        operator, settings = sym.FullyConnected, {"num_hidden": outputs, **settings}
+    else:
+        operator = sym.Convolution if name in CONVOLUTIONS else sym.Deconvolution
+        settings = {"kernel": weight[2:], "num_filter": outputs, **settings}
     variables = [sym.var(n) for n in ("xyz" if bias else "xy")]
     symbol = operator(*variables, no_bias=not bias, **settings)
     arrays = {"x": halves(rng, *shape), "y": halves(rng, *weight, scale=0.2)}
     if bias:
-        arrays["z"] = halves(rng, settings.get("num_filter", weight[0]))
+        arrays["z"] = halves(rng, outputs)
     results = []
     head = None
     for request, generic in (("write", False), ("write", True), ("add", False)):
