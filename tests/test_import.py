@@ -220,12 +220,6 @@ def test_a_server_needs_numpy_and_mxnet_alone(tmp_path):
         assert f"pip install '.[{extra}]' in a checkout of gluon_amp (No module named " in message
 
 
-def test_mxnet_can_be_imported_after_gluon_amp():
-    assert output("import gluon_amp, mxnet as mx\n"
-                  "print(mx.np.array([1, 2]).sum().item(), mx.nd.ones(3).sum().asscalar())") \
-        == "3.0 3.0"
-
-
 NAMES = "{name: id(value) for name, value in vars(numpy).items()}"
 
 

@@ -403,17 +403,11 @@ class FreeingProp(SquaresProp):
         return FreeingSquares()
 
 
-class Graph(gluon.Block):
+def graph(function):
     """Two layers, and a function between them."""
-
-    def __init__(self, function):
-        super().__init__(prefix="graph_")
-        self.function = function
-        with self.name_scope():
-            self.below, self.above = nn.Dense(4, in_units=3), nn.Dense(2, in_units=4)
-
-    def forward(self, x):
-        return self.above(self.function(self.below(x)))
+    net = nn.Sequential()
+    net.add(nn.Dense(4, in_units=3), nn.Lambda(function), nn.Dense(2, in_units=4))
+    return net
 
 
 def custom(name):
@@ -425,9 +419,9 @@ FREEING = {"function": (lambda x: Square()(x), lambda x: SquareThatKeeps()(x)),
 
 
 def trained(function, policy, loss_scale, size=1.0, steps=3):
-    """Trains a `Graph`. Returns the weights, the gradients of the data, and the Trainer."""
+    """Trains a `graph`. Returns the weights, the gradients of the data, and the Trainer."""
     mx.random.seed(3)
-    net, trainer = with_trainer(amp.convert(ready(Graph(function), mx.init.Xavier()), policy),
+    net, trainer = with_trainer(amp.convert(ready(graph(function), mx.init.Xavier()), policy),
                                 "sgd", {"learning_rate": 0.1 / size}, loss_scale=loss_scale)
     gradients = []
     for i in range(steps):
@@ -462,9 +456,9 @@ def test_functions_that_free_what_they_saved_train(kind, policy, loss_scale, cap
 
 
 def test_one_backward_pass_for_several_trainers_warns_of_nothing(caplog):
-    net = ready(Graph(FREEING["function"][0]))
+    net = ready(graph(FREEING["function"][0]))
     trainers = [amp.Trainer(layer.collect_params(), "sgd", loss_scale=scale)
-                for layer, scale in ((net.below, 64), (net.above, amp.DynamicLossScale(256)))]
+                for layer, scale in ((net[0], 64), (net[2], amp.DynamicLossScale(256)))]
     for _ in range(2):
         amp.backward(recorded(lambda: net(nd.ones((2, 3))).sum()), trainers)
         assert all(trainer.step(2) for trainer in trainers)

@@ -8,9 +8,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from converting import Net, make
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
-from networks import Calling, ready, sequence
+from networks import ready, sequence
 from traces import at_most_traces
 from trainers import recorded
 
@@ -104,14 +104,6 @@ def test_changed_block_is_traced_again_in_all_networks_that_contain_it(change):
     run(*nets, shared)
     for net, was in zip(nets, before):
         assert np.array_equal(net(nd.ones((2, 3))).asnumpy(), was + 1)
-
-
-def test_forward_may_differ_between_training_and_prediction():
-    net = amp.convert(Calling(lambda F, x: x * (2 if autograd.is_training() else 3)))
-    x = nd.ones((2, 3))
-    assert (net(x).asnumpy() == 3).all()
-    assert (recorded(net, x).asnumpy() == 2).all()
-    assert (net(x).asnumpy() == 3).all()
 
 
 def test_traces_do_not_keep_a_network_alive():
