@@ -220,13 +220,11 @@ def test_run_in_two_files_counts_once(tmp_path):
 
 def test_run_without_final_validation_is_in_no_verdict():
     runs = [*seeds("float32", [70, 80, 90]), *seeds("float16", [70, 80, 90])]
-    runs[-1].epochs[1].top1 = None
-    comparison, = comparisons(*runs)
-    assert comparison.difference.seeds == 2
-    for run in runs:  # which are validated every second epoch alone
-        run.epochs[1].top1 = None
-    comparison, = comparisons(*runs)
-    assert comparison.difference.seeds == 3
+    for without, count in ((runs[-1:], 2), (runs, 3)):  # then all are validated every second epoch
+        for run in without:
+            run.epochs[1].top1 = None
+        comparison, = comparisons(*runs)
+        assert comparison.difference.seeds == count
 
 
 def test_differing_comparisons_come_first_with_expected_chance_count():
@@ -254,8 +252,7 @@ def test_unfinished_runs_are_in_no_verdict():
     found = groups(runs)
     comparison, = compare(found)
     assert comparison.difference.seeds == 2
-    assert any("1 of 3 runs did not finish" in note
-               for note in remarks(found, [comparison]))
+    assert any("1 of 3 runs did not finish" in note for note in remarks(found, [comparison]))
 
 
 def test_margin_argument_changes_verdict():
@@ -274,20 +271,23 @@ def test_report_without_comparisons_has_a_note(tmp_path):
 
 # ---- speed
 
-def test_speedup_requires_claim_speed():
-    claimed = {"claim_speed": True}
-    for high, low, speedup in ((claimed, claimed, 2), ({}, claimed, None), ({}, {}, None)):
-        found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
-        assert found.speedup == speedup
-        assert ("2.00 times as fast" in headline([found], 0.5)[0].text) is False  # single runs
-    runs = [run for dtype, speed in (("float32", 100), ("float16", 200))
+@pytest.mark.parametrize(("high", "low", "speedup"), [
+    ({"claim_speed": True}, {"claim_speed": True}, 2), ({}, {"claim_speed": True}, None),
+    ({}, {}, None)])
+def test_speedup_requires_claim_speed(high, low, speedup):
+    found, = comparisons(made("float32", speed=100, **high), made("float16", speed=200, **low))
+    assert found.speedup == speedup
+    assert "2.00 times as fast" not in headline([found], 0.5)[0].text  # single runs
+
+
+def test_speedup_has_the_speeds_of_all_runs():
+    runs = [run for dtype in ("float32", "float16")
             for run in seeds(dtype, [70, 80], claim_speed=True)]
     for run, speed in zip(runs, (100, 110, 200, 240)):
         for epoch in run.epochs.values():
             epoch.speed = speed
-    found, = comparisons(*runs)
     assert "It trains 2.10 times as fast; samples per second: float32 100 to 110, float16 200 to " \
-           "240." in headline([found], 0.5)[0].text
+           "240." in headline(comparisons(*runs), 0.5)[0].text
 
 
 def test_claim_speed_argument_of_report(tmp_path):
@@ -365,12 +365,14 @@ def test_paired_test_matches_scipy():
 
 def test_unpaired_test_matches_scipy():
     found = unpaired(Sample.from_values(FLOAT16), Sample.from_values(FLOAT32[:6]))
-    assert found.p == pytest.approx(stats.ttest_ind(FLOAT16, FLOAT32[:6], equal_var=False).pvalue)
-    lower = stats.ttest_ind(np.add(FLOAT16, 0.5), FLOAT32[:6], equal_var=False,
-                            alternative="greater").pvalue
-    upper = stats.ttest_ind(np.subtract(FLOAT16, 0.5), FLOAT32[:6], equal_var=False,
-                            alternative="less").pvalue
-    assert found.p_equivalent(0.5) == pytest.approx(max(lower, upper))
+
+    def theirs(shift=0, alternative="two-sided"):
+        return stats.ttest_ind(np.add(FLOAT16, shift), FLOAT32[:6], equal_var=False,
+                               alternative=alternative).pvalue
+
+    assert found.p == pytest.approx(theirs())
+    both = theirs(0.5, "greater"), theirs(-0.5, "less")
+    assert found.p_equivalent(0.5) == pytest.approx(max(both))
 
 
 def test_sentence_for_ten_seeds_of_cifar10():
@@ -485,20 +487,18 @@ def language_runs(folder, values, **options):
 def test_finished_perplexity_runs_are_compared(tmp_path):
     paths = language_runs(tmp_path, {"float32": [[300, 100], [310, 102], [290, 101]],
                                      "float16": [[300, 100.1], [310, 101.9], [290, 101.1]]})
-    runs = read_logs(paths)
-    found = groups(runs)
+    found = groups(read_logs(paths))
     compared = compare(found)
     assert not any("end" in said for said in remarks(found, compared))
     verdict, = headline(compared, 0.5)
     assert verdict.outcome == "the same"
     assert verdict.text.startswith("The perplexity of float16 ends 0.03 % above float32 (95 % ")
     assert "the same within 0.5 % (two one-sided tests" in verdict.text
-    first, *_ = group_rows(found, None)
-    assert first["perplexity (lower is better)"] == "101"
-    drawn = {plot.name: plot for plot in plots(found)}
-    assert drawn["validation_perplexity"].caption.startswith("Validation: perplexity")
-    assert "101" in drawn["validation_perplexity"].caption
-    assert drawn["validation_perplexity_by_hours"]
+    assert group_rows(found, None)[0]["perplexity (lower is better)"] == "101"
+    captions = {plot.name: plot.caption for plot in plots(found)}
+    assert captions["validation_perplexity"].startswith("Validation: perplexity")
+    assert "101" in captions["validation_perplexity"]
+    assert "validation_perplexity_by_hours" in captions
     page, _ = report(tmp_path, *(path.read_text() for path in paths))
     assert "images" not in page.read_text()
     assert "perplexity (lower is better)" in page.read_text()
@@ -535,17 +535,16 @@ def test_metrics_of_csv_and_json_lines_are_reported(text, tmp_path):
     assert [row["perplexity (lower is better)"] for row in found] in (["100"], ["100", "100.5"])
 
 
-def test_run_validated_only_by_loss_is_finished(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"arguments": {"dtype": "float32"}}\n' + "".join(
-        json.dumps({"epoch": n, "loss": 5.0, "validation_loss": 3.0 - n}) + "\n" for n in range(2)))
-    found = groups(read_logs([path]))
-    assert not remarks(found, [])
-    assert group_rows(found, None)[0]["validation loss (lower is better)"] == "2"
-
-
-def test_run_without_validation_is_not_reported_as_stopped(tmp_path):
-    path = tmp_path / "a.log"
-    path.write_text("Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n")
-    note, = remarks(groups(read_logs([path])), [])
-    assert "a: 1 of 1 runs was never validated" in note
+@pytest.mark.parametrize(("name", "text", "note"), [
+    ("a.jsonl", '{"arguments": {"dtype": "float32"}}\n' + "".join(
+        f'{{"epoch": {n}, "loss": 5.0, "validation_loss": {3.0 - n}}}\n' for n in range(2)), None),
+    ("a.log", "Epoch[0] Train-perplexity=2.0\nEpoch[0] Time cost=1.000\n",
+     "a: 1 of 1 runs was never validated")])
+def test_run_without_an_accuracy_is_not_reported_as_stopped(name, text, note, tmp_path):
+    (tmp_path / name).write_text(text)
+    found = groups(read_logs([tmp_path / name]))
+    notes = remarks(found, [])
+    assert len(notes) == (note is not None)
+    assert all(note in each for each in notes)
+    loss = group_rows(found, None)[0].get("validation loss (lower is better)")
+    assert loss == ("2" if note is None else None)

@@ -42,24 +42,30 @@ def events(**scalars):
         for tag, series in scalars.items() for step, number in series.items()))
 
 
-def read_bytes(folder, content, name="events.out.tfevents.1.host"):
-    path = folder / "run-fp16" / name
+def read_bytes(folder, content, name="run-fp16"):
+    path = folder / name / "events.out.tfevents.1.host"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
     return read_logs([path])[0]
 
 
+def errors(run):
+    return [epoch.top1 for epoch in run.epochs.values()]
+
+
 def test_file_written_by_tensorboard_is_read(tmp_path):
     run = read_bytes(tmp_path, REAL)
-    assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
-    assert (run.name, run.dtype) == ("run-fp16", "float16")
+    assert (run.name, run.dtype, list(run.epochs), errors(run)) == (
+        "run-fp16", "float16", [0, 1], [0.5, 0.25])
 
 
 @pytest.mark.parametrize("steps", [(0, 1), (1, 2), (500, 1000)])
 @pytest.mark.parametrize("tag", ["validation__accuracy", "val_acc", "epoch_accuracy", "Accuracy"])
 def test_accuracies_are_read_with_any_step_numbering(tag, steps, tmp_path):
     run = read_bytes(tmp_path, events(**{tag: dict(zip(steps, (0.5, 0.75)))}))
-    assert {number: epoch.top1 for number, epoch in run.epochs.items()} == {0: 0.5, 1: 0.25}
+    assert (list(run.epochs), errors(run)) == ([0, 1], [0.5, 0.25])
+    assert run.notes == (["its 2 results stand at steps 500 to 1,000; each is taken for an epoch"]
+                         if steps[0] == 500 else [])
 
 
 def test_steps_within_epochs_become_series(tmp_path):
@@ -89,34 +95,22 @@ def test_damaged_file_is_refused_with_byte_offset(tmp_path):
             read_bytes(tmp_path, bytes(damaged))
 
 
-def test_file_without_validation_lists_its_tags(tmp_path):
-    with pytest.raises(ValueError, match=r"no scalar of validation by epoch.*Its tags: mood"):
-        read_bytes(tmp_path, events(mood={0: 1}))
+@pytest.mark.parametrize("tags", [("val_acc", "acc"), ("Accuracy__val", "Accuracy__train"),
+                                  ("eval_accuracy", "accuracy")])
+def test_training_accuracy_is_not_mistaken_for_validation(tags, tmp_path):
+    run = read_bytes(tmp_path, events(**{tag: {0: value} for tag, value in zip(tags, (0.5, 0.9))}))
+    assert errors(run) == [0.5]
 
 
-@pytest.mark.parametrize(("tags", "scalars"), [
-    (("val_acc", "acc"), (0.5, 0.9)), (("Accuracy__val", "Accuracy__train"), (0.5, 0.9)),
-    (("eval_accuracy", "accuracy"), (0.5, 0.9))])
-def test_training_accuracy_is_not_mistaken_for_validation(tags, scalars, tmp_path):
-    run = read_bytes(tmp_path, events(**{tag: {0: value} for tag, value in zip(tags, scalars)}))
-    assert run.epochs[0].top1 == 0.5
-
-
-def test_file_in_training_folder_is_refused(tmp_path):
-    path = tmp_path / "train" / "events.out.tfevents.1.host"
-    path.parent.mkdir()
-    path.write_bytes(events(epoch_accuracy={0: 0.5}))
-    with pytest.raises(ValueError, match="epoch_accuracy is of training, as the folder's name"):
-        read_logs([path])
-    path.write_bytes(events(epoch__err_top1={0: 0.5}))
-    assert read_logs([path])[0].epochs[0].top1 == 0.5
-
-
-def test_folder_name_identifies_curve(tmp_path):
-    path = tmp_path / "valid_acc" / "events.out.tfevents.1.host"
-    path.parent.mkdir()
-    path.write_bytes(events(accuracy_curves={0: 0.5, 1: 0.75}))
-    assert [epoch.top1 for epoch in read_logs([path])[0].epochs.values()] == [0.5, 0.25]
+def test_names_of_folders_and_tags_tell_what_a_curve_is(tmp_path):
+    for tag, message in (
+            ("epoch_accuracy", "epoch_accuracy is of training, as the folder's name"),
+            ("mood", r"no scalar of validation by epoch.*Its tags: mood")):
+        with pytest.raises(ValueError, match=message):
+            read_bytes(tmp_path, events(**{tag: {0: 0.5}}), "train")
+    assert errors(read_bytes(tmp_path, events(epoch__err_top1={0: 0.5}), "train")) == [0.5]
+    curve = events(accuracy_curves={0: 0.5, 1: 0.75})
+    assert errors(read_bytes(tmp_path, curve, "valid_acc")) == [0.5, 0.25]
 
 
 def test_arguments_are_read_from_text_summary(tmp_path):
@@ -133,14 +127,9 @@ def test_files_of_resumed_run_are_one_run(tmp_path):
     for i, part in enumerate(parts):
         (folder / f"events.out.tfevents.{i}.host").write_bytes(events(epoch__err_top1=part))
     run, other = read_logs(sorted(folder.iterdir()))
-    assert [epoch.top1 for epoch in run.epochs.values()] == pytest.approx([0.5, 0.4, 0.3, 0.2])
+    assert errors(run) == pytest.approx([0.5, 0.4, 0.3, 0.2])
     assert (run.name, run.notes) == ("float16-a", ["resumed after 2 epochs"])
     assert list(other.epochs) == [0, 1]
-
-
-def test_steps_taken_as_epochs_are_noted(tmp_path):
-    run = read_bytes(tmp_path, events(val_acc={500: 0.5, 1000: 0.75}))
-    assert run.notes == ["its 2 results stand at steps 500 to 1,000; each is taken for an epoch"]
 
 
 @given(content=st.binary(max_size=200))
