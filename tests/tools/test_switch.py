@@ -12,7 +12,7 @@ from modules import prepared
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import ready
-from trainers import recorded
+from trainers import recorded, values
 
 PLACES = [(mx.gluon, "Trainer"), (mx.gluon.trainer, "Trainer"), (mx.mod, "Module"),
           (mx.mod, "BucketingModule"),
@@ -55,10 +55,6 @@ def network(kind=nn.HybridSequential):
 def data(numpy=False):
     x, y = nd.array(np.random.RandomState(0).randn(5, 6)), nd.arange(5) % 4
     return (x.as_np_ndarray(), y.as_np_ndarray()) if numpy else (x, y)
-
-
-def values(net):
-    return [p.data().asnumpy() for p in net.collect_params().values()]
 
 
 def loss_fn():
@@ -145,13 +141,6 @@ def module_of(symbol):
     return module
 
 
-def test_trainer_is_replaced_in_its_module_too(switched):
-    switched("float16")
-    from mxnet.gluon.trainer import Trainer
-    assert Trainer is mx.gluon.Trainer
-    assert issubclass(Trainer, amp.Trainer)
-
-
 def test_module_trains_in_float16(switched):
     symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(
         mx.sym.var("data"), num_hidden=4, name="fc"), name="softmax")
@@ -198,16 +187,13 @@ def loss_of(net):
     return recorded(lambda: loss_fn()(net(x), y))
 
 
-def test_second_trainer_is_refused(switched):
-    switched("float16")
-    trained()
-    with pytest.raises(RuntimeError, match=r"second Trainer .*amp\.backward\(loss, \[trainer"):
-        trained()
-
-
-def test_second_backward_before_a_step_is_refused(switched):
+def test_second_trainer_and_second_backward_before_a_step_are_refused(switched):
     switched("float16")
     net, trainer = trained()
+    assert type(trainer) is mx.gluon.Trainer is mx.gluon.trainer.Trainer
+    assert isinstance(trainer, amp.Trainer)
+    with pytest.raises(RuntimeError, match=r"second Trainer .*amp\.backward\(loss, \[trainer"):
+        trained()
     loss_of(net).backward()
     trainer.step(5)
     loss_of(net).backward()
@@ -331,8 +317,7 @@ def test_other_networks_stay_float32(switched):
     teacher(data()[0])
     loss_of(net).backward()
     trainer.step(5)
-    assert teacher[0].weight.data().dtype == np.float32
-    assert net[0].weight.data().dtype == np.float16
+    assert [one[0].weight.data().dtype for one in (teacher, net)] == [np.float32, np.float16]
 
 
 def test_backward_without_trainer_is_mxnets(switched):
@@ -354,19 +339,15 @@ def run(tmp_path, text, *arguments):
     return processes.run("-m", "gluon_amp", *arguments[:2], path, *arguments[2:])
 
 
-def test_command_runs_a_script_with_its_arguments(tmp_path):
-    script = SCRIPT.format(trainer=TRAINER, step="loss.backward(); trainer.step(1)")
-    done = run(tmp_path, script, "--dtype", "float16", "--dtype", "mine")
-    assert done.stdout.startswith("['--dtype', 'mine'] float16 1024"), done.stderr
+@pytest.mark.parametrize(("arguments", "step", "printed"), [
+    (["--dtype", "float16"], "loss.backward()", "['--dtype', 'mine'] float16 1024"),
+    (["--dtype=float16", "--loss-scale=none"], "loss.backward(); print(net.weight.grad().norm())",
+     "['--dtype', 'mine'] float16 1.0\n")])
+def test_command_runs_a_script_with_its_arguments(arguments, step, printed, tmp_path):
+    script = SCRIPT.format(trainer=TRAINER, step=f"{step}; trainer.step(1)")
+    done = run(tmp_path, script, *arguments, "--dtype", "mine")
+    assert done.stdout.splitlines()[-1].startswith(printed.strip()), done.stderr
     assert "gluon-amp: dense0 trains in float16 (2 of 2 parameters)\n" in done.stderr
-    assert done.returncode == 0
-
-
-def test_command_takes_a_loss_scale(tmp_path):
-    script = SCRIPT.format(trainer=TRAINER, step="loss.backward(); print(net.weight.grad().norm())"
-                                                 "; trainer.step(1)")
-    done = run(tmp_path, script, "--dtype=float16", "--loss-scale=none", "--dtype", "mine")
-    assert done.stdout.endswith("['--dtype', 'mine'] float16 1.0\n"), done.stderr
     assert done.returncode == 0
 
 
