@@ -189,19 +189,24 @@ def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy
         policy, policy, _was_hybridized(block), block in kept_blocks, kept,
         partial(_convert_new_child, policy, keep, block in kept_blocks, compares),
         paths[block], compares) for block in blocks]
-    if policy.is_float32:
+    mixed = not policy.is_float32
+    if not mixed:
         restore_blocks(blocks)
-    _give_classes(blocks, not policy.is_float32)
+    _give_classes(blocks, mixed)
     for block, state in zip(blocks, states):
+        is_hybrid = isinstance(block, HybridBlock)
         discard_traces(block)
         block._amp = state
         for parameter in block.params.values():
             make_repeatable(parameter)
-        if isinstance(block, ConvertedBlock):
-            _mark_and_hybridize(block, state)
-        elif isinstance(block, HybridBlock) \
-                and any(is_16bit(p.dtype) for p in block.collect_params().values()):
+            if mixed:
+                parameter.converted_by_gluon_amp = policy if is_hybrid else None  # for Trainers
+        if is_hybrid and (mixed or any(is_16bit(p.dtype)
+                                       for p in block.collect_params().values())):
             block._clear_cached_op()  # it declares the types
+        if is_hybrid and mixed and not block._active:
+            block._active = True
+            block._flags = block._flags or []
     _cast(types)
 
 
@@ -252,16 +257,6 @@ def _give_classes(blocks: List[Block], mixed: bool) -> None:
             raise TypeError(f"convert makes a subclass of each block's class, which {cls.__name__} "
                             "does not allow. Valid: classes whose first base is a block, not "
                             f"abc.ABC or typing.Generic. Received: {error}") from error
-
-
-def _mark_and_hybridize(block: Any, state: State) -> None:
-    for parameter in block.params.values():  # for Trainers
-        parameter.converted_by_gluon_amp = state.policy if isinstance(block, HybridBlock) else None
-    if isinstance(block, HybridBlock):
-        block._clear_cached_op()
-        if not block._active:
-            block._active = True
-            block._flags = block._flags or []
 
 
 class _Graphs:
