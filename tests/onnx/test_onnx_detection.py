@@ -91,15 +91,20 @@ CASES = {
 }
 
 
+def check(symbol, file, data):
+    """Compares the results of a file with those of MXNet."""
+    arrays = {name: nd.array(a) for name, a in data.items()}
+    expected = symbol.bind(mx.cpu(), arrays, grad_req="null").forward()[0].asnumpy()
+    found, = run(file, data).values()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_operator_matches_mxnet(case, tmp_path):
     symbol, data = CASES[case]
     file, shapes = str(tmp_path / "one.onnx"), {name: a.shape for name, a in data.items()}
-    arrays = {name: nd.array(a) for name, a in data.items()}
-    expected = symbol.bind(mx.cpu(), arrays, grad_req="null").forward()[0].asnumpy()
     amp.export_onnx(symbol, file, shapes, "float32", params={})
-    found, = run(file, data).values()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    check(symbol, file, data)
 
 
 @pytest.mark.parametrize("case", ["box_nms of some", "MultiBoxDetection",
@@ -110,12 +115,8 @@ def test_any_batch_size(case, tmp_path):
     amp.export_onnx(symbol, file, {name: a.shape if name == "anchors" else (None, *a.shape[1:])
                                    for name, a in data.items()}, "float32", params={})
     for batch in (1, 2, 3):
-        many = {name: a if name == "anchors" else np.concatenate([a, a[::-1]])[:batch]
-                for name, a in data.items()}
-        arrays = {name: nd.array(a) for name, a in many.items()}
-        expected = symbol.bind(mx.cpu(), arrays, grad_req="null").forward()[0].asnumpy()
-        found, = run(file, many).values()
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        check(symbol, file, {name: a if name == "anchors" else np.concatenate([a, a[::-1]])[:batch]
+                             for name, a in data.items()})
 
 
 class Detector(gluon.HybridBlock):
