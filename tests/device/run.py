@@ -87,7 +87,6 @@ def second_part(args):
         lacks = name == "object_detection" and args.software
         steps.append(Step(name, 120, script("examples.py", name, rows, *small),
                           f"{lacks}, which lacks the kernel of MultiBoxPrior" if lacks else ""))
-    steps.append(Step("layouts", 60, script("layouts.py", rows), args.software))
     steps.append(Step("cuDNN's functions", 90, script("cudnn_calls.py", rows, *small)))
     steps.append(Step("compute-sanitizer", 150, (
         "compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1",
