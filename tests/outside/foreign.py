@@ -37,8 +37,10 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
+import numpy as np
 import published
 import zoo
+from gluon_amp._mxnet import mx
 
 STEPS = 12
 NOISE = {"float16": 2**-6, "bfloat16": 2**-4}
@@ -185,7 +187,6 @@ NO_ONEDNN = (
 
 def begin():
     """Sets seeds, makes the substitutions, records losses, and converts the script's networks."""
-    from gluon_amp._mxnet import mx
     published.seed(mx)
     run = os.environ["GLUON_AMP_RUN"]
     sys.path[:0] = filter(None, [os.environ["GLUON_AMP_ROOT"]])
@@ -243,7 +244,6 @@ class Recorder:
             print(losses, file=file)
 
     def losses(self, losses):
-        import mxnet as mx
         if mx.autograd.is_recording():
             self.write(self.heads(losses))
         return losses
@@ -260,7 +260,6 @@ class Recorder:
         return sum(losses) if losses else None
 
     def output(self, output, labels):
-        import numpy as np
         numbers = output.asnumpy().astype("float64")
         label = np.concatenate([part.asnumpy().ravel() for _, part in labels[0]]) if labels else []
         if len(label) != len(numbers):
@@ -276,7 +275,6 @@ class Recorder:
 
 def add_noise(mx, dtype, draw, record):
     """Changes each initial weight by a relative NOISE at most."""
-    import numpy as np
     rng = np.random.RandomState(int(draw))
     initialize, set_data = mx.init.Initializer.__call__, mx.gluon.Parameter.set_data
 
@@ -423,7 +421,6 @@ def no_constraint(mx):
 
 def crazyara(sources):
     """its network for chess with 2 blocks, its classes called with drawn boards"""
-    import numpy as np
     from DeepCrazyhouse.configs.train_config import TrainConfig, TrainObjects
     from DeepCrazyhouse.src.domain.neural_net.architectures.a0_resnet import AlphaZeroResnet
     from DeepCrazyhouse.src.domain.variants.constants import NB_CHANNELS_TOTAL, NB_LABELS
@@ -433,7 +430,6 @@ def crazyara(sources):
         OneCycleSchedule,
     )
     from DeepCrazyhouse.src.training.train_util import get_metrics
-    from gluon_amp._mxnet import mx
     rng = np.random.RandomState(0)
 
     def games(dataset_type="train", **_):
@@ -462,8 +458,6 @@ def crazyara(sources):
 
 def retinaface(sources, *arguments):
     """its configuration for images of 96 pixels, boxes in numpy for Cython's, random weights"""
-    import numpy as np
-    from gluon_amp._mxnet import mx
 
     def overlaps(boxes, others):
         low = np.maximum(boxes[:, None, :2], others[None, :, :2])
@@ -495,7 +489,6 @@ def retinaface(sources, *arguments):
 
 def imgclsmob(sources, *families):
     """hybridized, unless keep=; a drawn batch of 2"""
-    from gluon_amp._mxnet import mx
     errors = {}
     for i, family in enumerate(families, 1):
         for call in (lambda family=family: two_steps(mx, family)), mx.nd.waitall:
@@ -513,7 +506,6 @@ def imgclsmob(sources, *families):
 
 def two_steps(mx, family):
     """Trains the first network of the file."""
-    import numpy as np
     from gluoncv2 import model_provider
     published.seed(mx)
     make = next(make for make in model_provider._models.values()
@@ -555,8 +547,6 @@ def mtcnn(sources, *arguments):
     import shutil
     from lib2to3.main import main as translate
 
-    import numpy as np
-    from gluon_amp._mxnet import mx
     shutil.copytree(f"{sources}/mtcnn", "mtcnn")
     translate("lib2to3.fixes", "--write --nobackups --no-diffs --nofix=import mtcnn".split())
     sys.modules["tools"] = sys.modules["tools.load_model"] = MagicMock()
@@ -606,7 +596,6 @@ def gpvar(sources):
 def words(mx):
     """drawn words for text8"""
     import gluonnlp
-    import numpy as np
     rng = np.random.RandomState(0)
     gluonnlp.data.Text8 = lambda **_: rng.choice(published.WORDS, (2, 800)).tolist()
 
@@ -618,8 +607,6 @@ def small_bert(mx):
 
 def drawn_set(size, channels, count=512):
     """A data set like MNIST or CIFAR-10."""
-    import numpy as np
-    from gluon_amp._mxnet import mx
 
     class Drawn(mx.gluon.data.ArrayDataset):
         def __init__(self, root=None, train=True, transform=None):
@@ -646,7 +633,6 @@ def drawn_sets(mx):
 def frames(mx):
     """drawn frames for KITTI's"""
     import gluoncv.data
-    import numpy as np
 
     class Frames(mx.gluon.data.Dataset):
         def __init__(self, path, names, height, width, frame_ids, num_scales, **_):
@@ -679,7 +665,6 @@ def frames(mx):
 def segments(mx):
     """a data set of drawn shapes"""
     import gluoncv.data
-    import numpy as np
 
     class Shapes(gluoncv.data.segbase.SegmentationDataset):
         NUM_CLASS = 3
@@ -707,8 +692,6 @@ def segments(mx):
 
 def handwriting(sources, *arguments):
     """drawn lines of text for the IAM data set"""
-    import numpy as np
-    from gluon_amp._mxnet import mx
     def lines(*_, train, **__):
         rng = np.random.RandomState(train)
         texts = [[" ".join(rng.choice(published.WORDS, 3))] for _ in range(16 if train else 4)]
@@ -727,8 +710,6 @@ def handwriting(sources, *arguments):
 
 def faces(folder, sources):
     """192 drawn faces of 10 people, a configuration for them"""
-    import numpy as np
-    from gluon_amp._mxnet import mx
     rng = np.random.RandomState(0)
     patterns = rng.randint(40, 216, (10, 7, 7, 3))
     record = mx.recordio.MXIndexedRecordIO(
@@ -746,18 +727,23 @@ def faces(folder, sources):
         "config.count_flops = False\n")
 
 
+def square(rng, pixels, most):
+    """A drawn image with a square, and the place and size of that."""
+    image = rng.randint(0, 60, (pixels, pixels, 3))
+    x, y, size = *rng.randint(5, 40, 2), rng.randint(16, most)
+    image[y:y + size, x:x + size] += 120
+    return published.png(image.astype("uint8")), x, y, size
+
+
 def boxes(folder, sources):
     """16 drawn images with boxes"""
-    import numpy as np
     rng = np.random.RandomState(0)
     images = folder / "train" / "images"
     images.mkdir(parents=True)
     lines = []
     for i in range(16):
-        picture = rng.randint(0, 60, (96, 96, 3))
-        x, y, size = *rng.randint(5, 40, 2), rng.randint(16, 48)
-        picture[y:y + size, x:x + size] += 120
-        (images / f"{i}.png").write_bytes(published.png(picture.astype("uint8")))
+        picture, x, y, size = square(rng, 96, 48)
+        (images / f"{i}.png").write_bytes(picture)
         points = [f"{x + dx * size:.1f} {y + dy * size:.1f} 0.0" for dx, dy in (
             (.3, .3), (.7, .3), (.5, .5), (.3, .7), (.7, .7))]
         lines += [f"# {i}.png", f"{x} {y} {size} {size} {' '.join(points)} 0.5"]
@@ -779,7 +765,6 @@ def drives(folder, sources):
 
 def objects(folder, sources):
     """16 drawn images in the form of Pascal VOC"""
-    import numpy as np
     rng = np.random.RandomState(0)
     for year, parts in (("VOC2007", ("trainval", "test")), ("VOC2012", ("trainval",))):
         root = folder / ".mxnet" / "datasets" / "voc" / year
@@ -789,11 +774,8 @@ def objects(folder, sources):
             names = [f"{part}{i}" for i in range(16)]
             (root / "ImageSets" / "Main" / f"{part}.txt").write_text("\n".join(names) + "\n")
             for name in names:
-                picture = rng.randint(0, 60, (80, 80, 3))
-                x, y, size = *rng.randint(2, 40, 2), rng.randint(16, 36)
-                picture[y:y + size, x:x + size] += 120
-                (root / "JPEGImages" / f"{name}.jpg").write_bytes(
-                    published.png(picture.astype("uint8")))
+                picture, x, y, size = square(rng, 80, 36)
+                (root / "JPEGImages" / f"{name}.jpg").write_bytes(picture)
                 (root / "Annotations" / f"{name}.xml").write_text(
                     "<annotation><size><width>80</width><height>80</height></size><object>"
                     "<name>cat</name><difficult>0</difficult><bndbox>"
@@ -803,7 +785,6 @@ def objects(folder, sources):
 
 def sentences(folder, sources):
     """pairs of drawn sentences with trees, drawn word vectors"""
-    import numpy as np
     rng = np.random.RandomState(0)
     for part, count in (("train", 32), ("dev", 4), ("test", 4)):
         (folder / part).mkdir()
@@ -822,7 +803,6 @@ def sentences(folder, sources):
 
 def masked(folder, sources):
     """drawn sentences with masks"""
-    import numpy as np
     rng = np.random.RandomState(0)
     ids = rng.randint(5, 20, (192, 16))
     places = np.sort(np.argsort(rng.rand(192, 14))[:, :3] + 1)
@@ -834,7 +814,6 @@ def masked(folder, sources):
 
 def lips(folder, sources):
     """films of 75 drawn images with a sentence each"""
-    import numpy as np
     rng = np.random.RandomState(0)
     (folder / "align").mkdir()
     (folder / "checkpoint").mkdir()
@@ -851,7 +830,6 @@ def lips(folder, sources):
 
 def birds(folder, sources):
     """drawn birds of 102 kinds"""
-    import numpy as np
     rng = np.random.RandomState(0)
     (folder / "images").mkdir()
     rows = [(i, f"{i}.png", i // 3 + 1) for i in range(306)]
@@ -866,7 +844,6 @@ def birds(folder, sources):
 
 def characters(folder, sources):
     """drawn characters for Omniglot's"""
-    import numpy as np
     rng = np.random.RandomState(0)
     root = folder / "dataset" / "omniglot"
     (root / "splits" / "vinyals").mkdir(parents=True)
@@ -886,7 +863,6 @@ def mnist(folder, sources):
     """drawn digits"""
     import zipfile
 
-    import numpy as np
     rng = np.random.RandomState(0)
     (folder / "data-0").mkdir()
     with zipfile.ZipFile(folder / "data-0" / "mnist.zip", "w") as archive:
@@ -901,7 +877,6 @@ def mnist(folder, sources):
 
 def folders(folder, sources):
     """folders of drawn images"""
-    import numpy as np
     rng = np.random.RandomState(0)
     for part, count in (("train", 64), ("val", 8)):
         for i in range(count):
@@ -913,7 +888,6 @@ def folders(folder, sources):
 
 def moving_digits(folder, sources):
     """drawn digits for MNIST, folders for radar images"""
-    import numpy as np
     for name in ("hko_data/radarPNG", "hko_data/radarPNG_mask", "mnist_data"):
         (folder / name).mkdir(parents=True)
     digits = np.kron(np.random.RandomState(0).randint(0, 256, (10, 7, 7)), np.ones((4, 4)))
@@ -925,7 +899,6 @@ def moving_digits(folder, sources):
 
 def ratings(folder, sources):
     """drawn ratings for MovieLens"""
-    import numpy as np
     rng = np.random.RandomState(0)
     (folder / "ml-10m.zip").touch()
     (folder / "ml-10M100K").mkdir()
@@ -937,8 +910,6 @@ def ratings(folder, sources):
 
 def crops(folder, sources):
     """drawn faces of 12 pixels with offsets of their boxes, as files and as records"""
-    import numpy as np
-    from gluon_amp._mxnet import mx
     rng = np.random.RandomState(0)
     files, records = folder / "data" / "mtcnn", folder / "data" / "widerface" / "mtcnn"
     for path in (files / "images", files / "imglists", records, folder / "model"):
