@@ -150,15 +150,13 @@ def test_finished_parts_are_kept_after_a_failure(place):
 
 
 def test_changed_inputs_are_compiled_again(place):
-    place.build()
-    assert place.compiled() == ["one.cu", "ptxas", "ptxas", "two.cu"]
-    place.build()
-    assert place.compiled() == []
-    (place.tree / "include" / "mxnet" / "a.h").write_text("// every file may include it")
-    place.build()
-    assert place.compiled() == ["one.cu", "ptxas", "ptxas", "two.cu"]
-    header = place.folder / "nvidia" / "cudnn" / "include" / "cudnn.h"
-    header.write_text("// another version")
+    every_header, cudnn = place.tree / "include/mxnet/a.h", place.folder / "nvidia/cudnn/include"
+    for changed in (every_header, cudnn / "cudnn.h"):
+        place.build()
+        assert place.compiled() == ["one.cu", "ptxas", "ptxas", "two.cu"]
+        place.build()
+        assert place.compiled() == []
+        changed.write_text("// another version")
     place.build()
     assert place.compiled() == ["one.cu", "ptxas", "ptxas", "two.cu"]
 
@@ -230,17 +228,16 @@ def test_difference_from_the_wheel_names_the_kernel(kernels, message, place):
     assert pack.installed(90) is None
 
 
-def test_machine_code_is_compared_too(place):
-    place.tools(ptxas="sed -i 's/.entry one(/.entry other(/' \"$4\"")
-    with pytest.raises(comparison.Differs, match=r"the machine code for 90 of src/operator/one.cu "
-                                                 r"lacks kernels of the wheel: 1, such as one"):
-        place.build()
-
-
-def test_kernel_with_too_many_registers_is_refused(place):
-    """MXNet may launch it in blocks of 1,024 threads."""
-    place.tools(ptxas='echo "// one_is_large" >> "$4"')
-    with pytest.raises(comparison.Differs, match="one takes 80 registers, of 64"):
+@pytest.mark.parametrize(("scripts", "error", "message"), [
+    ({"ptxas": "sed -i 's/.entry one(/.entry other(/' \"$4\""}, comparison.Differs,
+     "the machine code for 90 of src/operator/one.cu lacks kernels of the wheel: 1, such as one"),
+    # MXNet may launch it in blocks of 1,024 threads
+    ({"ptxas": 'echo "// one_is_large" >> "$4"'}, comparison.Differs,
+     "one takes 80 registers, of 64"),
+    ({"nvcc": "kill -9 $$"}, OSError, "probably for lack of memory. Pass fewer jobs: -j 1")])
+def test_results_of_compilers_are_checked(scripts, error, message, place):
+    place.tools(**scripts)
+    with pytest.raises(error, match=message):
         place.build()
 
 
@@ -290,12 +287,6 @@ def test_memory_is_lent_as_far_as_it_goes():
     assert memory.free == 1000
     with memory.lend(5000):  # one job runs in any case
         assert memory.free == -4000
-
-
-def test_killed_compiler_is_explained(place):
-    place.tools(nvcc="kill -9 $$")
-    with pytest.raises(OSError, match=r"probably for lack of memory. Pass fewer jobs: -j 1"):
-        place.build()
 
 
 def test_available_memory_is_that_of_this_machine():

@@ -30,10 +30,8 @@ def nothing_is_left(cache):
 def test_pack_is_installed(compressed, cache, tmp_path, capsys):
     file = write(tmp_path / "kernels.pack")
     if compressed:
-        plain = file
-        file = tmp_path / "kernels.pack.xz"
-        file.write_bytes(lzma.compress(plain.read_bytes()))
-        plain.unlink()
+        file.write_bytes(lzma.compress(file.read_bytes()))
+        file = file.rename(tmp_path / "kernels.pack.xz")
     assert main(["cuda", "install", str(file)]) == 0
     assert capsys.readouterr().out == \
         f"{cache}/kernels/90.pack: 1 kernel for compute capability 9.0\n"

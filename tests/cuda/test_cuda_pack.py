@@ -139,23 +139,27 @@ def test_machine_code_serves_its_major_version_and_ptx_later_ones(arch, kind, se
     assert [each for each in capabilities if pack.runs_on(arch, kind, each)] == serves
 
 
-def test_installed_packs_are_found_by_capability(tmp_path, monkeypatch):
+@pytest.fixture()
+def place(tmp_path, monkeypatch):
+    """The path of an installed pack for 9.0."""
     monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
+    pack.place(90).parent.mkdir()
+    return pack.place(90)
+
+
+def test_installed_packs_are_found_by_capability(place):
     assert pack.installed(90) is None
     assert pack.find(90) is None
-    pack.place(90).parent.mkdir()
-    pack.write(pack.place(90), 90, CODE, **FACTS)
-    assert pack.installed(90).path == pack.find(90).path == pack.place(90)
+    pack.write(place, 90, CODE, **FACTS)
+    assert pack.installed(90).path == pack.find(90).path == place
     assert pack.find(100) is None
-    pack.place(90).rename(pack.place(100))
+    place.rename(pack.place(100))
     with pytest.raises(pack.PackError, match=r"100\.pack has code for architecture 90 \(cubin\), "):
         pack.find(103)
 
 
-def test_packs_of_other_gpus_are_not_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
-    pack.place(90).parent.mkdir()
-    pack.place(90).write_bytes(b"damaged")
+def test_packs_of_other_gpus_are_not_read(place):
+    place.write_bytes(b"damaged")
     pack.write(pack.place(100), 100, [dataclasses.replace(code, fat_binary=fatbin.fat_binary(
         [fatbin.entry(ELF, 100)])) for code in CODE], **FACTS)
     assert pack.find(120) is None
@@ -164,14 +168,12 @@ def test_packs_of_other_gpus_are_not_read(tmp_path, monkeypatch):
         pack.find(90)
 
 
-def test_machine_code_precedes_ptx(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLUON_AMP_CACHE", str(tmp_path))
+def test_machine_code_precedes_ptx(place):
     text = fatbin.fat_binary([fatbin.entry(b".version 7.8\n\0", 90, "ptx")])
-    pack.place(90).parent.mkdir()
     pack.write(pack.place(90, "ptx"), 90, [pack.Code("src/a.cu", 0, text, ["a"])], kind="ptx",
                **FACTS)
     assert pack.installed(90) is None
     assert pack.find(86) is None
     assert [pack.find(each).kind for each in (90, 120)] == ["ptx", "ptx"]
-    pack.write(pack.place(90), 90, CODE, **FACTS)
+    pack.write(place, 90, CODE, **FACTS)
     assert [pack.find(each).kind for each in (90, 120)] == ["cubin", "ptx"]
