@@ -637,16 +637,10 @@ def test_images_of_records_are_normalized_and_keep_their_order(tmp_path):
 def test_skipped_epochs_count_for_learning_rate(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
+    flags = ["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch"]
+    with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
+        recipe.main([*flags, "4"])
     with at_most_traces(2):  # of training and of prediction
-        line, = recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--lr",
-                             "0.8", "--resume-epoch", "3", "--lr-decay-epoch", "2"])
+        line, = recipe.main([*flags, "3", "--lr", "0.8", "--lr-decay-epoch", "2"])
     assert line["epoch"] == 3
     assert line["lr"] == pytest.approx(0.08)
-
-
-def test_resume_epoch_beyond_last_is_refused(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
-    with pytest.raises(ValueError, match=r"--resume-epoch 4 leaves none of the 4 epochs"):
-        recipe.main(["--examples", "16", "--batch-size", "8", "--epochs", "4", "--resume-epoch",
-                     "4"])
