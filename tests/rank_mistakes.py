@@ -170,41 +170,43 @@ def trains_without_scale(store, rank):
     return before
 
 
-def module_for(rank, store):
-    """A float32 Module without a loss scale, and a batch that depends on the rank."""
-    mx.random.seed(rank)
-    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
-    module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"))
-    module.bind([("data", (4, 6))], [("softmax_label", (4,))])
-    module.init_params(mx.init.Uniform(0.5))
-    module.init_optimizer(kvstore=store)
-    rng = np.random.default_rng(rank)
-    return module, mx.io.DataBatch([nd.array(rng.standard_normal((4, 6)))], [nd.zeros(4)])
-
-
-def module_runs_before_its_store(store, rank, loss_scale):
-    """The first gradients are of weights that rank 0's replace. Returns whether steps updated."""
+def module_for(rank, store=None, loss_scale=None):
+    """A float32 Module, and a batch that depends on the rank."""
     mx.random.seed(rank)
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="dense")
     module = amp.Module(mx.sym.SoftmaxOutput(net, name="softmax"), loss_scale=loss_scale)
     module.bind([("data", (4, 6))], [("softmax_label", (4,))])
     module.init_params(mx.init.Uniform(0.5))
-    batch = mx.io.DataBatch([nd.ones((4, 6))], [nd.zeros(4)])
+    if store:
+        module.init_optimizer(kvstore=store)
+    rng = np.random.default_rng(rank)
+    return module, mx.io.DataBatch([nd.array(rng.standard_normal((4, 6)))], [nd.zeros(4)])
+
+
+def module_weights(module):
+    return [array.asnumpy() for array in module.get_params()[0].values()]
+
+
+def module_step(module, batch):
+    module.forward_backward(batch)
+    return module.update()
+
+
+def module_runs_before_its_store(store, rank, loss_scale):
+    """The first gradients are of weights that rank 0's replace. Returns whether steps updated."""
+    module, batch = module_for(rank, loss_scale=loss_scale)
     module.forward_backward(batch)
     module.init_optimizer(kvstore=store)
-    updated = [module.update()]
-    module.forward_backward(batch)
-    updated.append(module.update())
+    updated = [module.update(), module_step(module, batch)]
     module.check_ranks()
-    return updated, [array.asnumpy() for array in module.get_params()[0].values()]
+    return updated, module_weights(module)
 
 
 def module_trains_without_scale(store, rank):
     """Weights before the first update; then calls that the servers would confuse are refused."""
     module, batch = module_for(rank, store)
-    before = [array.asnumpy() for array in module.get_params()[0].values()]
-    module.forward_backward(batch)
-    module.update()
+    before = module_weights(module)
+    module_step(module, batch)
     module.check_ranks()
     with pytest.raises(ValueError, match=r"a process has one Module, whose init_optimizer is "
                                          r"called once, and no Trainer\. kvstore='horovod' takes"):
@@ -220,9 +222,8 @@ def module_updates_on_servers(store, rank):
     """Weights after updates on servers."""
     module, batch = module_for(rank, store)
     for _ in range(3):
-        module.forward_backward(batch)
-        module.update()
-    return [array.asnumpy() for array in module.get_params()[0].values()]
+        module_step(module, batch)
+    return module_weights(module)
 
 
 def updates_on_servers(store, rank):
@@ -283,8 +284,7 @@ def module_changes_alone(store, rank):
     """The same for a Module's learning rate."""
     module, batch = module_for(3, store)
     for _ in range(3):
-        module.forward_backward(batch)
-        module.update()
+        module_step(module, batch)
         if rank == 1:
             module._optimizer.set_learning_rate(0.5)
     with pytest.raises(consistency.RanksDifferError) as refused:

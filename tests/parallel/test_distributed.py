@@ -52,31 +52,26 @@ def test_float32_networks_train_after_prediction(ranks, store):
         assert results[0][0] == 0
 
 
+VERSIONS = f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9"
+CHANGED = ("net_dense0_weight is not the same on rank 1 as on rank 0. Has one rank changed it, or "
+           "loaded another file?")
+
+
+@pytest.mark.parametrize(("story", "arguments", "error"), [
+    ("changes_weight_on_rank_1", {"when": "before the first step"}, CHANGED),
+    ("changes_weight_on_rank_1", {"when": "later"}, CHANGED),
+    ("has_different_network", {"what": "shape"}, "ranks train different networks: net_dense0_bias"),
+    ("has_different_network", {"what": "count"},
+     "ranks train different networks. Parameters of rank 0, 1, ...: 8, 10"),
+    ("has_different_network", {"what": "version"}, VERSIONS),
+    ("has_different_network", {"what": "scale"},
+     "ranks have different loss scales. Rank 0, 1, ...: a dynamic loss scale, the loss scale 256"),
+    ("module_has_different_network", {"what": "shape"},
+     "ranks train different networks: dense_weight, here "),
+    ("module_has_different_network", {"what": "version"}, VERSIONS)])
 @pytest.mark.parametrize("store", EITHER)
-@pytest.mark.parametrize("when", ["before the first step", "later"])
-def test_weight_changed_on_one_rank_is_named_on_all(ranks, store, when):
-    results = ranks.run("changes_weight_on_rank_1", 2, store, when=when)
-    assert results == ["RanksDifferError: net_dense0_weight is not the same on rank 1 as on rank "
-                       "0. Has one rank changed it, or loaded another file?"] * 2
-
-
-@pytest.mark.parametrize(("what", "error"), [
-    ("shape", "ranks train different networks: net_dense0_bias"),
-    ("count", "ranks train different networks. Parameters of rank 0, 1, ...: 8, 10"),
-    ("version", f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9"),
-    ("scale", "ranks have different loss scales. Rank 0, 1, ...: a dynamic loss scale, "
-              "the loss scale 256")])
-@pytest.mark.parametrize("store", EITHER)
-def test_mismatched_ranks_are_refused_before_training(ranks, store, what, error):
-    for told in ranks.run("has_different_network", 2, store, what=what):
-        assert told.startswith(f"RanksDifferError: {error}")
-
-
-@pytest.mark.parametrize(("what", "error"), [
-    ("shape", "ranks train different networks: dense_weight, here "),
-    ("version", f"ranks have different versions of gluon_amp: {amp.__version__}, 9.9.9")])
-def test_mismatched_module_ranks_are_refused_before_training(ranks, what, error):
-    for told in ranks.run("module_has_different_network", 2, "dist_sync", what=what):
+def test_ranks_that_differ_are_refused_on_all(ranks, store, story, arguments, error):
+    for told in ranks.run(story, 2, store, **arguments):
         assert told.startswith(f"RanksDifferError: {error}")
 
 

@@ -91,38 +91,10 @@ def wait_until(true, seconds=30):
     return true()
 
 
-def test_two_workers_train_and_all_processes_end(launcher, tmp_path):
-    process = launcher(TRAINS, program_arguments=["ends", str(tmp_path)])
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 0, errors
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["trained"] * 2
-    assert not left_behind(tmp_path)
-
-
-@pytest.mark.parametrize(("how", "code", "told"), [
-    ("is killed", 128 + signal.SIGKILL, "was killed by SIGKILL"),
-    ("raises", 1, "exited with code 1")])
-def test_failed_worker_ends_all_and_is_named(launcher, tmp_path, how, code, told):
-    process = launcher(TRAINS, program_arguments=[how, str(tmp_path)])
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == code
-    assert re.search(f"launch: worker [01] {told}", errors)
-    assert (how == "raises") == ("RuntimeError: the data is gone" in errors)
-    assert not left_behind(tmp_path)
-
-
-def test_worker_that_exits_early_ends_all_and_is_named(launcher, tmp_path):
-    process = launcher(TRAINS, "--exit-timeout", "1", program_arguments=["exits", str(tmp_path)])
-    _, errors = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert re.search("launch: worker [01] exited with code 0", errors)
-    assert not left_behind(tmp_path)
-
-
 ENDS_EARLY = """
 import os, sys
 try:
-    os.mkdir(sys.argv[1])
+    os.mkdir(sys.argv[2] + "/one ended")
 except FileExistsError:
     import gluon_amp as amp
     from mxnet import gluon
@@ -132,12 +104,18 @@ except FileExistsError:
 """
 
 
-def test_worker_that_exits_before_its_store_exists_is_named(launcher, tmp_path):
-    process = launcher(ENDS_EARLY, "--exit-timeout", "1",
-                       program_arguments=[str(tmp_path / "one ended")])
+@pytest.mark.parametrize(("program", "how", "flags", "code", "told"), [
+    (TRAINS, "is killed", [], 128 + signal.SIGKILL, "was killed by SIGKILL"),
+    (TRAINS, "raises", [], 1, "exited with code 1"),
+    (TRAINS, "exits", ["--exit-timeout", "1"], 1, "exited with code 0"),
+    (ENDS_EARLY, "before its store exists", ["--exit-timeout", "1"], 1, "exited with code 0")])
+def test_failed_worker_ends_all_and_is_named(program, how, flags, code, told, launcher, tmp_path):
+    process = launcher(program, *flags, program_arguments=[how, str(tmp_path)])
     _, errors = process.communicate(timeout=90)
-    assert process.returncode == 1
-    assert re.search("launch: worker [01] exited with code 0", errors)
+    assert process.returncode == code
+    assert re.search(f"launch: worker [01] {told}", errors)
+    assert (how == "raises") == ("RuntimeError: the data is gone" in errors)
+    assert not left_behind(tmp_path)
 
 
 ENDS_LAST = TRAINS + """
@@ -155,29 +133,26 @@ while trainer.rank == 0:
 """
 
 
-def test_workers_may_exit_one_after_another(launcher, tmp_path):
-    process = launcher(ENDS_LAST, program_arguments=["ends", str(tmp_path)])
+@pytest.mark.parametrize("program", [TRAINS, ENDS_LAST], ids=["together", "one after another"])
+def test_two_workers_train_and_all_processes_end(program, launcher, tmp_path):
+    process = launcher(program, program_arguments=["ends", str(tmp_path)])
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 0, errors
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["trained"] * 2
+    assert not left_behind(tmp_path)
+
+
+SLEEPS = "import sys, time, pathlib; pathlib.Path(sys.argv[-1]).touch(); time.sleep(600)"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_launcher_ends_workers_that_wait_for_others(launcher, tmp_path, number):
-    process = launcher(TRAINS, program_arguments=["waits", str(tmp_path)])
-    assert wait_until((tmp_path / "stepped 0").exists, 90)
-    process.send_signal(number)
-    process.communicate(timeout=30)
-    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
-    assert wait_until(lambda: not left_behind(tmp_path))
-
-
-SLEEPS = "import sys, time, pathlib; pathlib.Path(sys.argv[1]).touch(); time.sleep(600)"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_killed_or_interrupted_launcher_ends_all(launcher, tmp_path, number):
-    process = launcher(SLEEPS, program_arguments=[str(tmp_path / "began")])
-    assert wait_until((tmp_path / "began").exists)
+@pytest.mark.parametrize(("program", "arguments", "began"), [
+    (TRAINS, ["waits", "{}"], "stepped 0"), (SLEEPS, ["{}/began"], "began")])
+def test_killed_or_interrupted_launcher_ends_all(program, arguments, began, number, launcher,
+                                                 tmp_path):
+    """Also workers that wait for others."""
+    process = launcher(program, program_arguments=[text.format(tmp_path) for text in arguments])
+    assert wait_until((tmp_path / began).exists, 90)
     process.send_signal(number)
     process.communicate(timeout=30)
     assert process.returncode == (-9 if number == signal.SIGKILL else 130)
