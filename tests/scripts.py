@@ -22,6 +22,7 @@ from pathlib import Path
 
 LIMIT = 300  # seconds for a script in a fork
 EXAMPLES = Path(__file__).parents[1] / "example"
+SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[2] / "shared")
 
 
 class Fork:
@@ -69,6 +70,21 @@ def start(script, *arguments, cwd=None, new_process=False):
     job = {"arguments": arguments, "cwd": str(cwd or os.getcwd()), "environment": dict(os.environ),
            "out": f"{folder.name}/out", "err": f"{folder.name}/err"}
     return Fork(_servers[0], job, folder)
+
+
+def run(script, *arguments, fails=False, **options):
+    """Returns the stdout and the stderr of a script that succeeds, or fails."""
+    process = start(EXAMPLES / script, *arguments, **options)
+    out, err = process.communicate()
+    assert (process.returncode != 0) is fails, err
+    return out, err
+
+
+def logged(folder):
+    """The lines of a log.jsonl after the first, without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
+    return [{name: value for name, value in line.items()
+             if name not in ("seconds", "samples_per_second")} for line in lines]
 
 
 def heeds_ctrl_c():

@@ -3,7 +3,6 @@ import json
 import os
 import re
 import signal
-from pathlib import Path
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx
@@ -12,32 +11,21 @@ import pytest
 import scripts
 from gluon_amp.reports import read_logs
 from PIL import Image
-from scripts import EXAMPLES
+from scripts import EXAMPLES, SHARED
 
 pytestmark = pytest.mark.long
 
-SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
-
-
-def start(folder, *arguments, **options):
-    return scripts.start(EXAMPLES / "image_classification.py", "--save-dir", folder,
-                         "--log-interval", "5", *arguments, **options)
-
-
-def run(folder, *arguments, fails=False, **options):
-    process = start(folder, *arguments, **options)
-    log = process.communicate()[1]
-    assert (process.returncode != 0) is fails, log
-    return log
+def run(folder, *arguments, **options):
+    """Runs the script, and returns its log."""
+    return scripts.run("image_classification.py", "--save-dir", folder, "--log-interval", "5",
+                       *arguments, **options)[1]
 
 
 def result(folder, epoch):
     """Results that do not depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
-    for line in lines:
-        line.pop("seconds", None), line.pop("samples_per_second", None)
-    return lines, {n: v.asnumpy() for n, v in
-                   mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
+    return scripts.logged(folder), {
+        name: array.asnumpy() for name, array in
+        mx.nd.load(str(folder / f"epoch-{epoch}.params")).items()}
 
 
 def same(a, b):
@@ -98,7 +86,8 @@ def test_run_killed_at_any_moment_resumes_bitwise(tmp_path):
     options = ["--dtype", "float16", "--epochs", "4", "--label-smoothing", "0.1"]
     run(tmp_path / "whole", *options)
     for stop in (r"Epoch\[0\] Batch \[4\]", r"\[Epoch 0\] validation", r"Epoch\[2\] Batch \[9\]"):
-        process = start(tmp_path / "cut", *options, "--resume")
+        process = scripts.start(EXAMPLES / "image_classification.py", "--save-dir",
+                                tmp_path / "cut", "--log-interval", "5", *options, "--resume")
         for line in process.stderr:
             if re.match(stop, line):
                 os.kill(process.pid, signal.SIGKILL)

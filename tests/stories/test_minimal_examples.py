@@ -23,16 +23,9 @@ def test_script_stands_alone_in_60_lines(path):
     assert not names & set(re.findall(r"^(?:import|from) (\w+)", text, re.M))
 
 
-def run(name, folder):
-    process = scripts.start(EXAMPLES / name, cwd=folder)
-    out, err = process.communicate()
-    assert process.returncode == 0, err
-    return out
-
-
 @pytest.mark.parametrize("name", ["minimal_gluon.py", "minimal_module.py", "minimal_estimator.py"])
 def test_digits_are_learned_and_a_second_run_only_predicts(name, tmp_path):
-    first, second = run(name, tmp_path), run(name, tmp_path)
+    first, second = (scripts.run(name, cwd=tmp_path)[0] for _ in range(2))
     predicted, labels = (np.array(re.findall(r"\d", text)) for text in
                          re.search(r"predicted \[(.*)\] labels \[(.*)\]", first).groups())
     assert (predicted == labels).sum() >= 8

@@ -62,32 +62,22 @@ def train_in_new_environment(python, wheel, folder, numpy):
 # ---- the wheel and the sdist -----------------------------------------------
 
 
-def test_one_wheel_serves_every_python_3_with_glibc_2_27(built):
+def test_wheel_has_modules_and_libraries_without_openmp_runtime(built, source):
     assert re.fullmatch(r"gluon_amp-[^-]+-cp38-abi3-manylinux_2_27_x86_64\.whl", built.wheel.name)
-
-
-def test_wheel_contains_every_module_and_type_marker(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cuda/functions.txt"} \
         <= built.in_wheel
-
-
-def test_wheel_contains_its_libraries_and_no_openmp_runtime(built):
-    libraries = {name for name in built.in_wheel if ".so" in name}
-    assert libraries == {"gluon_amp/cpu/_engine.so", *(
+    assert {name for name in built.in_wheel if ".so" in name} == {"gluon_amp/cpu/_engine.so", *(
         f"gluon_amp/cuda/_{name}.so" for name in (
             "kernels", "libcublas", "libcudnn", "libcufft", "libcusolver", "libnvToolsExt",
             "libnvrtc"))}
 
 
-def test_sdist_contains_all_build_inputs(built, source):
+def test_sdist_contains_all_build_inputs_and_no_compiled_files(built, source):
     assert modules(source) | {"gluon_amp/py.typed", "gluon_amp/cpu/native.h", "setup.py",
                               "gluon_amp/cuda/forward/forward.h", "gluon_amp/cuda/functions.txt",
                               "gluon_amp/cuda/kernels.cc", "pyproject.toml", "LICENSE",
                               "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"} \
         <= built.in_sdist
-
-
-def test_sdist_contains_no_compiled_files(built):
     assert not [name for name in built.in_sdist if name.endswith((".so", ".o", ".pyc"))]
 
 
@@ -102,27 +92,26 @@ def test_network_trains_from_wheel_on_oldest_python(built, tmp_path):
 # ---- make ------------------------------------------------------------------
 
 
-def make_check(**variables):
+def complaint(code=2, **variables):
+    """What `make check` says on stderr."""
     settings = {"PYTHON": sys.executable, **variables}
-    return run("make", "check", *(f"{name}={value}" for name, value in settings.items()),
+    done = run("make", "check", *(f"{name}={value}" for name, value in settings.items()),
                cwd=ROOT, timeout=10)
-
-
-def complaint(**variables):
-    done = make_check(**variables)
-    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stderr
 
 
 def test_make_check_succeeds_on_this_machine():
-    done = make_check()
-    assert done.returncode == 0, done.stderr
+    complaint(code=0)
 
 
-def test_make_without_python_names_package_to_install():
-    message = complaint(PYTHON="python3.99")
-    assert "python3.99 is not installed" in message
-    assert "Install Python 3.8 or later: apt install python3 python3-venv" in message
+@pytest.mark.parametrize(("variables", "messages"), [
+    ({"PYTHON": "python3.99"}, ["python3.99 is not installed",
+                                "Install Python 3.8 or later: apt install python3 python3-venv"]),
+    ({"CXX": "no-such-compiler"}, ["no C++ compiler (no-such-compiler): apt install g++"])])
+def test_make_without_python_or_compiler_names_package_to_install(variables, messages):
+    said = complaint(**variables)
+    assert all(message in said for message in messages)
 
 
 @pytest.mark.parametrize("minor", [6, 7])
@@ -136,26 +125,34 @@ def test_make_with_unsupported_python_names_supported_ones(minor):
     assert "PYTHON=python3.11 make" in message
 
 
-def test_build_without_compiler_names_package_to_install(source, tmp_path):
-    done = run(sys.executable, "setup.py", "build_ext", cwd=source, PATH=str(tmp_path))
+def refused_build(source, *command, **variables):
+    """The last line of a build that is refused."""
+    done = run(sys.executable, *(command or ("setup.py", "build_ext")), cwd=source, **variables)
     assert done.returncode == 1, done.stdout
-    assert done.stderr.splitlines()[-1].startswith(
-        "compiling gluon_amp's engine needs a C++ compiler, and there is no ")
-    assert done.stderr.endswith(": apt install g++\n")
+    return done.stderr.splitlines()[-1]
+
+
+def test_build_without_compiler_names_package_to_install(source, tmp_path):
+    line = refused_build(source, PATH=str(tmp_path))
+    assert line.startswith("compiling gluon_amp's engine needs a C++ compiler, and there is no ")
+    assert line.endswith(": apt install g++")
 
 
 def test_build_with_compiler_without_openmp_names_package_to_install(source, tmp_path):
-    compiler = tmp_path / "clang"
-    compiler.write_text("""#!/bin/sh
-        echo "<stdin>:1:10: fatal error: 'omp.h' file not found" >&2
-        exit 1""")
+    compiler, said = tmp_path / "clang", "<stdin>:1:10: fatal error: 'omp.h' file not found"
+    compiler.write_text(f'#!/bin/sh\necho "{said}" >&2\nexit 1')
     compiler.chmod(0o755)
-    done = run(sys.executable, "setup.py", "build_ext", cwd=source, CC=str(compiler))
-    assert done.returncode == 1, done.stdout
-    assert done.stderr.splitlines()[-1] == (
+    assert refused_build(source, CC=str(compiler)) == (
         "compiling gluon_amp's engine needs a compiler with C++17, OpenMP and GCC's standard "
-        "library: apt install g++, or for clang also its libomp-dev. Received: "
-        f"{compiler}: <stdin>:1:10: fatal error: 'omp.h' file not found")
+        f"library: apt install g++, or for clang also its libomp-dev. Received: {compiler}: {said}")
+
+
+def test_build_for_another_processor_is_refused(source):
+    build = "import platform, runpy, sys; platform.machine = lambda: 'aarch64'; " \
+            "sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
+    assert refused_build(source, "-c", build) == (
+        "gluon_amp's engine supports x86-64 only, like the wheels of MXNet 1.9.1. "
+        "Received: aarch64")
 
 
 def test_only_changed_sources_are_recompiled(tmp_path):
@@ -193,18 +190,3 @@ done""")
     assert compiled() == ["headers.cc", "one.cc", "two.cc"]
     (cpu / "kernels" / "own.h").write_text("// changed")
     assert compiled() == sorted([*kernels, "two.cc", "headers.cc"])
-
-
-def test_build_for_another_processor_is_refused(source):
-    build = "import platform, runpy, sys; platform.machine = lambda: 'aarch64'; " \
-            "sys.argv = ['setup.py', 'build_ext']; runpy.run_path('setup.py')"
-    done = run(sys.executable, "-c", build, cwd=source)
-    assert done.returncode == 1, done.stdout
-    assert done.stderr.splitlines()[-1] == (
-        "gluon_amp's engine supports x86-64 only, like the wheels of MXNet 1.9.1. "
-        "Received: aarch64")
-
-
-def test_make_without_compiler_names_package_to_install():
-    assert "no C++ compiler (no-such-compiler): apt install g++" in complaint(
-        CXX="no-such-compiler")

@@ -1,9 +1,7 @@
 """The recipes on two ranks of MXNet's parameter server, as a user starts them."""
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gluon_amp
 import images
@@ -11,10 +9,10 @@ import mxnet as mx
 import numpy as np
 import pytest
 from arrays import same
+from scripts import EXAMPLES, logged
 
 pytestmark = pytest.mark.long
 
-EXAMPLES = Path(__file__).parents[2] / "example"
 # Runs the script, and saves the data and weights of each rank, and the run folder after epoch 0.
 PROGRAM = """
 import shutil, sys
@@ -68,14 +66,6 @@ def arrays(path):
     return {name: array.asnumpy() for name, array in mx.nd.load(str(path)).items()}
 
 
-def lines_of(folder):
-    """Results that do not depend on the clock."""
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()][1:]
-    for line in lines:
-        line.pop("seconds", None), line.pop("samples_per_second", None)
-    return lines
-
-
 def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     log = launch(tmp_path, whole)
@@ -89,14 +79,14 @@ def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
     assert {path.name for path in whole.iterdir()} == {
         "best.params", "best.params.json", "epoch-1.params", "epoch-1.params.json",
         "epoch-1.states", "checkpoint.json", "checkpoint-2", "log.jsonl"}
-    assert len([line for line in lines_of(whole) if "batch" in line]) == 2 * 4
-    err = lines_of(whole)[-1]["err_top1"]
+    assert len([line for line in logged(whole) if "batch" in line]) == 2 * 4
+    err = logged(whole)[-1]["err_top1"]
     assert err == 1 - right(whole / "epoch-1.params") / 450  # each image once
 
     launch(tmp_path, cut, "--resume")
     assert same(weights, arrays(tmp_path / "rank0.params"))
     assert same(weights, arrays(tmp_path / "rank1.params"))
-    assert lines_of(cut) == lines_of(whole)
+    assert logged(cut) == logged(whole)
 
 
 @pytest.mark.thorough

@@ -1,6 +1,5 @@
 """results/: rebuilt byte for byte; imagenet: matches its sources; its page in a browser."""
 import csv
-import os
 import re
 import shutil
 import subprocess
@@ -9,19 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from browser import IN_BROWSER, browse, title_after
 from gluon_amp.reports import read_logs
 from gluon_amp.reports.colors import COLORS, DARK
 from PIL import Image
+from scripts import SHARED
 
 pytestmark = pytest.mark.long
 
 RESULTS = Path(__file__).parents[2] / "results" / "imagenet"
-SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 NO_SOURCES = pytest.mark.skipif(not (SHARED / "imagenet").is_dir(),
                                 reason="needs imagenet in ../shared or $GLUON_AMP_DATA")
-CHROMIUM = shutil.which("chromium")
-IN_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
-
 
 def table(path):
     lines = path.read_text().splitlines()
@@ -140,20 +137,9 @@ def test_gluoncv_table_matches_its_logs():
 
 # ---- the page in a browser
 
-def browse(page, tmp_path, *arguments):
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}",
-         "--window-size=1000,3000", *arguments, page.as_uri()],
-        capture_output=True, text=True, timeout=100, check=True)
-    return done.stdout
-
-
 @IN_BROWSER
 def test_clicks_on_header_sort_table(tmp_path):
-    text = (RESULTS / "gluoncv" / "report.html").read_text()
-    page = tmp_path / "page.html"
-    page.write_text(text.replace("</body>", """<script>
+    title = title_after(RESULTS / "gluoncv" / "report.html", """<script>
       const shown = [], runs = [...document.querySelectorAll("table")].pop();
       for (const name of ["top-1 %", "run"]) {
         const button = [...runs.querySelectorAll("th button")].find(
@@ -165,8 +151,7 @@ def test_clicks_on_header_sort_table(tmp_path):
         }
       }
       document.title = shown.join(";");
-    </script></body>"""))
-    title = re.search(r"<title>(.*?)</title>", browse(page, tmp_path, "--dump-dom"))[1]
+    </script></body>""", tmp_path)
     rows = table(RESULTS / "gluoncv" / "groups.csv")
     expected = []
     for column, kind in (("top-1 %", float), ("run", str)):
@@ -181,7 +166,8 @@ def test_clicks_on_header_sort_table(tmp_path):
     (False, COLORS, "#ffffff"), (True, DARK, "#16181d")])
 def test_plots_are_visible_offline_in_light_and_dark(dark, colors, paper, tmp_path):
     picture = tmp_path / "page.png"
-    browse(RESULTS / "published" / "report.html", tmp_path, f"--screenshot={picture}",
+    browse(RESULTS / "published" / "report.html", tmp_path / "profile",
+           "--hide-scrollbars", f"--screenshot={picture}",
            *["--blink-settings=preferredColorScheme=0"] * dark)
     pixels = np.asarray(Image.open(picture).convert("RGB")).astype(int)
 

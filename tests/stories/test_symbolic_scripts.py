@@ -2,7 +2,6 @@
 import io
 import json
 import logging
-import os
 import re
 import sys
 from pathlib import Path
@@ -15,23 +14,20 @@ import recipes
 import scripts
 from gluon_amp.reports import read_logs
 from PIL import Image
-from scripts import EXAMPLES
+from scripts import EXAMPLES, SHARED
 
 sys.path.insert(0, str(EXAMPLES))
 import train_imagenet
 
 pytestmark = pytest.mark.long
 
-SHARED = Path(os.environ.get("GLUON_AMP_DATA") or Path(__file__).parents[3] / "shared")
 SMALL = ["--num-layers", "20", "--image-shape", "3,32,32", "--num-classes", "4",
          "--batch-size", "20", "--lr", "0.05", "--disp-batches", "1", "--lr-step-epochs", ""]
 
 
 def run(script, *arguments, fails=False, **options):
     """Runs the script and returns its log."""
-    process = scripts.start(EXAMPLES / script, *arguments, **options)
-    log = process.communicate()[1]
-    assert (process.returncode != 0) is fails, log
+    _, log = scripts.run(script, *arguments, fails=fails, **options)
     assert fails or "Traceback" not in log, log
     return log
 

@@ -1,23 +1,20 @@
 """The pages of an X-ray and of a Monitor's file in a browser: scripts click through them."""
 import json
-import re
-import shutil
-import subprocess
+from pathlib import Path
 
 import gluon_amp as amp
 import mxnet as mx
 import pytest
+from browser import IN_BROWSER, title_after
 from gluon_amp.tools.cli import main
 from mxnet.gluon import nn
 
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.long,
-              pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")]
+pytestmark = [pytest.mark.long, IN_BROWSER]
 START = """<script>
   const seen = {}, at = selector => document.querySelector(selector);
   const change = (element, value) => {
     element.value = value; element.dispatchEvent(new Event("input", {bubbles: true})); };
-  const rowsOf = id => shown(parts[id]).map(nameOf);
+  const nameOf = row => row.tensor, rowsOf = id => shown(parts[id]).map(nameOf);
   const red = () => shown(parts.backward).filter(row => row.broken).length;
   const text = selector => at(selector).textContent;
   const tick = () => new Promise(done => setTimeout(done, 50));
@@ -133,15 +130,7 @@ def seen(page, tmp_path_factory):
 
 def in_browser(page, script, folder):
     """What a script sees on a page."""
-    clicked = folder / "page.html"
-    with open(page, encoding="utf-8") as file:
-        clicked.write_text(file.read().replace("</body>", script), encoding="utf-8")
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom",
-         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}",
-         "--virtual-time-budget=3000", "--window-size=1280,1000", clicked.as_uri()],
-        capture_output=True, text=True, timeout=100, check=True)
-    return json.loads(re.search("<title>(.*?)</title>", done.stdout)[1].replace("&amp;", "&"))
+    return json.loads(title_after(Path(page), script, folder, size="1280,1000"))
 
 
 def test_switch_shows_the_network_with_keep(seen):
