@@ -8,6 +8,7 @@ sizes of a software GPU.
 import ctypes
 import sys
 import time
+from contextlib import contextmanager
 
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx
@@ -66,6 +67,16 @@ def call(name, *arguments):
     status = getattr(CUDNN, name)(*arguments)
     if status:
         raise Failed(f"{name}: {CUDNN.cudnnGetErrorString(status).decode()}")
+
+
+@contextmanager
+def row(path, **facts):
+    """A row of facts, to which `with` adds more, or the error of a call."""
+    try:
+        yield facts
+    except Failed as error:
+        facts["error"] = str(error)
+    add(path, **facts)
 
 
 def created(kind, setter="", *values):
@@ -210,22 +221,18 @@ def norms(path, handle):
         ways += [("n x c x h x w", NHWC, 1), ("n x c x h x w", NHWC, 2), ("1 x c x n x 1", NHWC, 1),
                  ("1 x c x n x 1", NHWC, 2)]
         for name, layout, operation in ways:
-            row = {"cudnn_norm": [BATCH, channels, pixels], "shape": name,
-                   "layout": "NHWC" if layout else "NCHW",
-                   "function": OPERATIONS[operation] if operation is not None else "no workspace"}
-            try:
+            function = OPERATIONS[operation] if operation is not None else "no workspace"
+            with row(path, cudnn_norm=[BATCH, channels, pixels], shape=name,
+                     layout="NHWC" if layout else "NCHW", function=function) as facts:
                 norm = Norm(handle, channels, pixels, shapes[name], layout, operation)
                 if operation is not None:
-                    row["bytes"] = [norm.forward_bytes, norm.backward_bytes, norm.reserve_bytes]
-                row["forward_ms"], row["backward_ms"] = map(milliseconds,
-                                                            (norm.forward, norm.backward))
+                    facts["bytes"] = [norm.forward_bytes, norm.backward_bytes, norm.reserve_bytes]
+                facts["forward_ms"] = milliseconds(norm.forward)
+                facts["backward_ms"] = milliseconds(norm.backward)
                 if operation is None:
-                    row["inference_ms"] = milliseconds(norm.inference)
+                    facts["inference_ms"] = milliseconds(norm.inference)
                 if layout == NHWC and pixels < 30:
-                    row["difference"] = norm.difference(channels)
-            except Failed as error:
-                row["error"] = str(error)
-            add(path, **row)
+                    facts["difference"] = norm.difference(channels)
 
 
 def biases(path, handle):
@@ -253,12 +260,8 @@ def biases(path, handle):
             ways[f"addition, {name}"] = lambda x=x, y=y, dy=dy, b=b: call(
                 "cudnnAddTensor", handle, ONE, y, b, ONE, x, dy)
         for way, run in ways.items():
-            row = {"cudnn_bias": [BATCH, channels, pixels], "way": way}
-            try:
-                row["ms"] = milliseconds(run)
-            except Failed as error:
-                row["error"] = str(error)
-            add(path, **row)
+            with row(path, cudnn_bias=[BATCH, channels, pixels], way=way) as facts:
+                facts["ms"] = milliseconds(run)
 
 
 def convolutions(path, handle):
@@ -275,16 +278,13 @@ def convolutions(path, handle):
                                 ("BackwardData", (w, y, convolution, x)),
                                 ("BackwardFilter", (x, y, convolution, w))):
             count, found = ctypes.c_int(), (Result * 8)()
-            row = {"cudnn_convolution": [inputs, outputs, pixels, kernel, stride], "part": part}
-            try:
+            with row(path, cudnn_convolution=[inputs, outputs, pixels, kernel, stride],
+                     part=part) as facts:
                 call(f"cudnnFindConvolution{part}Algorithm", handle, *arguments, 8,
                      ctypes.byref(count), found)
-                row["fastest"] = [{"algorithm": one.algorithm, "ms": round(one.ms, 4),
-                                   "MiB": one.bytes >> 20, "math": one.math}
-                                  for one in found[:count.value] if not one.status][:3]
-            except Failed as error:
-                row["error"] = str(error)
-            add(path, **row)
+                facts["fastest"] = [{"algorithm": one.algorithm, "ms": round(one.ms, 4),
+                                     "MiB": one.bytes >> 20, "math": one.math}
+                                    for one in found[:count.value] if not one.status][:3]
 
 
 class Lstm:
@@ -347,23 +347,19 @@ def lstms(path, handle):
     for shape in LSTMS:
         standard = {}
         for name, algorithm in ALGORITHMS.items():
-            row = {"cudnn_lstm": list(shape), "algorithm": name}
-            try:
+            with row(path, cudnn_lstm=list(shape), algorithm=name) as facts:
                 lstm = Lstm(handle, *shape, algorithm)
                 found = lstm.results()
                 standard = standard or found
-                row["difference"] = {key: float(abs(found[key] - standard[key]).max()
-                                                / abs(standard[key]).max()) for key in found}
-                row["forward_ms"], row["backward_ms"] = map(milliseconds,
-                                                            (lstm.forward, lstm.backward))
+                facts["difference"] = {key: float(abs(found[key] - standard[key]).max()
+                                                  / abs(standard[key]).max()) for key in found}
+                facts["forward_ms"] = milliseconds(lstm.forward)
+                facts["backward_ms"] = milliseconds(lstm.backward)
                 begin = time.perf_counter()
                 lstm.forward()
                 lstm.backward()
-                row["host_ms"] = 1e3 * (time.perf_counter() - begin)
-                row["MiB"] = [size.value >> 20 for size in lstm.sizes]
-            except Failed as error:
-                row["error"] = str(error)
-            add(path, **row)
+                facts["host_ms"] = 1e3 * (time.perf_counter() - begin)
+                facts["MiB"] = [size.value >> 20 for size in lstm.sizes]
 
 
 def main(path):
