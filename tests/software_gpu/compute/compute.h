@@ -99,7 +99,7 @@ struct Family {  // registers kernels when the library is loaded
 
 using UnaryFunction = double (*)(double);
 using BinaryFunction = double (*)(double, double);
-UnaryFunction unary_function(const std::string& name);    // null if unknown
+UnaryFunction unary_function(const std::string& name);
 BinaryFunction binary_function(const std::string& name);
 
 // Throws std::runtime_error that names the unknown operation.

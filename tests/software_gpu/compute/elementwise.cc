@@ -9,140 +9,84 @@ double sigmoid(double a) { return 1 / (1 + exp(-a)); }
 double softrelu(double a) { return a > 20 ? a : log1p(exp(a)); }
 double sign(double a) { return a > 0 ? 1 : a < 0 ? -1 : 0; }
 double gelu(double a) { return 0.5 * a * (1 + erf(a / sqrt(2.0))); }
-double gelu_slope(double a) {
-  return 0.5 * (1 + erf(a / sqrt(2.0))) + a * exp(-0.5 * a * a) / sqrt(2 * M_PI);
+double gelu_slope(double a) { return 0.5 * (1 + erf(a / sqrt(2.0))) + a * exp(-0.5 * a * a) / sqrt(2 * M_PI); }
+double softsign_grad(double a) { return 1 / ((1 + fabs(a)) * (1 + fabs(a))); }
+double smooth_l1_loss(double a, double b) {
+  const double turn = 1 / (b * b);
+  return a > turn ? a - 0.5 * turn : a < -turn ? -a - 0.5 * turn : 0.5 * a * a * b * b;
 }
+double smooth_l1_gradient(double a, double b) { return a > 1 / (b * b) ? 1 : a < -1 / (b * b) ? -1 : a * b * b; }
 double modulo(double a, double b) {
   if (b == 0) return 0;
   const double rest = fmod(a, b);
   return rest && (rest < 0) != (b < 0) ? rest + b : rest;
 }
 
+#define ONE(name, value) {#name, [](double a) -> double { return value; }}
+#define TWO(name, value) {#name, [](double a, double b) -> double { return value; }}
+
 const std::map<std::string, UnaryFunction>& unary() {
   static const auto& all = *new std::map<std::string, UnaryFunction>{
-      {"identity", [](double a) { return a; }}, {"identity_grad", [](double) { return 1.0; }},
-      {"negation", [](double a) { return -a; }}, {"reciprocal", [](double a) { return 1 / a; }},
-      {"reciprocal_grad", [](double a) { return -1 / (a * a); }},
-      {"abs", [](double a) { return fabs(a); }}, {"sign", sign}, {"sign_grad", [](double) { return 0.0; }},
-      {"square", [](double a) { return a * a; }}, {"square_grad", [](double a) { return 2 * a; }},
-      {"square_root", [](double a) { return sqrt(a); }}, {"square_root_grad", [](double a) { return 0.5 / a; }},
-      {"reciprocal_square_root", [](double a) { return 1 / sqrt(a); }},
-      {"reciprocal_square_root_grad", [](double a) { return -0.5 / (a * sqrt(a)); }},
-      {"cube_root", [](double a) { return cbrt(a); }},
-      {"exp", [](double a) { return exp(a); }}, {"expm1", [](double a) { return expm1(a); }},
-      {"log", [](double a) { return log(a); }}, {"log_grad", [](double a) { return 1 / a; }},
-      {"log2", [](double a) { return log2(a); }}, {"log10", [](double a) { return log10(a); }},
-      {"log1p", [](double a) { return log1p(a); }}, {"log1p_grad", [](double a) { return 1 / (1 + a); }},
-      {"sin", [](double a) { return sin(a); }}, {"cos", [](double a) { return cos(a); }},
-      {"tan", [](double a) { return tan(a); }}, {"erf", [](double a) { return erf(a); }},
-      {"sin_grad", [](double a) { return cos(a); }}, {"cos_grad", [](double a) { return -sin(a); }},
-      {"tanh", [](double a) { return tanh(a); }}, {"tanh_grad", [](double a) { return 1 - a * a; }},
-      {"sigmoid", sigmoid}, {"sigmoid_grad", [](double a) { return a * (1 - a); }},
-      {"relu", [](double a) { return a > 0 || a != a ? a : 0; }}, {"relu_grad", [](double a) { return a > 0 ? 1.0 : a != a ? a : 0; }},
-      {"softrelu", softrelu}, {"softrelu_grad", [](double a) { return -expm1(-a); }},
-      {"softsign", [](double a) { return a / (1 + fabs(a)); }},
-      {"softsign_grad", [](double a) { const double b = 1 + fabs(a); return 1 / (b * b); }},
-      {"log_sigmoid", [](double a) { return -softrelu(-a); }}, {"mish", [](double a) { return a * tanh(softrelu(a)); }},
-      {"tan_grad", [](double a) { return a * a + 1; }}, {"erf_grad", [](double a) { return 2 / sqrt(M_PI) * exp(-a * a); }},
-      {"sinh", [](double a) { return sinh(a); }}, {"sinh_grad", [](double a) { return cosh(a); }},
-      {"cosh", [](double a) { return cosh(a); }}, {"cosh_grad", [](double a) { return sinh(a); }},
-      {"arcsin", [](double a) { return asin(a); }}, {"arcsin_grad", [](double a) { return 1 / sqrt(1 - a * a); }},
-      {"arccos", [](double a) { return acos(a); }}, {"arccos_grad", [](double a) { return -1 / sqrt(1 - a * a); }},
-      {"arctan", [](double a) { return atan(a); }}, {"arctan_grad", [](double a) { return 1 / (a * a + 1); }},
-      {"arcsinh", [](double a) { return asinh(a); }}, {"arcsinh_grad", [](double a) { return 1 / sqrt(a * a + 1); }},
-      {"arccosh", [](double a) { return acosh(a); }}, {"arccosh_grad", [](double a) { return 1 / sqrt(a * a - 1); }},
-      {"arctanh", [](double a) { return atanh(a); }}, {"arctanh_grad", [](double a) { return 1 / (1 - a * a); }},
-      {"degrees", [](double a) { return a * 180 / M_PI; }}, {"degrees_grad", [](double) { return 180 / M_PI; }},
-      {"radians", [](double a) { return a * M_PI / 180; }}, {"radians_grad", [](double) { return M_PI / 180; }},
-      {"log2_grad", [](double a) { return 1 / (a * log(2.0)); }}, {"log10_grad", [](double a) { return 1 / (a * log(10.0)); }},
-      {"cube_root_grad", [](double a) { return 1 / (3 * a * a); }},
-      {"reciprocal_cube_root", [](double a) { return 1 / cbrt(a); }},
-      {"reciprocal_cube_root_grad", [](double a) { return -1 / (3 * a * cbrt(a)); }},
-      {"gamma", [](double a) { return tgamma(a); }}, {"gammaln", [](double a) { return lgamma(a); }},
-      {"log_sigmoid_grad", [](double a) { return -expm1(a); }},
-      {"isfinite", [](double a) { return double(std::isfinite(a)); }},
-      {"isposinf", [](double a) { return double(a == INFINITY); }}, {"isneginf", [](double a) { return double(a == -INFINITY); }},
-      {"np_logical_not", [](double a) { return double(!a); }},
-      {"floor", [](double a) { return floor(a); }}, {"ceil", [](double a) { return ceil(a); }},
-      {"trunc", [](double a) { return trunc(a); }}, {"rint", [](double a) { return nearbyint(a); }},
-      {"round", [](double a) { return round(a); }}, {"fix", [](double a) { return trunc(a); }},
-      {"nt", [](double a) { return double(!a); }}, {"isnan", [](double a) { return double(a != a); }},
-      {"isinf", [](double a) { return double(std::isinf(a)); }},
-      {"threshold", [](double a) { return a; }}};
+      ONE(identity, a), ONE(identity_grad, 1), ONE(negation, -a), ONE(reciprocal, 1 / a),
+      ONE(reciprocal_grad, -1 / (a * a)), ONE(abs, fabs(a)), ONE(sign, sign(a)), ONE(sign_grad, 0),
+      ONE(square, a * a), ONE(square_grad, 2 * a), ONE(square_root, sqrt(a)), ONE(square_root_grad, 0.5 / a),
+      ONE(reciprocal_square_root, 1 / sqrt(a)), ONE(reciprocal_square_root_grad, -0.5 / (a * sqrt(a))),
+      ONE(cube_root, cbrt(a)), ONE(exp, exp(a)), ONE(expm1, expm1(a)), ONE(log, log(a)), ONE(log_grad, 1 / a),
+      ONE(log2, log2(a)), ONE(log10, log10(a)), ONE(log1p, log1p(a)), ONE(log1p_grad, 1 / (1 + a)), ONE(sin, sin(a)),
+      ONE(cos, cos(a)), ONE(tan, tan(a)), ONE(erf, erf(a)), ONE(sin_grad, cos(a)), ONE(cos_grad, -sin(a)),
+      ONE(tanh, tanh(a)), ONE(tanh_grad, 1 - a * a), ONE(sigmoid, sigmoid(a)), ONE(sigmoid_grad, a * (1 - a)),
+      ONE(relu, a > 0 || a != a ? a : 0), ONE(relu_grad, a > 0 ? 1.0 : a != a ? a : 0), ONE(softrelu, softrelu(a)),
+      ONE(softrelu_grad, -expm1(-a)), ONE(softsign, a / (1 + fabs(a))), ONE(softsign_grad, softsign_grad(a)),
+      ONE(log_sigmoid, -softrelu(-a)), ONE(mish, a * tanh(softrelu(a))), ONE(tan_grad, a * a + 1),
+      ONE(erf_grad, 2 / sqrt(M_PI) * exp(-a * a)), ONE(sinh, sinh(a)), ONE(sinh_grad, cosh(a)), ONE(cosh, cosh(a)),
+      ONE(cosh_grad, sinh(a)), ONE(arcsin, asin(a)), ONE(arcsin_grad, 1 / sqrt(1 - a * a)), ONE(arccos, acos(a)),
+      ONE(arccos_grad, -1 / sqrt(1 - a * a)), ONE(arctan, atan(a)), ONE(arctan_grad, 1 / (a * a + 1)),
+      ONE(arcsinh, asinh(a)), ONE(arcsinh_grad, 1 / sqrt(a * a + 1)), ONE(arccosh, acosh(a)),
+      ONE(arccosh_grad, 1 / sqrt(a * a - 1)), ONE(arctanh, atanh(a)), ONE(arctanh_grad, 1 / (1 - a * a)),
+      ONE(degrees, a * 180 / M_PI), ONE(degrees_grad, 180 / M_PI), ONE(radians, a * M_PI / 180),
+      ONE(radians_grad, M_PI / 180), ONE(log2_grad, 1 / (a * log(2.0))), ONE(log10_grad, 1 / (a * log(10.0))),
+      ONE(cube_root_grad, 1 / (3 * a * a)), ONE(reciprocal_cube_root, 1 / cbrt(a)),
+      ONE(reciprocal_cube_root_grad, -1 / (3 * a * cbrt(a))), ONE(gamma, tgamma(a)), ONE(gammaln, lgamma(a)),
+      ONE(gelu, gelu(a)), ONE(log_sigmoid_grad, -expm1(a)), ONE(isfinite, std::isfinite(a)),
+      ONE(isposinf, a == INFINITY),
+      ONE(isneginf, a == -INFINITY), ONE(np_logical_not, !a), ONE(floor, floor(a)), ONE(ceil, ceil(a)),
+      ONE(trunc, trunc(a)), ONE(rint, nearbyint(a)), ONE(round, round(a)), ONE(fix, trunc(a)), ONE(nt, !a),
+      ONE(isnan, a != a), ONE(isinf, std::isinf(a)), ONE(threshold, a)};
   return all;
 }
 
 const std::map<std::string, BinaryFunction>& binary() {
   static const auto& all = *new std::map<std::string, BinaryFunction>{
-      {"plus", [](double a, double b) { return a + b; }}, {"minus", [](double a, double b) { return a - b; }},
-      {"rminus", [](double a, double b) { return b - a; }}, {"mul", [](double a, double b) { return a * b; }},
-      {"div", [](double a, double b) { return a / b; }}, {"rdiv", [](double a, double b) { return b / a; }},
-      {"true_divide", [](double a, double b) { return a / b; }}, {"rtrue_divide", [](double a, double b) { return b / a; }},
-      {"left", [](double a, double) { return a; }}, {"right", [](double, double b) { return b; }},
-      {"div_grad", [](double, double b) { return 1 / b; }}, {"div_rgrad", [](double a, double b) { return -a / (b * b); }},
-      {"rdiv_grad", [](double a, double b) { return -b / (a * a); }},
-      {"power", [](double a, double b) { return pow(a, b); }}, {"rpower", [](double a, double b) { return pow(b, a); }},
-      {"power_grad", [](double a, double b) { return b * pow(a, b - 1); }},
-      {"power_rgrad", [](double a, double b) { return pow(a, b) * log(a); }},
-      {"mod", modulo}, {"rmod", [](double a, double b) { return modulo(b, a); }},
-      {"maximum", [](double a, double b) { return a != a || a > b ? a : b; }},
-      {"minimum", [](double a, double b) { return a != a || a < b ? a : b; }},
-      {"hypot", [](double a, double b) { return hypot(a, b); }},
-      {"eq", [](double a, double b) { return double(a == b); }}, {"ne", [](double a, double b) { return double(a != b); }},
-      {"lt", [](double a, double b) { return double(a < b); }}, {"le", [](double a, double b) { return double(a <= b); }},
-      {"gt", [](double a, double b) { return double(a > b); }}, {"ge", [](double a, double b) { return double(a >= b); }},
-      {"np_equal", [](double a, double b) { return double(a == b); }},
-      {"np_not_equal", [](double a, double b) { return double(a != b); }},
-      {"np_less", [](double a, double b) { return double(a < b); }},
-      {"np_less_equal", [](double a, double b) { return double(a <= b); }},
-      {"np_greater", [](double a, double b) { return double(a > b); }},
-      {"np_greater_equal", [](double a, double b) { return double(a >= b); }},
-      {"logical_and", [](double a, double b) { return double(a && b); }},
-      {"logical_or", [](double a, double b) { return double(a || b); }},
-      {"logical_xor", [](double a, double b) { return double(!a != !b); }},
-      {"mod_grad", [](double, double) { return 1.0; }}, {"mod_rgrad", [](double a, double b) { return -floor(a / b); }},
-      {"rmod_grad", [](double a, double b) { return -floor(b / a); }},
-      {"rpower_grad", [](double a, double b) { return a * log(b); }},
-      {"hypot_grad_left", [](double a, double b) { return a / hypot(a, b); }},
-      {"hypot_grad_right", [](double a, double b) { return b / hypot(a, b); }},
-      {"arctan2", [](double a, double b) { return atan2(a, b); }}, {"rarctan2", [](double a, double b) { return atan2(b, a); }},
-      {"arctan2_grad", [](double a, double b) { return b / (a * a + b * b); }},
-      {"arctan2_rgrad", [](double a, double b) { return -a / (a * a + b * b); }},
-      {"ldexp", [](double a, double b) { return a * exp2(b); }}, {"rldexp", [](double a, double b) { return b * exp2(a); }},
-      {"ldexp_grad", [](double, double b) { return exp2(b); }},
-      {"ldexp_rgrad", [](double a, double b) { return a * exp2(b) * log(2.0); }},
-      {"rldexp_grad", [](double a, double b) { return b * exp2(a) * log(2.0); }},
-      {"copysign", [](double a, double b) { return copysign(a, b); }},
-      {"threshold", [](double a, double b) { return double(a < b); }},
-      {"clip", [](double a, double b) { return a > b ? b : a < -b ? -b : a; }},
-      {"gelu", [](double a, double) { return gelu(a); }},
-      {"elu", [](double x, double a) { return x > 0 ? x : a * expm1(x); }},
-      {"elu_grad", [](double y, double a) { return y > 0 ? 1 : a + y; }},
-      {"xelu", [](double x, double a) { return x > 0 ? x : a * x; }},
-      {"xelu_grad", [](double x, double a) { return x > 0 ? 1 : a; }},
-      {"gelu_grad", [](double x, double) { return gelu_slope(x); }},
-      {"smooth_l1_loss", [](double a, double b) {
-         const double turn = 1 / (b * b);
-         return a > turn ? a - 0.5 * turn : a < -turn ? -a - 0.5 * turn : 0.5 * a * a * b * b;
-       }},
-      {"smooth_l1_gradient", [](double a, double b) {
-         const double turn = 1 / (b * b);
-         return a > turn ? 1.0 : a < -turn ? -1.0 : a * b * b;
-       }}};
+      TWO(plus, a + b), TWO(minus, a - b), TWO(rminus, b - a), TWO(mul, a * b), TWO(div, a / b), TWO(rdiv, b / a),
+      TWO(true_divide, a / b), TWO(rtrue_divide, b / a), TWO(left, a), TWO(right, b), TWO(div_grad, 1 / b),
+      TWO(div_rgrad, -a / (b * b)), TWO(rdiv_grad, -b / (a * a)), TWO(power, pow(a, b)), TWO(rpower, pow(b, a)),
+      TWO(power_grad, b * pow(a, b - 1)), TWO(power_rgrad, pow(a, b) * log(a)), TWO(mod, modulo(a, b)),
+      TWO(rmod, modulo(b, a)), TWO(maximum, a != a || a > b ? a : b), TWO(minimum, a != a || a < b ? a : b),
+      TWO(hypot, hypot(a, b)), TWO(eq, a == b), TWO(ne, a != b), TWO(lt, a < b), TWO(le, a <= b), TWO(gt, a > b),
+      TWO(ge, a >= b), TWO(np_equal, a == b), TWO(np_not_equal, a != b), TWO(np_less, a < b),
+      TWO(np_less_equal, a <= b), TWO(np_greater, a > b), TWO(np_greater_equal, a >= b), TWO(logical_and, a && b),
+      TWO(logical_or, a || b), TWO(logical_xor, !a != !b), TWO(mod_grad, 1), TWO(mod_rgrad, -floor(a / b)),
+      TWO(rmod_grad, -floor(b / a)), TWO(rpower_grad, a * log(b)), TWO(hypot_grad_left, a / hypot(a, b)),
+      TWO(hypot_grad_right, b / hypot(a, b)), TWO(arctan2, atan2(a, b)), TWO(rarctan2, atan2(b, a)),
+      TWO(arctan2_grad, b / (a * a + b * b)), TWO(arctan2_rgrad, -a / (a * a + b * b)), TWO(ldexp, a * exp2(b)),
+      TWO(rldexp, b * exp2(a)), TWO(ldexp_grad, exp2(b)), TWO(ldexp_rgrad, a * exp2(b) * log(2.0)),
+      TWO(rldexp_grad, b * exp2(a) * log(2.0)), TWO(copysign, copysign(a, b)), TWO(threshold, a < b),
+      TWO(clip, a > b ? b : a < -b ? -b : a), TWO(gelu, gelu(a)), TWO(elu, a > 0 ? a : b * expm1(a)),
+      TWO(elu_grad, a > 0 ? 1 : b + a), TWO(xelu, a > 0 ? a : b * a), TWO(xelu_grad, a > 0 ? 1 : b),
+      TWO(gelu_grad, gelu_slope(a)), TWO(smooth_l1_loss, smooth_l1_loss(a, b)),
+      TWO(smooth_l1_gradient, smooth_l1_gradient(a, b))};
   return all;
 }
 
 }  // namespace
 
-UnaryFunction unary_function(const std::string& name) {
-  if (name == "gelu") return gelu;
-  auto found = unary().find(name);
-  return found == unary().end() ? nullptr : found->second;
+template <class F> static F found(const std::map<std::string, F>& all, const std::string& name) {
+  auto at = all.find(name);
+  if (at == all.end()) unknown("operation " + name);
+  return at->second;
 }
-BinaryFunction binary_function(const std::string& name) {
-  auto found = binary().find(name);
-  return found == binary().end() ? nullptr : found->second;
-}
+UnaryFunction unary_function(const std::string& name) { return found(unary(), name); }
+BinaryFunction binary_function(const std::string& name) { return found(binary(), name); }
 
 namespace {
 
@@ -193,37 +137,17 @@ void sum(const Launch& launch) {
 }
 
 double clipped(double value, double low, double high) { return value > high ? high : value < low ? low : value; }
+int integer(const Name& name) { return std::stoi(name.id); }
 
-void clip(const Launch& launch) {
-  const Array out = launch.array(1), in = launch.array(2);
-  for (ll i = 0; i < launch.integer(0); i++) out.set(i, clipped(in[i], launch.number(3), launch.number(4)));
+// A kernel whose first argument is the count of the elements that it computes one by one.
+template <class F> Run each(F f) {
+  return [f](const Launch& l) {
+    const Name& of = l.kernel.args.at(0);
+    for (ll i = 0, n = l.integer(0); i < n; i++) f(l, of, i);
+  };
 }
-void clip_grad(const Launch& launch) {
-  const Array out = launch.array(1), gradient = launch.array(2), in = launch.array(3);
-  const double low = launch.number(4), high = launch.number(5);
-  for (ll i = 0; i < launch.integer(0); i++) out.set(i, in[i] > high || in[i] < low ? 0 : gradient[i]);
-}
-
-void where(const Launch& launch) {
-  const int request = std::stoi(launch.kernel.args.at(0).args.at(0).id);
-  const Array out = launch.array(1), condition = launch.array(2);
-  for (ll i = 0; i < launch.integer(0); i++)
-    out.assign(i, request, launch.array(condition[i] != 0 ? 3 : 4)[i]);
-}
-void where_backward(const Launch& launch) {
-  const Name& of = launch.kernel.args.at(0);
-  const bool negate = of.args.at(1).id == "true";
-  const Array out = launch.array(1), gradient = launch.array(2), condition = launch.array(3);
-  for (ll i = 0; i < launch.integer(0); i++)
-    out.assign(i, std::stoi(of.args[0].id), (condition[i] == 0) != negate ? gradient[i] : 0);
-}
-
-void direct_copy(const Launch& launch) {  // direct_copy<OPERATION>(n, in, out, request)
-  const UnaryFunction f = unary_function(launch.kernel.args.at(0).args.at(0).id);
-  const Array in = launch.array(1), out = launch.array(2);
-  if (!f) unknown("operation");
-  for (ll i = 0; i < launch.integer(0); i++) out.assign(i, launch.value<int>(3), f(in[i]));
-}
+using L = const Launch&;
+using N = const Name&;
 
 struct Broadcast { int in_stride[5], out_stride[5], input[5], output[5], axes[5], count; bool changed; };
 
@@ -232,7 +156,6 @@ void broadcast(const Launch& launch) {
   const Array in = launch.array(1), out = launch.array(2);
   const auto& shapes = launch.value<Broadcast>(3);
   const int dims = launch.value<int>(5);
-  if (!f) unknown("operation");
   for (ll i = 0; i < launch.integer(0); i++) {
     ll rest = i, from = i;
     for (int d = dims - 1; d >= 0; d--) {
@@ -249,7 +172,6 @@ void binary_broadcast(const Launch& launch) {
   const Name& of = launch.kernel.args.at(0);
   const int dims = std::stoi(of.args.at(0).id);
   const BinaryFunction f = binary_function(of.args.at(1).id);
-  if (!f) unknown("operation");
   const int *left = &launch.value<int>(2), *right = &launch.value<int>(3), *shape = &launch.value<int>(4);
   const bool scalar = !launch.types.at(5).pointer;
   const Array a = launch.array(scalar ? 6 : 5), b = launch.array(6), out = launch.array(7);
@@ -264,31 +186,38 @@ void binary_broadcast(const Launch& launch) {
   }
 }
 
-void take(const Launch& launch) {  // TakeZeroAxisGPU<clip>(n, output, data, indices, row, rows)
-  const bool clip = launch.kernel.args.at(0).args.at(0).id == "true";
-  const Array out = launch.array(1), in = launch.array(2), indices = launch.array(3);
-  const ll row = launch.integer(4), rows = launch.integer(5);
-  for (ll i = 0; i < launch.integer(0); i++) {
-    ll j = (ll)indices[i / row];
-    j = clip ? std::min(std::max(j, 0LL), rows - 1) : ((j % rows) + rows) % rows;
-    out.set(i, in[j * row + i % row]);
-  }
+// TakeZeroAxisGPU<clip>(n, output, data, indices, row, rows)
+void take(L l, N of, ll i) {
+  const ll row = l.integer(4), rows = l.integer(5), index = (ll)l.array(3)[i / row];
+  const ll j = of.args.at(0).id == "true" ? std::min(std::max(index, 0LL), rows - 1) : (index % rows + rows) % rows;
+  l.array(1).set(i, l.array(2)[j * row + i % row]);
 }
-
-void tcast_clip(const Launch& launch) {
-  const Array out = launch.array(1), in = launch.array(2);
-  for (ll i = 0; i < launch.integer(0); i++) out.set(i, clipped((double)(ll)in[i], 0, launch.number(3) - 1));
+void clip_grad(L l, N, ll i) {  // (n, out, gradient, in, low, high)
+  const double in = l.array(3)[i];
+  l.array(1).set(i, in > l.number(5) || in < l.number(4) ? 0 : l.array(2)[i]);
 }
-void range(const Launch& launch) {  // range_fwd(n, repeat, start, step, request, output)
-  const Array out = launch.array(5);
-  for (ll i = 0; i < launch.integer(0); i++)
-    out.assign(i, launch.value<int>(4), launch.number(2) + double(i / launch.integer(1)) * launch.number(3));
+void where(L l, N of, ll i) {
+  l.array(1).assign(i, integer(of.args.at(0)), l.array(l.array(2)[i] != 0 ? 3 : 4)[i]);
+}
+void where_backward(L l, N of, ll i) {  // where_backward<REQUEST, negate>(n, out, gradient, condition)
+  const bool negate = of.args.at(1).id == "true";
+  l.array(1).assign(i, integer(of.args.at(0)), (l.array(3)[i] == 0) != negate ? l.array(2)[i] : 0);
+}
+void range(L l, N, ll i) {  // range_fwd(n, repeat, start, step, request, output)
+  l.array(5).assign(i, l.value<int>(4), l.number(2) + double(i / l.integer(1)) * l.number(3));
 }
 
 const Family g_elementwise(generic_kernels(), {
-    {"op_with_req", op_with_req}, {"Sum", sum}, {"clip", clip}, {"clip_grad", clip_grad}, {"where", where},
-    {"where_backward", where_backward}, {"direct_copy", direct_copy}, {"broadcast_kernel_gpu", broadcast},
-    {"binary_broadcast_kernel", binary_broadcast}, {"TakeZeroAxisGPU", take}, {"tcast_clip", tcast_clip},
-    {"range_fwd", range}});
+    {"op_with_req", op_with_req}, {"Sum", sum}, {"broadcast_kernel_gpu", broadcast},
+    {"binary_broadcast_kernel", binary_broadcast}, {"clip_grad", each(clip_grad)}, {"where", each(where)},
+    {"where_backward", each(where_backward)}, {"TakeZeroAxisGPU", each(take)}, {"range_fwd", each(range)},
+    {"clip", each([](L l, N, ll i) { l.array(1).set(i, clipped(l.array(2)[i], l.number(3), l.number(4))); })},
+    {"tcast_clip", each([](L l, N, ll i) {
+       l.array(1).set(i, clipped((double)(ll)l.array(2)[i], 0, l.number(3) - 1));
+     })},
+    // direct_copy<OPERATION>(n, in, out, request)
+    {"direct_copy", each([](L l, N of, ll i) {
+       l.array(2).assign(i, l.value<int>(3), unary_function(of.args.at(0).id)(l.array(1)[i]));
+     })}});
 
 }  // namespace

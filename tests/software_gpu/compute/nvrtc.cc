@@ -125,8 +125,7 @@ void run(void* kernel, void** args, const unsigned grid[3], const unsigned block
   ((Function)kernel)(args, grid, block, to_half, g_halves);
 }
 
-// The NVRTC of CUDA 11.8, or of CUDA 12.9 beside cuDNN 9.
-// Those of NVRTC 12.9.
+// The NVRTC of CUDA 11.8, or of CUDA 12.9 beside cuDNN 9; the architectures of the latter.
 static const int kArchitectures[] = {50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121};
 
 API int nvrtcGetNumSupportedArchs(int* count) {

@@ -161,14 +161,9 @@ Made expression(const Name& e, const Name& type, Members* m) {
       made->a = member(arg(1), type, m);
       made->b = member(arg(2), type, m);
     }
-    if (e.id != "TypecastExp" && !made->one && !made->two) unknown("operation " + arg(0).id);
     return made;
   }
   if (e.id == "MakeTensorExp") return member(arg(0), type, m);
-  if (e.id == "TransposeExp") {
-    Made source = member(arg(0), type, m);
-    return moved(std::move(source), [](ll y, ll x) { return std::make_pair(x, y); });
-  }
   if (e.id == "Broadcast1DExp") {
     Made source = member(arg(0), type, m);
     if (integer(arg(3)) == 1) return moved(std::move(source), [](ll, ll x) { return std::make_pair(0LL, x); });
@@ -202,12 +197,7 @@ Made expression(const Name& e, const Name& type, Members* m) {
   }
   if (e.id == "SwapAxisExp") {
     Made source = member(arg(0), type, m);
-    if (integer(arg(3)) == 1) {
-      const ll nx = m->next<int>(), ny = m->next<int>(), nz = m->next<int>();
-      return moved(std::move(source), [=](ll i, ll x) {
-        return std::make_pair((i / ny / nz * nx + x) * ny + i % ny, i / ny % nz);
-      });
-    }
+    if (integer(arg(3)) == 1) unknown("expression that swaps the last axis");
     const ll ny = m->next<int>(), nz = m->next<int>(), nc = m->next<int>(), nn = m->next<int>();
     return moved(std::move(source), [=](ll i, ll x) {
       const ll y = i % ny, z = i / ny % nz, c = i / ny / nz % nc, n = i / ny / nz / nc % nn, k = i / ny / nz / nc / nn;
@@ -262,18 +252,6 @@ void reduce_keep_dim1(const Launch& launch) {
     to->save(0, c, launch.kernel.args.at(0).id, total * launch.number(2));
   }
 }
-// MapRedKeepLowestKernel<SAVER, REDUCER, bits, ...>(destination, expression, scale, shape): over rows
-void reduce_keep_lowest(const Launch& launch) {
-  const Made to = plan(launch, 0), from = plan(launch, 1);
-  const int* shape = &launch.value<int>(3);
-  const std::string& reducer = launch.kernel.args.at(1).id;
-  for (ll x = 0; x < shape[1]; x++) {
-    double total = first(reducer);
-    for (ll y = 0; y < shape[0]; y++) total = reduced(reducer, total, from->eval(y, x));
-    to->save(0, x, launch.kernel.args.at(0).id, total * launch.number(2));
-  }
-}
-
 // SoftmaxKernel(destination, source, columns): a block for each row
 void softmax_plan(const Launch& launch) {
   const Made to = plan(launch, 0), from = plan(launch, 1);
@@ -283,24 +261,20 @@ void softmax_plan(const Launch& launch) {
              [&](ll x, double value) { to->save(y, x, "saveto", value); });
   }
 }
-// [Smooth]SoftmaxGradKernel(destination, probabilities, labels, columns, [label to ignore], [smoothing])
-template <bool smooth> void softmax_grad_plan(const Launch& launch) {
+// SoftmaxGradKernel(destination, probabilities, labels, columns, [label to ignore])
+void softmax_grad_plan(const Launch& launch) {
   const Made to = plan(launch, 0), from = plan(launch, 1), labels = plan(launch, 2);
-  const ll columns = launch.integer(3);
-  const size_t scalars = launch.types.size() - 4;
-  const bool ignores = scalars > smooth;
-  const double alpha = smooth ? launch.number(launch.types.size() - 1) : 0;
+  const bool ignores = launch.types.size() > 4;
   for (ll y = 0; y < launch.grid[0]; y++) {
     const ll label = (ll)labels->eval(0, y);
     const bool ignored = ignores && label == (ll)launch.number(4);
-    for (ll x = 0; x < columns; x++)
-      to->save(y, x, "saveto", ignored ? 0 : from->eval(y, x) - (x == label ? 1 - alpha : smooth ? alpha / (columns - 1) : 0));
+    for (ll x = 0; x < launch.integer(3); x++)
+      to->save(y, x, "saveto", ignored ? 0 : from->eval(y, x) - (x == label));
   }
 }
 
 const Family g_plans(kernels(), {
     {"MapPlanKernel", map_plan}, {"MapPlanLargeKernel", map_plan}, {"MapReduceKeepDim1Kernel", reduce_keep_dim1},
-    {"MapRedKeepLowestKernel", reduce_keep_lowest}, {"SoftmaxKernel", softmax_plan},
-    {"SoftmaxGradKernel", softmax_grad_plan<false>}, {"SmoothSoftmaxGradKernel", softmax_grad_plan<true>}});
+    {"SoftmaxKernel", softmax_plan}, {"SoftmaxGradKernel", softmax_grad_plan}});
 
 }  // namespace

@@ -75,7 +75,6 @@ void reduce(const Launch& launch) {
   const auto shape = [&](size_t i) { return &launch.value<int>(i); };
   const UnaryFunction one = three ? nullptr : unary_function(t.at(5).id);
   const BinaryFunction outer = three ? binary_function(t.at(3).id) : nullptr, inner = three ? binary_function(t.at(4).id) : nullptr;
-  if (three ? !outer || !inner : !one) unknown("operation");
   const Shape big0 = shape(p++), left0 = three ? shape(p++) : nullptr, right0 = three ? shape(p++) : nullptr;
   const Shape small = shape(p++);
   Shape shapes[3] = {}, strides[3] = {};
@@ -98,16 +97,6 @@ void reduce(const Launch& launch) {
       out.set(to, add ? out[to] + out.rounded(total.result()) : total.result());
     }
 }
-// reduce_lines_kernel<REDUCER, TYPE>(n, lines, add, stride, in, out)
-void reduce_lines(const Launch& launch) {
-  const Array in = launch.array(4), out = launch.array(5);
-  for (ll i = 0; i < launch.integer(0); i++) {
-    Reducer total(launch.kernel.args.at(0).id, in.type);
-    for (ll k = 0; k < launch.integer(1); k++) total.add(in[i + k * launch.integer(3)]);
-    out.set(i, launch.value<bool>(2) ? out[i] + total.result() : total.result());
-  }
-}
-
 // ---- softmax. Elements of a row start at `base`, `step` apart; those beyond `length` are 0.
 
 struct Row { ll base, step, length, m; double temperature; };
@@ -359,9 +348,9 @@ template <bool gradient> void pick(const Launch& launch) {
 }
 
 const Family g_reductions(kernels(), {
-    {"reduce_kernel", reduce}, {"reduce_kernel_M1", reduce}, {"reduce_lines_kernel", reduce_lines},
-    {"softmax_stride1_compute_kernel", softmax}, {"softmax_stride1_grad_kernel", softmax_grad},
-    {"softmax_compute_kernel", softmax_axis}, {"softmax_grad_kernel", softmax_axis_grad},
+    {"reduce_kernel", reduce}, {"reduce_kernel_M1", reduce}, {"softmax_stride1_compute_kernel", softmax},
+    {"softmax_stride1_grad_kernel", softmax_grad}, {"softmax_compute_kernel", softmax_axis},
+    {"softmax_grad_kernel", softmax_axis_grad},
     {"LayerNormFusedForwardKernelContig", layer_norm}, {"LayerNormFusedBackwardKernel_PartGammaBeta", layer_norm_parts},
     {"LayerNormFusedBackwardKernel_GammaBeta", layer_norm_gamma}, {"LayerNormFusedBackwardKernel_Data", layer_norm_data},
     {"add_bias_kernel", add_bias}, {"AddBiasGradKernelPhase1", bias_phase1}, {"AddBiasGradKernelPhase2", bias_phase2},

@@ -31,3 +31,7 @@ bool fits(const char* call, const T& t);
 int call_with(const char* call, std::initializer_list<T> tensors, const std::string& more = "");
 // The same for tensors that must have the same type.
 int call_with_one_type(const char* call, std::initializer_list<T> tensors, const std::string& more = "");
+// Such a call, which a computing GPU executes by f.
+template <class F> int computed(const char* call, std::initializer_list<T> tensors, F f, const std::string& more = "") {
+  return then_compute(call, call_with_one_type(call, tensors, more), EXECUTION_FAILED, f);
+}

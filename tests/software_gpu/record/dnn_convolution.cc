@@ -71,41 +71,35 @@ SIZE(cudnnGetConvolutionForwardWorkspaceSize)
 SIZE(cudnnGetConvolutionBackwardDataWorkspaceSize)
 SIZE(cudnnGetConvolutionBackwardFilterWorkspaceSize)
 
-static int convolve(const char* call, D xd, V x, D wd, V w, D c, D yd, V y, int algorithm, V space, size_t size,
-                    V beta) {
+template <class F> static int convolve(const char* call, D xd, V x, D wd, V w, D c, D yd, V y, int algorithm, V space,
+                                       size_t size, V beta, F f) {
   if (int e = conv_check(call, xd, wd, c, yd)) return e;
   bool all = fits(call, {"x", xd, x}) & fits(call, {"w", wd, w}) & fits(call, {"y", yd, y});
   if (size < need(algorithm))
-    return bad(call, "workspace: " + std::to_string(need(algorithm)) + " bytes needed, " + std::to_string(size) + " given", BAD_PARAM);
+    return bad(call, "workspace: " + std::to_string(need(algorithm)) + " bytes needed, " + std::to_string(size) +
+               " given", BAD_PARAM);
   if (!all || !check(call, "workspace", space, size)) return EXECUTION_FAILED;
   say(call, "%s,\"algorithm\":%d,\"beta\":%g", conv_text(xd, wd, c, yd).c_str(), algorithm, *(float*)beta);
-  return 0;
+  return then_compute(call, 0, EXECUTION_FAILED, f);
 }
 API int cudnnConvolutionForward(void*, V alpha, D xd, V x, D wd, V w, D c, int al, V s, size_t n, V beta, D yd, V y) {
-  const char* call = "cudnnConvolutionForward";
-  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
-                      [&] { convolution_forward(alpha, xd, x, wd, w, c, beta, yd, y); });
+  return convolve(__func__, xd, x, wd, w, c, yd, y, al, s, n, beta,
+                  [&] { convolution_forward(alpha, xd, x, wd, w, c, beta, yd, y); });
 }
 API int cudnnConvolutionBackwardData(void*, V alpha, D wd, V w, D yd, V y, D c, int al, V s, size_t n, V beta, D xd,
                                      V x) {
-  const char* call = "cudnnConvolutionBackwardData";
-  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
-                      [&] { convolution_data(alpha, wd, w, yd, y, c, beta, xd, x); });
+  return convolve(__func__, xd, x, wd, w, c, yd, y, al, s, n, beta,
+                  [&] { convolution_data(alpha, wd, w, yd, y, c, beta, xd, x); });
 }
 API int cudnnConvolutionBackwardFilter(void*, V alpha, D xd, V x, D yd, V y, D c, int al, V s, size_t n, V beta, D wd,
                                        V w) {
-  const char* call = "cudnnConvolutionBackwardFilter";
-  return then_compute(call, convolve(call, xd, x, wd, w, c, yd, y, al, s, n, beta), EXECUTION_FAILED,
-                      [&] { convolution_weight(alpha, xd, x, yd, y, c, beta, wd, w); });
+  return convolve(__func__, xd, x, wd, w, c, yd, y, al, s, n, beta,
+                  [&] { convolution_weight(alpha, xd, x, yd, y, c, beta, wd, w); });
 }
 
 API int cudnnConvolutionBackwardBias(void*, V alpha, D yd, V y, V beta, D bd, V b) {
-  const char* call = "cudnnConvolutionBackwardBias";
-  return then_compute(call, call_with_one_type(call, {{"dy", yd, y}, {"db", bd, b}}), EXECUTION_FAILED,
-                      [&] { bias_gradient(alpha, yd, y, beta, bd, b); });
+  return computed(__func__, {{"dy", yd, y}, {"db", bd, b}}, [&] { bias_gradient(alpha, yd, y, beta, bd, b); });
 }
 API int cudnnAddTensor(void*, V alpha, D ad, V a, V beta, D cd, V c) {
-  const char* call = "cudnnAddTensor";
-  return then_compute(call, call_with_one_type(call, {{"A", ad, a}, {"C", cd, c}}), EXECUTION_FAILED,
-                      [&] { add_tensor(alpha, ad, a, beta, cd, c); });
+  return computed(__func__, {{"A", ad, a}, {"C", cd, c}}, [&] { add_tensor(alpha, ad, a, beta, cd, c); });
 }

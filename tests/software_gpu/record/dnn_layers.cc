@@ -11,8 +11,8 @@ API int cudnnDeriveBNTensorDescriptor(D d, D x, int mode) {
 }
 // Float16 data with float32 statistics, or all of one type.
 static int norm_check(const char* call, D x, D y, D p) {
-  if (x->type != y->type || (x->type == 2 ? p->type != 0 : p->type != x->type)) return bad(call, "types", NOT_SUPPORTED);
-  return 0;
+  const bool fit = x->type == y->type && p->type == (x->type == 2 ? 0 : x->type);
+  return fit ? 0 : bad(call, "types", NOT_SUPPORTED);
 }
 static int norm_forward(const char* name, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
                         double factor, V rm, V rv, double epsilon, V sm, V sv, bool relu = false, V z = nullptr) {
@@ -20,18 +20,18 @@ static int norm_forward(const char* name, int mode, V alpha, V beta, D xd, V x, 
   return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
                    {"running_mean", pd, rm}, {"running_var", pd, rv}, {"saved_mean", pd, sm}, {"saved_var", pd, sv}},
             ",\"mode\":" + std::to_string(mode)), EXECUTION_FAILED,
-                      [&] { norm_training({mode, alpha, beta, xd, pd, epsilon, factor, relu, z}, x, y, g, b, rm, rv, sm, sv); });
+                      [&] {
+    norm_training({mode, alpha, beta, xd, pd, epsilon, factor, relu, z}, x, y, g, b, rm, rv, sm, sv);
+  });
 }
 API int cudnnBatchNormalizationForwardTraining(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
                                                double factor, V rm, V rv, double epsilon, V sm, V sv) {
-  return norm_forward("cudnnBatchNormalizationForwardTraining", mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm,
-                      rv, epsilon, sm, sv);
+  return norm_forward(__func__, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv);
 }
 API int cudnnBatchNormalizationForwardInference(void*, int mode, V alpha, V beta, D xd, V x, D yd, V y, D pd, V g, V b,
                                                 V m, V v, double epsilon) {
-  const char* name = "cudnnBatchNormalizationForwardInference";
-  if (int e = norm_check(name, xd, yd, pd)) return e;
-  return then_compute(name, call_with(name, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
+  if (int e = norm_check(__func__, xd, yd, pd)) return e;
+  return then_compute(__func__, call_with(__func__, {{"x", xd, x}, {"y", yd, y}, {"scale", pd, g}, {"bias", pd, b},
                                              {"mean", pd, m}, {"var", pd, v}}), EXECUTION_FAILED,
                       [&] { norm_inference({mode, alpha, beta, xd, pd, epsilon, 0}, x, y, g, b, m, v); });
 }
@@ -49,11 +49,11 @@ static int norm_gradients(const char* name, int mode, V alpha, V beta, V alpha_p
 }
 API int cudnnBatchNormalizationBackward(void*, int mode, V alpha, V beta, V alpha_p, V beta_p, D xd, V x, D dyd, V dy,
                                         D dxd, V dx, D pd, V g, V dg, V db, double epsilon, V sm, V sv) {
-  return norm_gradients("cudnnBatchNormalizationBackward", mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx,
-                        pd, g, dg, db, epsilon, sm, sv);
+  return norm_gradients(__func__, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon,
+                        sm, sv);
 }
 
-// ---- cuDNN's fast kernels for channels-last float16 data: they need a workspace, with an addition also a reserve space
+// ---- cuDNN's fast kernels for channels-last float16 data need a workspace, with an addition also a reserve space
 
 static const size_t kNormSpace = 1 << 12, kNormReserve = 1 << 9;  // bytes
 // `bytes` where these kernels run: with other operations than a batch norm alone, for multiples of 4 channels.
@@ -79,7 +79,8 @@ API int cudnnGetBatchNormalizationBackwardExWorkspaceSize(void*, int mode, int o
 static int norm_ex_check(const char* call, int mode, int operation, D xd, const T& z, V of_relu, V s, size_t n, V r,
                          size_t rn) {
   if (operation && !fast(mode, operation, xd, 1)) return bad(call, "operation", NOT_SUPPORTED);
-  if (n < fast(mode, operation, xd, kNormSpace) || (operation == 2 && rn < kNormReserve)) return bad(call, "a space is too small");
+  if (n < fast(mode, operation, xd, kNormSpace) || (operation == 2 && rn < kNormReserve))
+    return bad(call, "a space is too small");
   if (operation && !of_relu) return bad(call, "an array or descriptor of the ReLU is missing", BAD_PARAM);
   if ((operation == 2) != (z.data != nullptr)) return bad(call, "z", BAD_PARAM);
   if (z.data && !fits(call, z)) return EXECUTION_FAILED;
@@ -88,33 +89,31 @@ static int norm_ex_check(const char* call, int mode, int operation, D xd, const 
 API int cudnnBatchNormalizationForwardTrainingEx(void*, int mode, int operation, V alpha, V beta, D xd, V x, D zd, V z,
                                                  D yd, V y, D pd, V g, V b, double factor, V rm, V rv, double epsilon,
                                                  V sm, V sv, D relu, V s, size_t n, V r, size_t rn) {
-  const char* name = "cudnnBatchNormalizationForwardTrainingEx";
-  if (int e = norm_ex_check(name, mode, operation, xd, {"z", zd, z}, relu, s, n, r, rn)) return e;
+  if (int e = norm_ex_check(__func__, mode, operation, xd, {"z", zd, z}, relu, s, n, r, rn)) return e;
   if (operation == 2 && computes()) *(V*)real(r) = sm;
-  return norm_forward(name, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv, operation, z);
+  return norm_forward(__func__, mode, alpha, beta, xd, x, yd, y, pd, g, b, factor, rm, rv, epsilon, sm, sv, operation,
+                      z);
 }
 API int cudnnBatchNormalizationBackwardEx(void*, int mode, int operation, V alpha, V beta, V alpha_p, V beta_p, D xd,
                                           V x, D, V y, D dyd, V dy, D dzd, V dz, D dxd, V dx, D pd, V g, V b, V dg,
                                           V db, double epsilon, V sm, V sv, D relu, V s, size_t n, V r, size_t rn) {
-  const char* name = "cudnnBatchNormalizationBackwardEx";
-  if (int e = norm_ex_check(name, mode, operation, xd, {"dz", dzd, dz}, relu && b ? y : nullptr, s, n, r, rn)) return e;
-  if (operation == 2 && computes() && *(V*)real(r) != sm) return bad(name, "the reserve space is of another forward pass", EXECUTION_FAILED);
-  return norm_gradients(name, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon, sm,
-                        sv, operation, y, dz);
+  V of_relu = relu && b ? y : nullptr;
+  if (int e = norm_ex_check(__func__, mode, operation, xd, {"dz", dzd, dz}, of_relu, s, n, r, rn)) return e;
+  if (operation == 2 && computes() && *(V*)real(r) != sm)
+    return bad(__func__, "the reserve space is of another forward pass", EXECUTION_FAILED);
+  return norm_gradients(__func__, mode, alpha, beta, alpha_p, beta_p, xd, x, dyd, dy, dxd, dx, pd, g, dg, db, epsilon,
+                        sm, sv, operation, y, dz);
 }
 
 static std::string mode_of(D d) { return ",\"mode\":" + std::to_string(d->mode); }
 API int cudnnSetActivationDescriptor(D d, int mode, int, double) { d->mode = mode; return 0; }
 API int cudnnActivationForward(void*, D a, V alpha, D xd, V x, V beta, D yd, V y) {
-  const char* call = "cudnnActivationForward";
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, mode_of(a)), EXECUTION_FAILED,
-                      [&] { activation(a, alpha, xd, x, beta, yd, y); });
+  return computed(__func__, {{"x", xd, x}, {"y", yd, y}},
+                  [&] { activation(a, alpha, xd, x, beta, yd, y); }, mode_of(a));
 }
 API int cudnnActivationBackward(void*, D a, V alpha, D yd, V y, D dyd, V dy, D xd, V x, V beta, D dxd, V dx) {
-  const char* call = "cudnnActivationBackward";
-  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
-                                               mode_of(a)), EXECUTION_FAILED,
-                      [&] { activation_backward(a, alpha, yd, y, dy, x, beta, dx); });
+  return computed(__func__, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
+                  [&] { activation_backward(a, alpha, yd, y, dy, x, beta, dx); }, mode_of(a));
 }
 API int cudnnSetPooling2dDescriptor(D d, int mode, int, int h, int w, int ph, int pw, int sh, int sw) {
   d->mode = mode; d->window = {h, w}; d->pad = {ph, pw}; d->stride = {sh, sw};
@@ -125,25 +124,18 @@ API int cudnnSetPoolingNdDescriptor(D d, int mode, int, int n, const int* w, con
   return 0;
 }
 API int cudnnPoolingForward(void*, D p, V alpha, D xd, V x, V beta, D yd, V y) {
-  const char* call = "cudnnPoolingForward";
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, mode_of(p)), EXECUTION_FAILED,
-                      [&] { pooling(p, alpha, xd, x, beta, yd, y); });
+  return computed(__func__, {{"x", xd, x}, {"y", yd, y}}, [&] { pooling(p, alpha, xd, x, beta, yd, y); }, mode_of(p));
 }
 API int cudnnPoolingBackward(void*, D p, V alpha, D yd, V y, D dyd, V dy, D xd, V x, V beta, D dxd, V dx) {
-  const char* call = "cudnnPoolingBackward";
-  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
-                                               mode_of(p)), EXECUTION_FAILED,
-                      [&] { pooling_backward(p, alpha, yd, y, dy, xd, x, beta, dx); });
+  return computed(__func__, {{"y", yd, y}, {"dy", dyd, dy}, {"x", xd, x}, {"dx", dxd, dx}},
+                  [&] { pooling_backward(p, alpha, yd, y, dy, xd, x, beta, dx); }, mode_of(p));
 }
 API int cudnnSoftmaxForward(void*, int algorithm, int mode, V alpha, D xd, V x, V beta, D yd, V y) {
-  const char* call = "cudnnSoftmaxForward";
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}), EXECUTION_FAILED,
-                      [&] { softmax(algorithm, mode, alpha, xd, x, beta, y); });
+  return computed(__func__, {{"x", xd, x}, {"y", yd, y}}, [&] { softmax(algorithm, mode, alpha, xd, x, beta, y); });
 }
 API int cudnnSoftmaxBackward(void*, int algorithm, int mode, V alpha, D yd, V y, D dyd, V dy, V beta, D dxd, V dx) {
-  const char* call = "cudnnSoftmaxBackward";
-  return then_compute(call, call_with_one_type(call, {{"y", yd, y}, {"dy", dyd, dy}, {"dx", dxd, dx}}), EXECUTION_FAILED,
-                      [&] { softmax_backward(algorithm, mode, alpha, yd, y, dy, beta, dx); });
+  return computed(__func__, {{"y", yd, y}, {"dy", dyd, dy}, {"dx", dxd, dx}},
+                  [&] { softmax_backward(algorithm, mode, alpha, yd, y, dy, beta, dx); });
 }
 
 API int cudnnDropoutGetStatesSize(void*, size_t* n) { *n = 1 << 20; return 0; }
@@ -153,28 +145,22 @@ static bool reserve_fits(const char* call, D d, V r, size_t n) {
   if (n < reserve_of(d)) { bad(call, "reserve space is too small"); return false; }
   return check(call, "reserve", r, n);
 }
-API int cudnnSetDropoutDescriptor(D d, void*, float p, V states, size_t n, unsigned long long) {
-  d->dropout = p;
-  if (states && !check("cudnnSetDropoutDescriptor", "states", states, n)) return EXECUTION_FAILED;
-  say("cudnnSetDropoutDescriptor", "\"p\":%g,\"states\":%zu", p, n);
-  return 0;
-}
 API int cudnnRestoreDropoutDescriptor(D d, void*, float p, V states, size_t n, unsigned long long) {
   d->dropout = p;
-  if (states && !check("cudnnRestoreDropoutDescriptor", "states", states, n)) return EXECUTION_FAILED;
-  return 0;
+  return states && !check("cudnnSetDropoutDescriptor", "states", states, n) ? EXECUTION_FAILED : 0;
 }
+API int cudnnSetDropoutDescriptor(D d, void* handle, float p, V states, size_t n, unsigned long long seed) {
+  say(__func__, "\"p\":%g,\"states\":%zu", p, n);
+  return cudnnRestoreDropoutDescriptor(d, handle, p, states, n, seed);
+}
+static std::string share_of(D d) { return ",\"p\":" + std::to_string(d->dropout); }
 API int cudnnDropoutForward(void*, D d, D xd, V x, D yd, V y, V r, size_t n) {
-  const char* call = "cudnnDropoutForward";
-  if (!reserve_fits(call, xd, r, n)) return EXECUTION_FAILED;
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}, ",\"p\":" + std::to_string(d->dropout)),
-                      EXECUTION_FAILED, [&] { dropout(d, xd, x, y, r); });
+  if (!reserve_fits(__func__, xd, r, n)) return EXECUTION_FAILED;
+  return computed(__func__, {{"x", xd, x}, {"y", yd, y}}, [&] { dropout(d, xd, x, y, r); }, share_of(d));
 }
 API int cudnnDropoutBackward(void*, D d, D yd, V y, D xd, V x, V r, size_t n) {
-  const char* call = "cudnnDropoutBackward";
-  if (!reserve_fits(call, xd, r, n)) return EXECUTION_FAILED;
-  return then_compute(call, call_with_one_type(call, {{"dy", yd, y}, {"dx", xd, x}}, ",\"p\":" + std::to_string(d->dropout)),
-                      EXECUTION_FAILED, [&] { dropout_backward(d, xd, y, x, r); });
+  if (!reserve_fits(__func__, xd, r, n)) return EXECUTION_FAILED;
+  return computed(__func__, {{"dy", yd, y}, {"dx", xd, x}}, [&] { dropout_backward(d, xd, y, x, r); }, share_of(d));
 }
 
 API int cudnnSetSpatialTransformerNdDescriptor(D d, int, int type, int n, const int* dims) {
@@ -184,19 +170,16 @@ API int cudnnSetSpatialTransformerNdDescriptor(D d, int, int type, int n, const 
 // theta: 2 x 3 numbers for each image; the grid: 2 for each pixel of the output.
 static int grid(const char* call, D d, V theta, V grid) {
   size_t images = d->dims[0], pixels = images * d->dims[2] * d->dims[3], w = width(d->type);
-  if (!(check(call, "theta", theta, images * 6 * w, w) & check(call, "grid", grid, pixels * 2 * w, w))) return EXECUTION_FAILED;
+  if (!(check(call, "theta", theta, images * 6 * w, w) & check(call, "grid", grid, pixels * 2 * w, w)))
+    return EXECUTION_FAILED;
   say(call, "%s", tensor("y", d).c_str());
   return then_compute(call, 0, NOT_SUPPORTED, [] { unknown("spatial transformers"); });
 }
-API int cudnnSpatialTfGridGeneratorForward(void*, D d, V theta, V g) { return grid("cudnnSpatialTfGridGeneratorForward", d, theta, g); }
-API int cudnnSpatialTfGridGeneratorBackward(void*, D d, V g, V theta) { return grid("cudnnSpatialTfGridGeneratorBackward", d, theta, g); }
+API int cudnnSpatialTfGridGeneratorForward(void*, D d, V theta, V g) { return grid(__func__, d, theta, g); }
+API int cudnnSpatialTfGridGeneratorBackward(void*, D d, V g, V theta) { return grid(__func__, d, theta, g); }
 API int cudnnSpatialTfSamplerForward(void*, D, V, D xd, V x, V, V, D yd, V y) {
-  const char* call = "cudnnSpatialTfSamplerForward";
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"y", yd, y}}), NOT_SUPPORTED,
-                      [] { unknown("spatial transformers"); });
+  return computed(__func__, {{"x", xd, x}, {"y", yd, y}}, [] { unknown("spatial transformers"); });
 }
 API int cudnnSpatialTfSamplerBackward(void*, D, V, D xd, V x, V, D dxd, V dx, V, D dyd, V dy, V, V, V) {
-  const char* call = "cudnnSpatialTfSamplerBackward";
-  return then_compute(call, call_with_one_type(call, {{"x", xd, x}, {"dx", dxd, dx}, {"dy", dyd, dy}}), NOT_SUPPORTED,
-                      [] { unknown("spatial transformers"); });
+  return computed(__func__, {{"x", xd, x}, {"dx", dxd, dx}, {"dy", dyd, dy}}, [] { unknown("spatial transformers"); });
 }

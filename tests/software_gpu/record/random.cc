@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include <algorithm>
 #include <random>
 
 struct Random { std::mt19937 bits{1}; };
@@ -11,27 +12,11 @@ API int curandDestroyGenerator(Random* g) { delete g; return 0; }
 API int curandSetStream(Random*, void*) { return 0; }
 API int curandSetPseudoRandomGeneratorSeed(Random* g, unsigned long long s) { g->bits.seed(s); return 0; }
 API int curandSetGeneratorOffset(Random*, unsigned long long) { return 0; }
-template <class T, class D> static int draw(const char* call, Random* g, T* to, size_t n, D distribution) {
-  if (!check(call, "target", to, n * sizeof(T), sizeof(T))) return 201;
-  T* p = (T*)real(to);
-  for (size_t i = 0; i < n; i++) p[i] = distribution(g->bits);
-  say(call, "\"n\":%zu", n);
-  return 0;
-}
 API int curandGenerate(Random* g, unsigned* to, size_t n) {
-  return draw("curandGenerate", g, to, n, std::uniform_int_distribution<unsigned>());
-}
-API int curandGenerateUniform(Random* g, float* to, size_t n) {
-  return draw("curandGenerateUniform", g, to, n, std::uniform_real_distribution<float>(1e-7f, 1));
-}
-API int curandGenerateUniformDouble(Random* g, double* to, size_t n) {
-  return draw("curandGenerateUniformDouble", g, to, n, std::uniform_real_distribution<double>(1e-9, 1));
-}
-API int curandGenerateNormal(Random* g, float* to, size_t n, float mean, float deviation) {
-  return draw("curandGenerateNormal", g, to, n, std::normal_distribution<float>(mean, deviation));
-}
-API int curandGenerateNormalDouble(Random* g, double* to, size_t n, double mean, double deviation) {
-  return draw("curandGenerateNormalDouble", g, to, n, std::normal_distribution<double>(mean, deviation));
+  if (!check("curandGenerate", "target", to, n * sizeof *to, sizeof *to)) return 201;
+  std::generate_n((unsigned*)real(to), n, std::ref(g->bits));
+  say("curandGenerate", "\"n\":%zu", n);
+  return 0;
 }
 
 // ---- NCCL
