@@ -28,22 +28,21 @@ def begin(how):
         _contrib_amp().init()
 
 
-def record(net, data, how, loss_fn, labels=None):
-    """Trains an initialized network by SGD with momentum, in float32 or in float16. The last step's
-    calls follow the marks PARTS of the log.
+def record(net, data, how, loss_fn, labels=None, optimizer="sgd"):
+    """Trains an initialized network, with momentum by SGD, in float32 or in float16. The last
+    step's calls follow the marks PARTS of the log.
 
     Returns the peak of memory, and the number of calls that a GPU would have refused.
     """
     if how == "gluon_amp":
         amp.convert(net, "float16")
     net.hybridize(static_alloc=True, static_shape=True)
-    settings = {"learning_rate": 0.1, "momentum": 0.9}
+    settings = {"learning_rate": 0.1, **({"momentum": 0.9} if optimizer == "sgd" else {})}
     if how == "gluon_amp":
-        scale = amp.DynamicLossScale(1024)
-        scale.settled = True
-        trainer = amp.Trainer(net.collect_params(), "sgd", settings, loss_scale=scale)
+        trainer = amp.Trainer(net.collect_params(), optimizer, settings,
+                              loss_scale=amp.DynamicLossScale(1024, settled=True))
     else:
-        trainer = gluon.Trainer(net.collect_params(), "sgd", settings)
+        trainer = gluon.Trainer(net.collect_params(), optimizer, settings)
     if how == "mx.contrib.amp":
         _contrib_amp().init_trainer(trainer)
 

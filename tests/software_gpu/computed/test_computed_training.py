@@ -1,4 +1,5 @@
 """Training on a GPU matches training on a CPU."""
+import functools
 
 import gluon_amp as amp
 import mxnet as mx
@@ -57,6 +58,10 @@ def weights(net, context):
     return [p.data(context).asnumpy().astype("float32") for p in net.collect_params().values()]
 
 
+def sync_norm(devices):
+    return functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=len(devices))
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "lamb", "nag", "rmsprop"])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_losses_decrease_as_on_cpu(optimizer, dtype):
@@ -65,16 +70,12 @@ def test_losses_decrease_as_on_cpu(optimizer, dtype):
     np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-4 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm, gluon.contrib.nn.SyncBatchNorm])
+@pytest.mark.parametrize("norm", [nn.BatchNorm, sync_norm(GPUS)])
 def test_two_gpus_have_same_weights(norm):
-    if norm is not nn.BatchNorm:
-        def norm(in_channels):
-            return gluon.contrib.nn.SyncBatchNorm(in_channels=in_channels, num_devices=2)
     net, _, losses = train(GPUS, norm=norm)
-    trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
-    for parameter in trained:
-        one, other = (parameter.data(context).asnumpy() for context in GPUS)
-        assert np.array_equal(one, other)
+    for parameter in net.collect_params().values():
+        if parameter.grad_req != "null":
+            assert np.array_equal(*(parameter.data(context).asnumpy() for context in GPUS))
     if norm is not nn.BatchNorm:  # statistics of both halves of a batch are those of one GPU
         np.testing.assert_allclose(losses, train(GPU)[2], rtol=2e-2)
 
@@ -176,13 +177,9 @@ def test_unknown_kernel_is_named():
         mx.nd.SequenceReverse(nd.ones((3, 4), ctx=GPU[0])).asnumpy()
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm, gluon.contrib.nn.SyncBatchNorm])
-@pytest.mark.parametrize("contexts", [GPU, GPUS], ids=len)
+@pytest.mark.parametrize(("contexts", "norm"), [
+    (contexts, norm) for contexts in (GPU, GPUS) for norm in (nn.BatchNorm, sync_norm(contexts))])
 def test_overflow_leaves_averages_finite(contexts, norm):
-    if norm is not nn.BatchNorm:
-        def norm(in_channels):
-            return gluon.contrib.nn.SyncBatchNorm(in_channels=in_channels,
-                                                  num_devices=len(contexts))
     net = network(contexts, norm=norm)
     trainer = amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05}, loss_scale=8)
 

@@ -67,6 +67,12 @@ class Training:
         self.backward(*data)
         self.trainer.step(4)
 
+    def after(self, steps, *data):
+        """This training, after some steps."""
+        for _ in range(steps):
+            self.step(*data)
+        return self
+
 
 def calls_of(run):
     """The GPU calls of `run`."""
@@ -76,9 +82,9 @@ def calls_of(run):
     return [call for call in recording.calls(begin) if call.name != "MARK"]
 
 
-def settled(training, *data, steps=3):
-    """Calls of the last of these steps: of its forward and backward pass, and of its update."""
-    for _ in range(steps - 1):
+def settled(training, *data):
+    """Calls of the third step: of its forward and backward pass, and of its update."""
+    for _ in range(2):
         training.step(*data)
     forward = calls_of(lambda: training.backward(*data))
     update = calls_of(lambda: training.trainer.step(4))
@@ -90,6 +96,11 @@ def counted(calls):
     return Counter(launches=sum(c.is_launch for c in calls), casts=sum(c.is_cast for c in calls),
                    synchronizations=sum(c.is_synchronization for c in calls),
                    copies=sum(c.is_copy_to_host for c in calls))
+
+
+def comparisons(calls):
+    """The calls that look for weights that a user has written."""
+    return [call for call in calls if "where" in call.kernel.lower()]
 
 
 def multiset(calls):

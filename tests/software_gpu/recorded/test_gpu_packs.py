@@ -40,22 +40,10 @@ assert recording.violations() == 0
 """
 
 
-def relabelled(source, arch, folder):
-    """A cache folder whose pack has the code of another pack under an architecture."""
-    kernels = folder / "kernels"
-    kernels.mkdir(parents=True, exist_ok=True)
-    made = [pack.Code(part.source, part.index, fatbin.fat_binary(
-        entry.relabelled(arch) for entry in fatbin.entries(part.fat_binary)), part.kernels())
-        for part in pack.read(source).parts]
-    pack.write(kernels / f"{arch}.pack", arch, made, libmxnet=pack.LIBMXNET, compiler="none",
-               licences=[])
-    return folder
-
-
 def relabel(path, *arguments):
-    """Writes a pack with architecture 90 from the code that a process registers."""
+    """Writes a pack from the code that a process registers, under the architecture of the name."""
     done = subprocess.run([sys.executable, "-W", "ignore", Path(__file__).with_name("relabel.py"),
-                           path, "90", *arguments], env=with_gpus(86), capture_output=True,
+                           path, path.stem, *arguments], env=with_gpus(86), capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
 
@@ -70,10 +58,16 @@ def cache(tmp_path_factory):
     """A cache folder with packs for 9.0, 10.0 and 12.0."""
     folder = tmp_path_factory.mktemp("cache")
     (folder / "kernels").mkdir()
-    relabel(folder / "kernels" / "90.pack")
-    for arch in (100, 120):
-        relabelled(folder / "kernels" / "90.pack", arch, folder)
+    for arch in (90, 100, 120):
+        relabel(folder / "kernels" / f"{arch}.pack")
     return folder
+
+
+@pytest.fixture()
+def place(tmp_path):
+    """The path of a pack for 9.0 in a cache folder without packs."""
+    (tmp_path / "kernels").mkdir()
+    return tmp_path / "kernels" / "90.pack"
 
 
 def run(code, cache, *capabilities):
@@ -88,10 +82,9 @@ def test_networks_train_with_kernels_of_a_pack(capabilities, cache):
     assert done.returncode == 0, done.stderr
 
 
-def test_gpus_that_the_wheel_serves_ignore_packs(tmp_path):
-    (tmp_path / "kernels").mkdir()
+def test_gpus_that_the_wheel_serves_ignore_packs(place, tmp_path):
     for arch in (80, 86, 90):
-        (tmp_path / "kernels" / f"{arch}.pack").write_bytes(b"damaged")
+        place.with_name(f"{arch}.pack").write_bytes(b"damaged")
     done = run(TRAIN + "assert load.prepared.kernels is None\n", tmp_path, 80, 89)
     assert done.returncode == 0, done.stderr
 
@@ -113,23 +106,16 @@ def test_gpu_without_pack_warns_once_and_its_error_names_kernel_and_command(tmp_
     assert error.endswith("gluon-amp cuda build --arch 90")
 
 
-def test_kernel_that_pack_lacks_is_named(tmp_path):
-    (tmp_path / "kernels").mkdir()
-    path = tmp_path / "kernels" / "90.pack"
-    relabel(path, "set_to_int")
+def test_kernel_that_pack_lacks_is_named_and_runs_on_gpu_that_wheel_serves(place, tmp_path):
+    relabel(place, "set_to_int")
     done = run("import gluon_amp\nimport mxnet as mx\n"
                "(mx.nd.array([1], ctx=mx.gpu(0)) + 1).wait_to_read()\n"
                f"print('others run')\n{ONE_KERNEL.format(0)}", tmp_path, 90)
     assert done.stdout == "others run\n"
     error = done.stderr.splitlines()[-1]
     assert "set_to_int<1>" in error
-    assert error.endswith(f"{path} lacks it: make a pack of all kernels by gluon-amp cuda build "
+    assert error.endswith(f"{place} lacks it: make a pack of all kernels by gluon-amp cuda build "
                           "--arch 90")
-
-
-def test_kernel_that_pack_lacks_still_runs_on_gpu_that_wheel_serves(tmp_path):
-    (tmp_path / "kernels").mkdir()
-    relabel(tmp_path / "kernels" / "90.pack", "set_to_int")
     done = run(f"import gluon_amp\nimport mxnet as mx\n{ONE_KERNEL.format(0)}", tmp_path, 86, 90)
     assert done.returncode == 0, done.stderr
 
@@ -142,38 +128,29 @@ def refused(cache, *capabilities):
     return message
 
 
-def test_damaged_pack_is_refused(cache, tmp_path):
-    (tmp_path / "kernels").mkdir()
-    path = tmp_path / "kernels" / "90.pack"
-    path.write_bytes((cache / "kernels" / "90.pack").read_bytes()[:1 << 20])
-    assert refused(tmp_path, 90).startswith(f"{path} is incomplete: ")
-    path.write_bytes(b"")
-    assert refused(tmp_path, 90) == f"{path} is not a pack of MXNet's kernels, or empty. Replace " \
-                                    "it: gluon-amp cuda install FILE, or gluon-amp cuda build " \
-                                    "--arch 90"
+def test_damaged_pack_is_refused(cache, place, tmp_path):
+    data = (cache / "kernels" / "90.pack").read_bytes()
+    place.write_bytes(data[:1 << 20])
+    assert refused(tmp_path, 90).startswith(f"{place} is incomplete: ")
+    place.write_bytes(b"")
+    assert refused(tmp_path, 90) == \
+        f"{place} is not a pack of MXNet's kernels, or empty. Replace it: gluon-amp cuda install " \
+        "FILE, or gluon-amp cuda build --arch 90"
+    place.write_bytes(data.replace(pack.LIBMXNET.encode(), b"f" * 64, 1))
+    assert refused(tmp_path, 90).startswith(
+        f"{place} has kernels for another libmxnet.so than that of mxnet-cu112 1.9.1")
 
 
-def test_unreadable_cache_is_an_error(tmp_path):
-    (tmp_path / "kernels" / "90.pack").mkdir(parents=True)
+def test_unreadable_cache_is_an_error(place, tmp_path):
+    place.mkdir()
     assert "Is a directory" in refused(tmp_path, 90)
 
 
-def test_pack_for_another_library_is_refused(cache, tmp_path):
-    (tmp_path / "kernels").mkdir()
-    data = (cache / "kernels" / "90.pack").read_bytes()
-    path = tmp_path / "kernels" / "90.pack"
-    path.write_bytes(data.replace(pack.LIBMXNET.encode(), b"f" * 64, 1))
-    assert refused(tmp_path, 90).startswith(
-        f"{path} has kernels for another libmxnet.so than that of mxnet-cu112 1.9.1")
-
-
-def test_pack_for_newer_driver_is_refused(cache, monkeypatch, tmp_path):
+def test_pack_for_newer_driver_is_refused(place, monkeypatch, tmp_path):
     monkeypatch.setenv("RECORDING_GPU_CUDA", "12080")
     elf = fatbin.entry(b"\x7fELF\x02\x01\x01\x33\x08" + bytes(7), 90)
-    (tmp_path / "kernels").mkdir()
-    pack.write(tmp_path / "kernels" / "90.pack", 90,
-               [pack.Code("a.cu", 0, fatbin.fat_binary([elf]), ["a"])], libmxnet=pack.LIBMXNET,
-               compiler="ptxas 13.0", licences=[])
+    pack.write(place, 90, [pack.Code("a.cu", 0, fatbin.fat_binary([elf]), ["a"])],
+               libmxnet=pack.LIBMXNET, compiler="ptxas 13.0", licences=[])
     assert "needs a driver of CUDA 13 or newer. Installed: 580.65.06" in refused(tmp_path, 90)
 
 
