@@ -53,8 +53,11 @@ def read(path: Path, name: str) -> List[Run]:
         rows = [(reader.line_num, row) for row in reader if any(map(str.strip, row))]
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: {error}") from None
-    header = [cell.strip() for cell in rows.pop(0)[1]]
-    at = [cell.lower() for cell in header].index("epoch")
+    header = [cell.strip() for cell in rows.pop(0)[1]] if rows else []
+    names = [cell.lower() for cell in header]
+    if "epoch" not in names:  # `is_table` reads a line of bytes, and a CSV row may be another
+        raise ValueError(f"{path} has no column epoch in its first row: {header}")
+    at = names.index("epoch")
     columns = known({i: cell for i, cell in enumerate(header) if i > at})
     if not columns:
         raise ValueError(f"{path} has a column epoch, but right of it no quantity that is known: "

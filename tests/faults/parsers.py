@@ -5,7 +5,7 @@
 
 atheris changes good files and keeps those that reach new lines. A parser returns, or raises
 ValueError with the file's name. Any other exception, ten seconds, or 2 GB end the run: the file
-stays in the current folder.
+stays in the current folder, as NAME.crash or timeout-*.
 """
 import os
 import subprocess
@@ -117,8 +117,9 @@ def fuzz(name, seconds):
             Path(file).write_bytes(data)
             try:
                 parse(file)
-            except ValueError as error:
-                if "input" not in str(error):
+            except Exception as error:
+                if not isinstance(error, ValueError) or "input" not in str(error):
+                    Path(f"{name}.crash").write_bytes(data)
                     raise
         atheris.Setup([sys.argv[0], str(seeds), f"-max_total_time={seconds}", *LIMITS], one)
         atheris.Fuzz()

@@ -252,6 +252,8 @@ BAD = [  # file, text, message
         ("epoch,top1_err\n0,150\n", "a.csv: epoch 0 has an error of 1.5"),
         ("epoch,seed,top1_err\n0,0,0.5\n0,1,0.4\n",
          "a.csv, line 3: epoch 0 has another top1_err .* left of"),
+        ('ep"och,top1_err\n0,1\n', r"a.csv has no column epoch in its first row: \['ep\"och', "),
+        ("\r#a,epoch,top1_err\n", r"a.csv has no column epoch in its first row: \[\]"),
         ("epoch,mood\n0,1\n",
          r"a.csv has a column epoch, but right of it no quantity that is known")))]
 
