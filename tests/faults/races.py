@@ -3,10 +3,13 @@
     python tests/faults/races.py 10000      steps of all threads together
 
 With GLUON_AMP_ENGINE, an engine that is compiled with -fsanitize=thread, ThreadSanitizer reports
-races of the engine's code.
+races of the engine's code: make -C tests thread-sanitizer
 """
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+
+os.environ["MXNET_CPU_WORKER_NTHREADS"] = "4"  # threads that run operators at once; 1 by default
 
 from stories import convolutional, create, dense, digest, recurrent, step
 
