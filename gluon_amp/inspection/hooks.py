@@ -92,22 +92,22 @@ class Statistics:
 class _Rows:
     """Rows of numbers on a GPU, which are copied to the host together."""
 
-    COUNT, _WIDTH = 512, 6
+    COUNT, WIDTH = 512, 6
 
     def __init__(self, context: Context) -> None:
-        self._array = mx.nd.zeros(self.COUNT * self._WIDTH, context)
+        self._array = mx.nd.zeros(self.COUNT * self.WIDTH, context)
         self.used = 0
 
     def add(self) -> Tuple[int, Array, Array]:
         """Returns the index of a new row, and views of its first numbers and of its last."""
         self.used += 1
-        end = self.used * self._WIDTH
-        return self.used - 1, self._array[end - self._WIDTH:end - 1], self._array[end - 1:end]
+        end = self.used * self.WIDTH
+        return self.used - 1, self._array[end - self.WIDTH:end - 1], self._array[end - 1:end]
 
     @cached_property
     def values(self) -> "np.ndarray[Any, Any]":
         """All rows, read once, after the last one was written."""
-        return self._array.asnumpy().reshape(self.COUNT, self._WIDTH)
+        return self._array.asnumpy().reshape(self.COUNT, self.WIDTH)
 
 
 # ---- the observer -------------------------------------------------------------------------------
