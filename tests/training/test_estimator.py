@@ -4,13 +4,12 @@ import mxnet as mx
 import numpy as np
 import pytest
 from gluon_amp.training.estimator import BatchProcessor
-from mxnet import autograd, gluon, nd
+from mxnet import gluon, nd
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.estimator import Estimator
+from trainers import LOSS, fit, same, with_trainer
 
 pytestmark = pytest.mark.numpy
-
-LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
 
 def network():
@@ -39,19 +38,14 @@ def estimator(net, trainer, **kwargs):
 
 
 def test_estimator_matches_training_loop(batches):
-    by_hand, fitted = network(), network()
-    trainers = [amp.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "momentum": 0.9},
-                            loss_scale=1024, clip_norm=1.0) for net in (by_hand, fitted)]
+    (by_hand, trainer), (fitted, its_trainer) = (
+        with_trainer(network(), "sgd", {"learning_rate": 0.5, "momentum": 0.9}, loss_scale=1024,
+                     clip_norm=1.0) for _ in range(2))
     for _ in range(3):
-        for data, label in batches:
-            with autograd.record():
-                loss = LOSS(by_hand(data), label)
-            trainers[0].backward(loss)
-            trainers[0].step(len(data))
-    made = estimator(fitted, trainers[1])
+        fit(by_hand, trainer, batches)
+    made = estimator(fitted, its_trainer)
     made.fit(batches, val_data=batches, epochs=3)
-    for ours, its in zip(by_hand.collect_params().values(), fitted.collect_params().values()):
-        assert np.array_equal(ours.data().asnumpy(), its.data().asnumpy())
+    assert same(by_hand, fitted)
     assert made.val_metrics[0].get()[1] > 0.8
 
 

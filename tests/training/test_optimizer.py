@@ -158,11 +158,10 @@ def half_rate(base):
 def test_subclass_with_its_own_update_gets_one_weight_at_a_time(policy, base):
     ends = []
     for optimizer in (half_rate(base)(learning_rate=0.5), amp.optimizer("sgd", learning_rate=0.25)):
-        net = sequence(gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(2, in_units=3))
         mx.random.seed(3)
-        net.initialize(mx.init.Normal(1))
-        amp.convert(net, policy)
-        trainer = amp.Trainer(net.collect_params(), optimizer, loss_scale=64)
+        net = ready(sequence(gluon.nn.Dense(3, in_units=3), gluon.nn.Dense(2, in_units=3)),
+                    mx.init.Normal(1))
+        trainer = amp.Trainer(amp.convert(net, policy).collect_params(), optimizer, loss_scale=64)
         for _ in range(3):
             with autograd.record():
                 loss = net(nd.ones((2, 3))).sum()
@@ -178,36 +177,33 @@ def test_subclass_with_its_own_update_gets_one_weight_at_a_time(policy, base):
 EPSILON = ["adam", "adamw", "ftml", "nadam", "rmsprop"]
 
 
-def one_step(name, dtype, **kwargs):
+def one_step(name, dtype="float16", **kwargs):
     weight = nd.ones((2, 3), dtype=dtype)
     mx.optimizer.Updater(amp.optimizer(name, learning_rate=0.1, **kwargs))(0, weight * 0.5, weight)
     return weight.asnumpy()
 
 
-@pytest.mark.parametrize("name", ["adam", "ftml", "nadam"])
-def test_epsilon_that_underflows_is_refused_for_float16_state(name):
-    with pytest.raises(ValueError, match=r"epsilon=1e-08 is 0. .* such as 1e-4. "
-                                         r"Leave multi_precision at True"):
-        one_step(name, "float16", multi_precision=False)
+@pytest.mark.parametrize(("names", "message"), [
+    ("adam ftml nadam",
+     r"epsilon=1e-08 is 0. .* such as 1e-4. Leave multi_precision at True"),
+    ("adamw rmsprop ftrl adagrad adadelta groupadagrad",
+     "updates float16 weights with master weights only")])
+def test_optimizers_without_master_weights_are_refused_if_unsafe(names, message):
+    for name in names.split():
+        with pytest.raises(ValueError, match=message):
+            one_step(name, multi_precision=False)
 
 
 @pytest.mark.parametrize("name", ["adam", "ftml", "nadam"])
 def test_epsilon_representable_in_float16_is_accepted(name):
     with pytest.warns(UserWarning, match="Accumulating with float16"):
-        weight = one_step(name, "float16", multi_precision=False, epsilon=1e-4)
+        weight = one_step(name, multi_precision=False, epsilon=1e-4)
     assert ((weight < 1) & (weight > 0.5)).all()
-
-
-@pytest.mark.parametrize("name", ["adamw", "rmsprop", "ftrl", "adagrad", "adadelta",
-                                  "groupadagrad"])
-def test_optimizers_with_float32_state_require_master_weights(name):
-    with pytest.raises(ValueError, match="updates float16 weights with master weights only"):
-        one_step(name, "float16", multi_precision=False)
 
 
 @pytest.mark.parametrize("name", EPSILON)
 def test_any_epsilon_is_accepted_with_float32_state(name):
-    for weight in (one_step(name, "float16"), one_step(name, "float32", multi_precision=False)):
+    for weight in (one_step(name), one_step(name, "float32", multi_precision=False)):
         assert ((weight < 1) & (weight > 0.5)).all()
 
 
@@ -382,8 +378,7 @@ def test_unknown_optimizer_lists_valid_ones(name):
 def test_optimizer_keeps_its_class():
     optimizer = amp.optimizer("SGD", learning_rate=0.1)
     assert isinstance(optimizer, mx.optimizer.SGD)
-    assert optimizer.multi_precision
-    assert type(optimizer).__name__ == "SGD"
+    assert (type(optimizer).__name__, optimizer.multi_precision) == ("SGD", True)
 
 
 @pytest.mark.parametrize("policy", ["float32", "float16", "mixed_float16", "bfloat16"])
