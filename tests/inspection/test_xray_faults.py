@@ -234,8 +234,7 @@ def with_a_large_product():
     (with_a_large_norm, "net_norm_layernorm0", "net_norm"),
     (with_a_large_product, "net_batch_dot0", "net_batch_dot0")])
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_kept_node_with_output_cast_back_keeps_consumer_too(
-        make, node, block, is_kept):
+def test_kept_node_with_output_cast_back_keeps_consumer_too(make, node, block, is_kept):
     net = make()
     net(batches(6)[0][0])
     if is_kept:

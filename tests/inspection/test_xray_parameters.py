@@ -7,6 +7,7 @@ from modules import prepared
 from mxnet import gluon, nd
 from mxnet import symbol as S
 from mxnet.gluon import nn
+from networks import ready, sequence
 from xray_networks import LOSS
 
 STORED, CAST = "float16", "mixed_float16"  # float16 parameters; float32 ones with casts
@@ -18,8 +19,7 @@ class Layer(gluon.HybridBlock):
     def __init__(self, size, **kwargs):
         super().__init__(**kwargs)
         with self.name_scope():
-            self.body = nn.HybridSequential()
-            self.body.add(nn.Dense(32, activation="relu"), nn.Dense(16))
+            self.body = sequence(nn.Dense(32, activation="relu"), nn.Dense(16))
             self.gamma = self.params.get("gamma", shape=(16,), init=mx.init.Constant(size))
 
     def hybrid_forward(self, F, x, gamma):
@@ -42,8 +42,7 @@ BATCHES = [(nd.array(rng.standard_normal((8, 16))), nd.arange(8) % 4) for _ in r
 
 def network(size, policy, keep=(), net=Net):
     mx.random.seed(1)
-    made = net(size)
-    made.initialize(mx.init.Xavier())
+    made = ready(net(size), mx.init.Xavier())
     made.hybridize()
     made(BATCHES[0][0])
     return amp.convert(made, policy, keep=keep) if policy else made
@@ -66,8 +65,7 @@ def test_keep_of_small_parameter_changes_its_error(size, policy):
 
 
 def test_parameter_of_0_is_no_finding():
-    net = network(0.0, STORED)
-    assert amp.xray(net, BATCHES, LOSS).findings == []
+    assert amp.xray(network(0.0, STORED), BATCHES, LOSS).findings == []
 
 
 @pytest.mark.parametrize("policy", [STORED, CAST])
@@ -93,9 +91,8 @@ def test_parameter_of_outermost_block_needs_another_policy():
     view = amp.xray(network(1.1e-6, STORED, net=Outermost), BATCHES, LOSS)
     assert view.findings[0].tensor == "net_gamma"
     assert any("mixed_float16" in note for note in view.notes)
-    mended = network(1.1e-6, CAST, amp.xray(network(1.1e-6, CAST, net=Outermost), BATCHES,
-                                            LOSS).keep, Outermost)
-    assert amp.xray(mended, BATCHES, LOSS).findings == []
+    keep = amp.xray(network(1.1e-6, CAST, net=Outermost), BATCHES, LOSS).keep
+    assert amp.xray(network(1.1e-6, CAST, keep, Outermost), BATCHES, LOSS).findings == []
 
 
 def test_small_parameter_of_module_is_kept_with_its_reader():
