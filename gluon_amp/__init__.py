@@ -44,10 +44,17 @@ _MODULES = {"BatchProcessor": "training.estimator", "Horovod": "parallel",
             "Speedometer": "symbolic.module", "average_statistics": "parallel",
             "read_logs": "reports"}
 
-# Names of other toolkits, and what to use instead.
+# Names of other toolkits and names that are removed, and what to use instead.
 _INSTEAD = {
     "autocast": "gluon_amp.convert(net) converts a network once, and no context is needed",
-    "GradScaler": "gluon_amp.Trainer(params, optimizer) scales the loss"}
+    "GradScaler": "gluon_amp.Trainer(params, optimizer) scales the loss",
+    "Format": "Formats are the names 'float32', 'float16' and 'bfloat16'",
+    "tensor_core_dot": "The sums of Tensor Cores are a study, results/tensor_cores",
+    "gpu_trace": "The software GPU is a part of the checkout, tests/software_gpu",
+    "types": "The command gluon-amp types lists what each operator of a network runs in",
+    "search": "gluon_amp.xray(net, batches, loss_fn).keep names what stays in float32",
+    "gradient_penalty": "Copy example/gradient_penalty.py of the checkout",
+    "recipes": "The scripts' module is example/recipes.py of the checkout"}
 
 # Names of mx.contrib.amp, and their equivalents.
 _CONTRIB = {

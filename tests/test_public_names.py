@@ -35,7 +35,11 @@ def test_other_names_report_their_module(name):
 
 
 @pytest.mark.parametrize(("name", "instead"), [
-    ("autocast", r"gluon_amp\.convert"), ("GradScaler", r"gluon_amp\.Trainer")])
+    ("autocast", r"gluon_amp\.convert"), ("GradScaler", r"gluon_amp\.Trainer"),
+    ("Format", "bfloat16"), ("tensor_core_dot", "results/tensor_cores"),
+    ("gpu_trace", "tests/software_gpu"), ("search", r"gluon_amp\.xray.*keep"),
+    ("types", "gluon-amp types"), ("gradient_penalty", "example/gradient_penalty.py"),
+    ("recipes", "example/recipes.py")])
 def test_other_name_reports_what_to_use(name, instead):
     with pytest.raises(AttributeError, match=f"'{name}'.*{instead}"):
         getattr(gluon_amp, name)
