@@ -9,20 +9,15 @@ Each file runs in a new process, which continues after a test that ends the proc
 than LONGEST seconds. As a plugin of pytest, this file selects the tests.
 """
 import inspect
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mxnets_tests
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 GPU = "test_operator_gpu.py"
 LONGEST = 1800
 WORKERS = 2
@@ -32,8 +27,7 @@ WORKERS = 2
 
 
 def pytest_configure(config):
-    folder = Path(os.environ["GLUON_AMP_MXNETS_TESTS"])
-    mx = mxnets_tests.prepare([folder / "unittest", folder / "gpu", folder / "common"])
+    mx = mxnets_tests.prepare()
     mx.gpu = mx.context.gpu = mx.cpu
     _scale_expected()
     compare = mx.test_utils.check_consistency
@@ -108,28 +102,18 @@ pytest_runtest_logreport = mxnets_tests.pytest_runtest_logreport
 
 def run(folder, name, off):
     """The outcome and message of each test of a file, by name."""
-    made = {}
-    path = [ROOT, HERE, *(folder / part for part in ("unittest", "gpu", "common"))]
-    place = "gpu" if name == GPU else "unittest"
+    made, variables = {}, {"GLUON_AMP_ENGINE": "off"} if off else {}
+    path = folder / ("gpu" if name == GPU else "unittest") / name
     while True:
-        with tempfile.TemporaryDirectory() as scratch:
-            outcomes = Path(scratch) / "outcomes"
-            done = subprocess.run(
-                [*mxnets_tests.PYTEST, "-p", "mxnet_float16", "--rootdir", str(folder),
-                 str(folder / place / name)], cwd=scratch, capture_output=True, text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)),
-                     "GLUON_AMP_MXNETS_TESTS": str(folder), "GLUON_AMP_OUTCOMES": str(outcomes),
-                     "GLUON_AMP_DONE": "\n".join(made), "MXNET_TEST_SEED": "7",
-                     **({"GLUON_AMP_ENGINE": "off"} if off else {})})
-            lines = outcomes.read_text().splitlines() if outcomes.exists() else []
-        ended = {test: (outcome, said) for test, outcome, said in map(json.loads, lines)}
+        code, text, ended = mxnets_tests.run_pytest(
+            "mxnet_float16", folder, [path], GLUON_AMP_DONE="\n".join(made), **variables)
         open_ = [test for test, (outcome, _) in ended.items() if outcome == "started"]
         for test in open_:
-            ended[test] = "failed", f"it ends the process: {done.returncode}"
+            ended[test] = "failed", f"it ends the process: {code}"
         made.update(ended)
         if not open_:
-            if done.returncode not in (0, 1, 5):  # 1: tests failed, 5: none was selected
-                sys.exit(f"{name} did not end:\n{done.stdout}{done.stderr}")
+            if code not in (0, 1, 5):  # 1: tests failed, 5: none was selected
+                sys.exit(f"{name} did not end:\n{text}")
             return made
 
 

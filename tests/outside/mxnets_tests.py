@@ -33,6 +33,7 @@ NEEDED = (*(f"unittest/{name}" for name in (*FILES, "common.py")), "common/model
 # test_gluon.py is about blocks: of its tests, those that have a Trainer or a Module
 APPLIES = re.compile(r"\b(Trainer|Module)\b")
 ARMS = ("None", "1024", "dynamic")  # values of loss_scale
+PARTS = ("unittest", "gpu", "common", "train")  # folders that tests import from
 NO_NETWORK = r"ConnectionError|URLError|gaierror"  # some download data
 # their modules are imported without assertion rewriting by pytest
 PYTEST = (sys.executable, "-W", "ignore", "-m", "pytest", "-q", "--tb=short", "--no-header",
@@ -47,15 +48,17 @@ NUMPY_FILES = tuple(f"test_{name}.py" for name in """
 # ---- the plugin of pytest
 
 
-def prepare(folders, alone=False):
-    """Imports MXNet so that its tests in these folders can be imported; `alone`: not gluon_amp."""
+def prepare(alone=False):
+    """Imports MXNet so that its tests can be imported; `alone`: not gluon_amp."""
     _make_nose()
     if alone:
         exec(MXNET_ALONE)
         numpy_names = sys.modules["numpy_names"]
     else:
         from gluon_amp import numpy_names
-    numpy_names.PACKAGES.update(path.stem for folder in folders for path in folder.glob("*.py"))
+    folder = Path(os.environ["GLUON_AMP_MXNETS_TESTS"])
+    numpy_names.PACKAGES.update(
+        path.stem for part in PARTS for path in (folder / part).glob("*.py"))
     _wrap_around(numpy_names.AS_IT_WAS)
     import mxnet as mx
     return mx
@@ -63,8 +66,7 @@ def prepare(folders, alone=False):
 
 def pytest_configure(config):
     arm = os.environ["GLUON_AMP_IN_PLACE"]
-    folders = map(Path, os.environ["GLUON_AMP_MXNETS_TESTS"].split(os.pathsep))
-    mx = prepare(folders, arm == "alone")
+    mx = prepare(arm == "alone")
     if arm == "alone":
         return
     import gluon_amp as amp
@@ -144,23 +146,31 @@ def _make_nose():
 # ---- the command
 
 
-def run(folder, arm, files=FILES):
-    """The outcome (passed, skipped, failed) and message of each test, by name."""
+def run_pytest(plugin, folder, files, **variables):
+    """Runs files of MXNet's tests with a plugin. Returns the exit code, what pytest said, and the
+    outcome (passed, skipped, failed) and message of each test, by name."""
+    path = [ROOT, HERE, *(folder / part for part in PARTS)]
     with tempfile.TemporaryDirectory() as scratch:
         outcomes = Path(scratch) / "outcomes"
-        theirs = [str(folder / part) for part in ("unittest", "common", "train")]
-        path = [str(ROOT), str(HERE), *theirs]
+        outcomes.touch()
         done = subprocess.run(
-            [*PYTEST, "-p", "mxnets_tests", "--rootdir", str(folder),
-             *(str(folder / "unittest" / name) for name in files)],
-            cwd=scratch, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "GLUON_AMP_IN_PLACE": arm,
-                 "GLUON_AMP_MXNETS_TESTS": os.pathsep.join(theirs),
-                 "GLUON_AMP_OUTCOMES": str(outcomes), "MXNET_TEST_SEED": "7"})
-        if done.returncode not in (0, 1) or not outcomes.exists():  # 1: tests failed
-            sys.exit(f"the tests did not end:\n{done.stdout}{done.stderr}")
+            [*PYTEST, "-p", plugin, "--rootdir", str(folder), *map(str, files)], cwd=scratch,
+            capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path)),
+                 "GLUON_AMP_MXNETS_TESTS": str(folder), "GLUON_AMP_OUTCOMES": str(outcomes),
+                 "MXNET_TEST_SEED": "7", **variables})
         lines = outcomes.read_text().splitlines()
-    return {name: (outcome, said) for name, outcome, said in map(json.loads, lines)}
+    return done.returncode, done.stdout + done.stderr, {
+        name: (outcome, said) for name, outcome, said in map(json.loads, lines)}
+
+
+def run(folder, arm, files=FILES):
+    """The outcome and message of each test."""
+    code, said, outcomes = run_pytest("mxnets_tests", folder, [
+        folder / "unittest" / name for name in files], GLUON_AMP_IN_PLACE=arm)
+    if code not in (0, 1) or not outcomes:  # 1: tests failed
+        sys.exit(f"the tests did not end:\n{said}")
+    return outcomes
 
 
 def expected_failures(listed, arm=None):
