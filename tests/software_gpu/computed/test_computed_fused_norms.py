@@ -8,7 +8,6 @@ import pytest
 from gluon_amp.graph.build import cached_op
 from gluon_amp.graph.graph import Graph
 from gluon_amp.graph.norms import fuse_norms
-from software_gpu import recording
 
 pytestmark = pytest.mark.skipif(os.environ["RECORDING_GPU_CUDNN"] < "9",
                                 reason="norms are fused with cuDNN 9: newer_gpus.py")
@@ -58,23 +57,17 @@ def fused(added):
     return made
 
 
-def called(begin):
-    recording.mark("")
-    return {call.name for call in recording.calls(begin)
-            if call.name.startswith(("cudnnBatchNorm", "cudnnActivation"))}
-
-
 @pytest.mark.parametrize("added", [None, 0, 1])
 @pytest.mark.parametrize(("requests", "training", "channels"), [
     ("write", True, 8), ("write", False, 8), ("add", True, 8), ("write", True, 6)])
-def test_results_are_those_of_separate_operators(added, requests, training, channels):
-    shape, before, begin = (2, 5, 4, channels), recording.violations(), recording.position()
+def test_results_are_those_of_separate_operators(added, requests, training, channels, calls):
+    shape = (2, 5, 4, channels)
     ours = results(fused(added), requests, training, shape)
-    functions = called(begin)
+    functions = {call.name for call in calls()
+                 if call.name.startswith(("cudnnBatchNorm", "cudnnActivation"))}
     theirs = results(graph_of(added), requests, training, shape)
     for one, other in zip(ours, theirs):
         np.testing.assert_allclose(one, other, rtol=4e-3, atol=4e-3)
-    assert recording.violations() == before
     if requests == "write" and training and channels == 8:
         assert functions == {"cudnnBatchNormalizationForwardTrainingEx",
                              "cudnnBatchNormalizationBackwardEx"}
@@ -137,13 +130,13 @@ class Residual(mx.gluon.HybridBlock):
         return F.relu(x + self.norms[1](y))
 
 
-def test_converted_network_trains_and_predicts_with_fused_norms(monkeypatch):
+def test_converted_network_trains_and_predicts_with_fused_norms(monkeypatch, calls):
     data = np.random.RandomState(0).randn(2, 3, 4, 4)
-    results = []
-    for layout in ("on", "off"):  # off: channels-first, without fused norms
+    results, found = [], {}
+    for layout in ("off", "on"):  # off: channels-first, without fused norms
         monkeypatch.setenv("GLUON_AMP_LAYOUT", layout)
         mx.random.seed(0)
-        net, begin = Residual(), recording.position()
+        net = Residual()
         net.initialize(mx.init.Xavier(), ctx=mx.gpu(0))
         amp.convert(net)
         net.hybridize(static_alloc=True)
@@ -157,5 +150,6 @@ def test_converted_network_trains_and_predicts_with_fused_norms(monkeypatch):
             trainer.step(1)
             losses.append(loss.asscalar())
         results.append([*losses, net(x).astype("float32").mean().asscalar()])
-        assert any("Ex" in name for name in called(begin)) == (layout == "on")
+        found[layout] = any(call.name.endswith("TrainingEx") for call in calls())
+    assert found == {"off": False, "on": True}
     np.testing.assert_allclose(*results, rtol=2e-3)

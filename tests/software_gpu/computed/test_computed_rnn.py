@@ -6,7 +6,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from rnn_cases import CASES, HIDDEN, INPUT, Case, difference, drawn, operator, results, unrolled
-from software_gpu import recording
 
 GPU = mx.gpu(0)
 CUDNN_9 = os.environ["RECORDING_GPU_CUDNN"] >= "9"
@@ -15,12 +14,9 @@ CUDNN_9 = os.environ["RECORDING_GPU_CUDNN"] >= "9"
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float16", 6e-3),
                                               ("float64", 1e-5)])
 @pytest.mark.parametrize("case", [c for c in CASES if not (c.clip and CUDNN_9)], ids=str)
-def test_layer_matches_cpu(case, dtype, bound):
-    begin, before = recording.position(), recording.violations()
+def test_layer_matches_cpu(case, dtype, bound, calls):
     assert difference(case, GPU, dtype) < bound
-    assert recording.violations() == before
-    recording.mark("")
-    called = {call.name for call in recording.calls(begin) if call.name.startswith("cudnnRNN")}
+    called = {call.name for call in calls() if call.name.startswith("cudnnRNN")}
     assert called == ({"cudnnRNNForward", "cudnnRNNBackwardData_v8", "cudnnRNNBackwardWeights_v8"}
                       if CUDNN_9 else {"cudnnRNNForwardTrainingEx", "cudnnRNNBackwardDataEx",
                                        "cudnnRNNBackwardWeightsEx"})
@@ -31,7 +27,7 @@ def test_layer_matches_cpu(case, dtype, bound):
     ({}, True), ({"num_layers": 2}, True), ({"state_size": 300}, False), ({"mode": "gru"}, False),
     ({"state_size": 1088}, False), ({"state_size": 192}, False), ({"batch": 65}, False),
     ({"bidirectional": True}, False), ({"dtype": "float32"}, False)])
-def test_persistent_algorithm_runs_lstms_for_which_it_is_fast(settings, persistent):
+def test_persistent_algorithm_runs_lstms_for_which_it_is_fast(settings, persistent, calls):
     settings = {"mode": "lstm", "state_size": 256, "num_layers": 1, **settings}
     dtype, size = settings.pop("dtype", "float16"), settings["state_size"]
     batch, ways = settings.pop("batch", 64), 1 + settings.get("bidirectional", False)
@@ -40,11 +36,8 @@ def test_persistent_algorithm_runs_lstms_for_which_it_is_fast(settings, persiste
                   for i in range(settings["num_layers"]))
     state = (settings["num_layers"] * ways, batch, size)
     shapes = [(1, batch, 8), (weights,), state, *([state] if gates == 4 else [])]
-    begin = recording.position()
     mx.nd.RNN(*(mx.nd.zeros(shape, dtype=dtype, ctx=GPU) for shape in shapes), **settings)
-    mx.nd.waitall()
-    recording.mark("")
-    call, = (call for call in recording.calls(begin) if call.name == "cudnnRNNForward")
+    call, = (call for call in calls() if call.name == "cudnnRNNForward")
     assert call.record["algorithm"] == int(persistent)
 
 
@@ -98,10 +91,8 @@ def test_dropout_is_between_layers_and_in_training_only():
     ("float16", "1", "TENSOR_OP"), ("float16", "0", "DEFAULT"), ("float16", "False", "DEFAULT"),
     ("float32", "1", "DEFAULT")])
 def test_float16_runs_on_tensor_cores_of_cudnn_9_if_the_setting_allows(dtype, allowed, math,
-                                                                      monkeypatch):
+                                                                      monkeypatch, calls):
     monkeypatch.setenv("MXNET_CUDA_ALLOW_TENSOR_CORE", allowed)
-    begin = recording.position()
     results(Case("lstm"), GPU, dtype)
-    recording.mark("")
-    assert {call.record["math"] for call in recording.calls(begin)
+    assert {call.record["math"] for call in calls()
             if call.name.startswith("cudnnRNN")} == {math if CUDNN_9 else "DEFAULT"}
