@@ -100,7 +100,7 @@ def xrays(folder):
     batch = mx.nd.array(rng.standard_normal((4, 3))), mx.nd.array([0, 1, 0, 1])
     amp.xray(net, [batch], gluon.loss.SoftmaxCrossEntropyLoss()).save(f"{folder}/view")
     os.replace(f"{folder}/view/xray.jsonl", f"{folder}/xray.jsonl")
-    return saved.read
+    return saved.draw
 
 
 PARSERS = {each.__name__: each for each in (states, records, packs, logs, events, xrays)}

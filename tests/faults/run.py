@@ -2,6 +2,7 @@
 
     python tests/faults/run.py                          all stories and functions
     python tests/faults/run.py --most 5 "dense step"    at most five calls of each function
+    python tests/faults/run.py --function mmap --verbose    where MXNet calls what ends the process
     python tests/software_gpu --compute python tests/faults/run.py    calls of CUDA's libraries
 
 Each trial is a fork of this process, which has imported MXNet and computed nothing. It fails if
@@ -10,10 +11,11 @@ Each trial is a fork of this process, which has imported MXNet and computed noth
     an error does not name the cause
     a story without an error has other bits than an undisturbed one
     a file has neither the contents of before nor those of afterwards
-    the process crashes, unless MXNet's own code has called the function
+    the process crashes, unless the code of MXNet or numpy has called the function
 """
 import argparse
 import ctypes
+import faulthandler
 import os
 import pickle
 import re
@@ -29,11 +31,11 @@ from pathlib import Path
 ON_GPU = "RECORDING_GPU_COUNT" in os.environ
 FUNCTIONS = ("cudaMalloc", "cudaMemcpy", "cudaLaunchKernel", "cudnn", "cublas", "nvrtc") \
     if ON_GPU else ("posix_memalign", "malloc", "write", "fsync", "rename", "mmap")  # as in fail.c
-MOST = 40  # calls of each function that fail, evenly spaced
 CAUSES = r"CUDA|cuda|CUDNN|cudnn|CUBLAS|cublas|NVRTC|nvrtc" if ON_GPU else \
     r"[Mm]emory|alloc|No space|Input/output error|MemoryError"
-# MXNet's RNNs pass on oneDNN's "could not create a primitive"
-ONEDNN_IN_MXNET = r"_ZN4dnnl9primitiveC1.*\n.*/libmxnet\.so\(_ZN5mxnet2op12RnnPrimitive"
+# MXNet's RNNs pass on oneDNN's "could not create a primitive", forward and backward
+ONEDNN_IN_MXNET = \
+    r"_ZN4dnnl9primitiveC1.*\n.*/libmxnet\.so\(_ZN5mxnet2op\d+(RnnPrimitive|GetRnnBwdPrim)"
 HERE = Path(__file__).parent
 
 
@@ -53,6 +55,7 @@ def in_fork(function, folder, limit):
     if pid == 0:
         signal.setitimer(signal.ITIMER_REAL, limit)  # SIGALRM ends the process
         os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        faulthandler.enable(all_threads=False)  # before MXNet's handler
         result.write_bytes(pickle.dumps(function()))
         os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -65,12 +68,14 @@ def in_fork(function, folder, limit):
     return pickle.loads(result.read_bytes()), None, text
 
 
-def is_of_mxnet(function, stack):
-    """Whether MXNet or a library of its has made a call, without the engine; or oneDNN, which maps
-    the code that it generates."""
+def library_alone(function, stack):
+    """Returns the library that has made a call without the engine, "MXNet" or "numpy", whose ufuncs
+    do not check for their buffers; also MXNet's oneDNN, which maps the code that it generates."""
     callers = [line for line in stack.splitlines() if "/fail.so" not in line]
-    return "libmxnet.so" in stack and (
-        "_engine.so" not in stack or function == "mmap" and "libmxnet.so" in callers[0])
+    if callers and "_multiarray_umath" in callers[0]:
+        return "numpy"
+    return "MXNet" if "libmxnet.so" in stack and (
+        "_engine.so" not in stack or function == "mmap" and "libmxnet.so" in callers[0]) else None
 
 
 class Faults:
@@ -150,9 +155,9 @@ class Faults:
         outcome, ended, text = self.trial(function, n)
         stack = Path(self.folder, "stack").read_text(errors="replace")
         if ended:
-            return (f"{ended} in MXNet", False, "") \
-                if ended != "hangs" and is_of_mxnet(function, stack) \
-                else (ended, True, f"{text[-2000:]}\n{stack}")
+            library = ended != "hangs" and library_alone(function, stack)
+            return (f"{ended} in {library}", False, stack) if library \
+                else (ended, True, f"{text[:2000]}\n{stack}")
         result, error, _ = outcome
         if error and not re.search(CAUSES, error) and not re.search(ONEDNN_IN_MXNET, stack):
             return "error without the cause", True, f"{error}\n{stack}"
@@ -167,18 +172,18 @@ class Faults:
         return "error" if error else "no effect", False, error
 
 
-def run(names, most, limit, verbose):
+def run(names, functions, most, limit, verbose):
     """Runs stories; prints a row for each function, and the defects. Returns their number."""
     defects = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             faults = Faults(name, folder, limit)
             faults.undisturbed()
-            for function in FUNCTIONS:
+            for function in functions:
                 (_, _, calls), _, _ = faults.trial(function, 0)
                 numbers = range(1, calls + 1)
-                numbers = sorted({numbers[i * calls // most] for i in range(most)} if calls > most
-                                 else numbers)
+                if most and calls > most:
+                    numbers = [numbers[i * calls // most] for i in range(most)]
                 counts = Counter()
                 for n in numbers:
                     happened, is_defect, details = faults.fault(function, n)
@@ -196,7 +201,9 @@ def run(names, most, limit, verbose):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="stories; all by default")
-    parser.add_argument("--most", type=int, default=MOST)
+    parser.add_argument("--function", choices=FUNCTIONS, help="all by default")
+    parser.add_argument("--most", type=int, help="calls of each function that fail, evenly spaced; "
+                        "all by default")
     parser.add_argument("--limit", type=float, default=10, help="seconds for each trial")
     parser.add_argument("--verbose", action="store_true")
     args = parser.parse_args()
@@ -209,7 +216,8 @@ def main():
     sys.path.insert(0, str(HERE))
     from stories import ON_CPU, STORIES
     names = args.names or [name for name in STORIES if not (ON_GPU and name in ON_CPU)]
-    sys.exit(bool(run(names, args.most, args.limit, args.verbose)))
+    functions = [args.function] if args.function else FUNCTIONS
+    sys.exit(bool(run(names, functions, args.most, args.limit, args.verbose)))
 
 
 if __name__ == "__main__":
