@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 from dataclasses import dataclass, field, replace
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -173,11 +173,13 @@ def as_pairs(bins: np.ndarray[Any, Any]) -> List[List[int]]:
     return [[*pair] for pair in zip((at - _BIAS).tolist(), bins[at].tolist())]
 
 
-def from_pairs(pairs: Iterable[Iterable[int]]) -> np.ndarray[Any, Any]:
-    """Returns the histogram of `as_pairs`."""
+def from_pairs(pairs: Iterable[Sequence[int]]) -> np.ndarray[Any, Any]:
+    """Returns the histogram of `as_pairs`. Raises TypeError for other pairs."""
     bins = np.zeros(256, np.int64)
-    for exponent, count in pairs:
-        bins[exponent + _BIAS] = count
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] < -_BIAS:
+            raise TypeError(f"bins has {pair!r:.100} instead of an exponent and a count")
+        bins[pair[0] + _BIAS] = pair[1]
     return bins
 
 

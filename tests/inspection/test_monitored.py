@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import cases
 from gluon_amp.formats import FORMATS
-from gluon_amp.inspection.saved import read
+from gluon_amp.inspection.saved import draw, read
 from gluon_amp.tools.cli import main
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -132,6 +132,15 @@ def test_files_without_statistics_are_refused(tmp_path, file):
     for text in ("no\n", "[1]\n", '{"step": 1}\n'):
         assert "line 1 of" in refused(text)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b.jsonl"]
+
+
+@pytest.mark.parametrize("pair", [[], [1], [1, 2, 3], [-300, 1], ["x", 1]])
+def test_files_with_wrong_bins_are_refused(tmp_path, file, pair):
+    path = tmp_path / "b.jsonl"
+    line = json.loads(file.read_text().splitlines()[0])
+    path.write_text(json.dumps({**line, "bins": [pair]}) + "\n")
+    with pytest.raises(ValueError, match=r"b\.jsonl is damaged"):
+        draw(str(path))
 
 
 # ---- damaged files
