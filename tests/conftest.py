@@ -1,4 +1,5 @@
 import faulthandler
+import itertools
 import logging
 import os
 import sys
@@ -98,6 +99,17 @@ def pytest_runtest_setup(item):
         mx.npx.set_np()
 
 
+class Names(mx.name.NameManager):
+    """Numbers blocks from 0, but for synchronized batch norms, whose names are keys of the process.
+    """
+    synchronized = itertools.count()
+
+    def get(self, name, hint):
+        if hint == "syncbatchnorm" and not name:
+            return f"{hint}{next(self.synchronized)}"
+        return super().get(name, hint)
+
+
 @pytest.fixture(autouse=True)
 def same_numbers():
     """Seeds random numbers and numbers blocks from 0 in each test, and waits for MXNet after it.
@@ -106,7 +118,7 @@ def same_numbers():
     """
     mx.random.seed(7)
     np.random.seed(7)
-    with mx.name.NameManager():
+    with Names():
         yield
     mx.npx.reset_np()
     mx.nd.waitall()
