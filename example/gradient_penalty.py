@@ -21,6 +21,7 @@ import json
 import math
 import re
 
+import gluon_amp  # noqa: F401  (before mxnet, so that numpy fits)
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon

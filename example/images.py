@@ -35,11 +35,12 @@ def add_image_flags(parser):
         ("--data-dir", str, None, "folder of the dataset (default: MXNet's)"),
         ("--examples", positive_int, None, "number of training images to use (default: all)"),
         ("--classes --num-classes", positive_int, None,
-         "number of classes (default: the dataset's; 10 for a folder or a .rec)"),
+         "number of classes (default: the dataset's or the folder's; 10 for a .rec)"),
         ("--image-size --input-size", positive_int, None,
          "height and width (default: the dataset's; 224 for a folder or a .rec)"),
         ("--crop-ratio", crop_ratio, 1.0, "center crop in validation, a share of each side"),
-        ("--random-crop", bool, False, "crop that share in training (default: 40 to 100 %% of it)"),
+        ("--random-crop", bool, False,
+         "crop that share in training (default: 40 to 100 %%; of up to 32 pixels all)"),
         ("--num-workers --num-data-workers -j", recipes.non_negative_int, 0,
          "processes that load images"),
         ("--rgb-mean", recipes.decimals, [114.75], "mean of pixels from 0 to 255: one or three"),
@@ -207,6 +208,7 @@ def random_images(args):
 
 def image_transform(args, size, train):
     """Returns the function that resizes and crops an image, and mirrors half of a training's."""
+    mirrors = train and args.dataset != "mnist"  # a mirrored digit is none
     transforms, resized = vision.transforms, math.ceil(size / args.crop_ratio)
     if args.random_crop and args.crop_ratio == 1:
         raise ValueError("--random-crop needs a --crop-ratio below 1, such as 0.875")
@@ -222,7 +224,7 @@ def image_transform(args, size, train):
         x, y = (random.randint(0, side - size) if train and side > size else (side - size) // 2
                 for side in image.shape[1::-1])
         image = image[y:y + size, x:x + size]
-        return image[:, ::-1] if train and random.random() < 0.5 else image
+        return image[:, ::-1] if mirrors and random.random() < 0.5 else image
     return transform
 
 
