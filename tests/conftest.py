@@ -100,22 +100,25 @@ def pytest_runtest_setup(item):
 
 
 class Names(mx.name.NameManager):
-    """Numbers blocks from 0, but for synchronized batch norms, whose names are keys of the process.
+    """Numbers blocks from another multiple of 1,000 in each test.
+
+    MXNet keeps constants and synchronized batch norms by name until the process ends, and names of
+    several lengths in one test would change the order of parameters: dense10 sorts before dense9.
     """
-    synchronized = itertools.count()
+    begins = itertools.count(10 ** 6, 1000)
+
+    def __init__(self):
+        super().__init__()
+        self.begin = next(self.begins)
 
     def get(self, name, hint):
-        if hint == "syncbatchnorm" and not name:
-            return f"{hint}{next(self.synchronized)}"
+        self._counter.setdefault(hint, self.begin)
         return super().get(name, hint)
 
 
 @pytest.fixture(autouse=True)
 def same_numbers():
-    """Seeds random numbers and numbers blocks from 0 in each test, and waits for MXNet after it.
-
-    Otherwise names depended on earlier tests: dense10 sorts before dense9.
-    """
+    """Seeds random numbers before each test, and waits for MXNet after it."""
     mx.random.seed(7)
     np.random.seed(7)
     with Names():
