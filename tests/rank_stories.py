@@ -144,10 +144,13 @@ def module_starts_with_different_seeds(store, rank):
 
 
 def changes_weight_on_rank_1(store, rank, when):
-    """Rank 1 changes a weight. The first step detects it; later, `check_ranks` does."""
+    """Rank 1 changes a weight. The first step detects it, also after an earlier comparison; later,
+    `check_ranks` does."""
     net = network()
     trainer = trainer_for(net, store)
     rng = np.random.default_rng(0)
+    if when == "after a comparison":
+        trainer.check_ranks()
     if when == "later":
         step(net, trainer, rng)
     if rank == 1:

@@ -264,6 +264,7 @@ class _Module(Trained):
         self._step.apply([module._updater])
         if self._workers.exchange and not self._has_compared:
             self.check_ranks()
+            self._has_compared = True
         self._step.report_overflow(self)
         return self._step.updated
 

@@ -12,7 +12,7 @@ class Trained:
 
     _step: Step
     _workers: Workers
-    _has_compared = False  # whether ranks have been compared since the training began
+    _has_compared = False  # whether a step has compared ranks since the training began
     _updating_here: str  # the setting with which ranks update
 
     def _compared_state(self) -> List[Any]:
@@ -75,4 +75,3 @@ class Trained:
         if self._workers.count > 1 and not self._workers.exchange:
             raise RuntimeError(f"check_ranks() needs {self._updating_here}")
         consistency.compare(self._workers, self._compared_state())
-        self._has_compared = True

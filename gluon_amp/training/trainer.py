@@ -358,6 +358,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         """Compares ranks after the first step. Returns whether the step updated."""
         if self._workers.exchange and not self._has_compared:
             self.check_ranks()
+            self._has_compared = True
         self._step.report_overflow(self)
         if self._step.updated:
             self._has_updated = True

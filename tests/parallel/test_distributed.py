@@ -59,6 +59,7 @@ CHANGED = ("net_dense0_weight is not the same on rank 1 as on rank 0. Has one ra
 
 @pytest.mark.parametrize(("story", "arguments", "error"), [
     ("changes_weight_on_rank_1", {"when": "before the first step"}, CHANGED),
+    ("changes_weight_on_rank_1", {"when": "after a comparison"}, CHANGED),
     ("changes_weight_on_rank_1", {"when": "later"}, CHANGED),
     ("has_different_network", {"what": "shape"}, "ranks train different networks: net_dense0_bias"),
     ("has_different_network", {"what": "count"},
