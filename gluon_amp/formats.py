@@ -33,7 +33,12 @@ class Format:
     @property
     def largest(self) -> float:
         """The largest finite number."""
-        return 2.0 ** (2 ** (self.exponent - 1) - 1) * (2 - 2.0 ** -self.fraction)
+        return 2.0 ** self.last_exponent * (2 - 2.0 ** -self.fraction)
+
+    @property
+    def last_exponent(self) -> int:
+        """The binary exponent of the largest number."""
+        return int(2 ** (self.exponent - 1) - 1)
 
     @property
     def counts_to(self) -> int:

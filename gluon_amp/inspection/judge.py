@@ -279,7 +279,7 @@ class _Judge:
         for data in [tensor, *reads]:
             size = data.counts.range[1] if data.counts.range else 0
             # data whose squares the format does not hold
-            if 2 * size > tensor.last_exponent and self.layout.data_of(data.key):
+            if 2 * size > tensor.format.last_exponent and self.layout.data_of(data.key):
                 then = ends if data is tensor else f"{tensor.name} overflows"
                 return self._of_data(data, "range above", f"reach 2^{size}, and {then}", **_ERROR)
         most = f", up to 2^{counts.range[1]}" if counts.range else ""

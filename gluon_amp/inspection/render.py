@@ -67,7 +67,7 @@ def _edges(format_: Format) -> Tuple[int, int, int]:
     """Returns the ends of a heat map's bands: below the first, numbers become 0; below the second,
     they have fewer digits; above the third, they overflow."""
     return (round(math.log2(format_.smallest)), round(math.log2(format_.smallest_normal)),
-            math.floor(math.log2(format_.largest)) + 1)
+            format_.last_exponent + 1)
 
 
 TAGGED = ("error", "warning", "note")  # kinds of lines that start with a word

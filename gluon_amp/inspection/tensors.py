@@ -197,7 +197,7 @@ def _small_end(format_: Format, powers: Tuple[int, ...]
 
 def _is_beyond(format_: Format) -> np.ndarray[Any, Any]:
     """Returns for each bin whether its values exceed a format's range."""
-    beyond: np.ndarray[Any, Any] = math.floor(math.log2(format_.largest)) < _EXPONENTS
+    beyond: np.ndarray[Any, Any] = format_.last_exponent < _EXPONENTS
     return beyond
 
 
@@ -240,7 +240,6 @@ class Tensor:
         begins: whether it is a gradient that a loss operator starts without the loss scale.
         is_low: whether its format is not float32.
         low_snr: the SNR in dB below which the format does not suit it.
-        last_exponent: the exponent of its format's largest number.
     """
     key: Key
     kind: str
@@ -263,7 +262,6 @@ class Tensor:
     begins: bool = field(init=False, repr=False)
     is_low: bool = field(init=False, repr=False)
     low_snr: float = field(init=False, repr=False)
-    last_exponent: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         node, backward, which = self.key
@@ -273,7 +271,6 @@ class Tensor:
         self.is_low = self.format != FLOAT32
         exact = 6.02 * (self.format.fraction + 1)  # the SNR of rounding without underflow
         self.low_snr = max(exact - _BELOW_ROUNDING, _LEAST_DECIBELS)
-        self.last_exponent = math.floor(math.log2(self.format.largest))
 
     def join(self, other: Tensor) -> None:
         """Adds the inputs and readers of another tensor with the same key."""
@@ -290,7 +287,7 @@ class Tensor:
 
     def highest_factor(self, counts: Counts) -> float:
         """Returns the headroom of counts as a power of two; less than 1 if a number overflowed."""
-        above = self.last_exponent - counts.range[1] if counts.range else 0
+        above = self.format.last_exponent - counts.range[1] if counts.range else 0
         return 2.0 ** (above if counts.stay_finite else min(above, -1))
 
     def lowest_factor(self, counts: Counts, underflow: float) -> float:
@@ -375,15 +372,15 @@ def note_largest(tensors: Iterable[Tensor], counts: Mapping[Key, Counts]) -> Non
         held = counts.get(tensor.key)
         if tensor.key.backward or held is None or not tensor.is_low:
             continue
-        least, highest = tensor.last_exponent - _BITS, (held.range or (0, -_BIAS))[1]
+        least, highest = tensor.format.last_exponent - _BITS, (held.range or (0, -_BIAS))[1]
         if highest <= least:
             tensor.largest.append(least)
         elif not _is_masked(held.sample, 2.0 ** least, [
                 counts[key].sample for key in tensor.gradients if key in counts]):
             tensor.largest.append(highest)
-            if highest == tensor.last_exponent:
+            if highest == tensor.format.last_exponent:
                 sampled = float(np.abs(held.sample).max(initial=0.0))
-                tensor.peak = max(tensor.peak, 2.0 ** tensor.last_exponent, sampled)
+                tensor.peak = max(tensor.peak, 2.0 ** tensor.format.last_exponent, sampled)
 
 
 def _is_masked(sample: Any, least: float, gradients: List[Any]) -> bool:
@@ -400,4 +397,4 @@ def varies_by(tensor: Tensor) -> Optional[int]:
         return None
     most = max(tensor.largest)
     by = most - statistics.median_low(tensor.largest)
-    return by if tensor.last_exponent - most < by else None
+    return by if tensor.format.last_exponent - most < by else None

@@ -4,7 +4,6 @@ The engine counts the exponents of each tensor, as for an X-ray. A node stays in
 or writes a tensor that the format does not hold: the largest number exceeds it with a headroom of a
 factor of two, or underflow removes more than a share of the norm.
 """
-import math
 from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 
 import mxnet as mx
@@ -60,8 +59,7 @@ def _fits(counts: Counts, format_: Format, name: str) -> bool:
                          "parameters of finite numbers")
     if counts.range is None:  # all are 0
         return True
-    room = math.floor(math.log2(format_.largest)) - counts.range[1]
-    return room >= _ROOM and counts.underflow(format_) <= _LOST
+    return format_.last_exponent - counts.range[1] >= _ROOM and counts.underflow(format_) <= _LOST
 
 
 def _counted(graph: Graph, parameters: Mapping[str, Any], data: Sequence[str],
