@@ -166,17 +166,22 @@ def _replace_functions(switch: Switch) -> None:
 
         cls.hybridize = hybridize
 
-    for owner in (mx.autograd, mx.nd.NDArray):
-        def backward(*args: Any, original: Any = owner.backward, **kwargs: Any) -> None:
+    def replace_backward(owner: Any) -> None:
+        original = owner.backward
+        signature = inspect.signature(original)
+
+        def backward(*args: Any, **kwargs: Any) -> None:
             if not switch.replaces:
                 original(*args, **kwargs)
                 return
-            given = inspect.signature(original).bind(*args, **kwargs)
-            given.apply_defaults()
-            switch.backward(*given.args)
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            switch.backward(*bound.args)
 
         owner.backward = backward
 
+    replace_backward(mx.autograd)
+    replace_backward(mx.nd.NDArray)
     _refuse_reads_of_gradients(switch)
 
 
