@@ -12,10 +12,13 @@ FILES = [file for file in sorted(Path(__file__).parent.glob("test_*.py"))
 
 
 @pytest.mark.parametrize("isa", list(library.VARIANTS))
-def test_each_instruction_set(isa, pytestconfig):
+def test_each_instruction_set(isa, pytestconfig, monkeypatch):
     if isa == library.load():
         return  # this run tests it
-    done = processes.run_tests(pytestconfig, "-m", "vectorized", *FILES, GLUON_AMP_ISA=isa)
-    if "must be one of" in done.stdout:
+    monkeypatch.setenv("GLUON_AMP_ISA", isa)
+    try:
+        library.choose()
+    except library.KernelError:
         pytest.skip(f"this processor has no {isa}")
+    done = processes.run_tests(pytestconfig, "-m", "vectorized", *FILES, GLUON_AMP_ISA=isa)
     assert done.returncode == 0, done.stdout
