@@ -61,31 +61,36 @@ const struct {
   const char *defect, *operators, *test;
   void (*repair)();
 } kRepairs[] = {
-    {"A weight gradient of three axes has products of other planes, and planes that are not initialized; "
-     "a layer without a bias writes a weight gradient that was not requested",
+    {"3-D convolutions: weight gradients with wrong or uninitialized planes. Convolutions without a bias: "
+     "weight gradients that were not requested",
      "_backward_Convolution _backward_Deconvolution",
      "tests/cpu/test_weight_gradients.py::test_gradients_of_three_axes", repair_weight_gradients},
-    {"The gradient of a dense layer's gradient lacks the part of the layer's head gradient",
+    {"Dense layers: second-order gradients lack a term",
      "_backward_FullyConnected",
      "tests/cpu/test_engine_networks.py::test_second_gradients_of_dense_layers_match_numeric_ones",
      repair_dense_gradients},
-    {"The gradient of hard_sigmoid is the head gradient, or overwrites it where others read it",
+    {"hard_sigmoid: its gradient is the incoming one, unchanged, or overwrites it",
      "_backward_hard_sigmoid",
      "tests/cpu/test_repairs.py::test_gradient_of_hard_sigmoid", repair_hard_sigmoid},
-    {"Max pooling that is recorded in predict mode does not write the indices that its gradient reads", "Pooling",
+    {"Max pooling, recorded in predict mode: its gradient reads indices that were not written",
+     "Pooling",
      "tests/cpu/test_repairs.py::test_gradient_of_recorded_prediction_of_pooling", repair_pooling},
-    {"Operators of empty arrays divide by zero or read beyond arrays: they return empty results, or raise an error",
-     "all", "tests/cpu/test_engine_types.py::test_calls_with_empty_results_return", repair_empty_calls},
-    {"Loops and conditions leave rows and gradients uninitialized, or stop at the gradient of Embedding's indices",
+    {"Empty arrays: a division by zero ends the process, or other memory is read",
+     "all",
+     "tests/cpu/test_engine_types.py::test_calls_with_empty_results_return", repair_empty_calls},
+    {"Loops and conditions: uninitialized rows and gradients; an error for Embedding",
      "_while_loop _backward_while_loop _backward_cond _backward_Embedding",
      "tests/cpu/test_loops.py::test_rows_of_rounds_that_do_not_run_are_zero", initialize_loops},
-    {"Operators of the user's Python read freed copies of oneDNN's arrays; a process that exits meanwhile waits for "
-     "ever or aborts", "Custom _backward_Custom _backward_CustomFunction",
+    {"CustomOp and autograd.Function: arrays in oneDNN's layout are read after they are freed; an exit "
+     "meanwhile hangs or aborts",
+     "Custom _backward_Custom _backward_CustomFunction",
      "tests/cpu/test_user_code.py::test_process_exits_after_its_custom_operators", guard_user_code},
-    {"A second backward pass through Dropout on a GPU drops nothing", "_backward_Dropout",
+    {"Dropout on a GPU: a second backward pass drops nothing",
+     "_backward_Dropout",
      "tests/software_gpu/recorded/test_gpu_networks.py::"
      "test_dropout_costs_as_in_float32_and_supports_repeated_backward", keep_masks},
-    {"A forked process waits for ever for the threads of its parent", "all",
+    {"Forked processes: they wait forever for threads of their parent",
+     "all",
      "tests/cpu/test_engine_safe.py::test_fork_of_an_engine_without_threads_computes", repair_forks},
 };
 
