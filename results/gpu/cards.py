@@ -103,7 +103,7 @@ def speed(measured, part=None, before="as in the second run"):
                           f"{ms[0]:.1f} to {ms[-1]:.1f}" if len(ms) > 1 else "one run",
                           f"{samples:,.0f}", share, f"{mib:,.0f}"])
             title = ""
-    return table(["network", "way", "ms a step", "range", "samples/s",
+    return table(["network", "implementation", "ms a step", "range", "samples/s",
                   "PyTorch float16 = 1", "MiB"], lines)
 
 
