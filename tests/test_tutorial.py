@@ -111,7 +111,7 @@ def test_text_classification_matches_float32(run):
 @pytest.mark.thorough
 def test_gan_trains_and_covers_every_cluster(run):
     names, _ = run("gan")
-    for points in names["made"].values():
+    for points in names["generated"].values():
         inside, shares = names["judge"](points)
         assert inside > 0.65
         assert min(shares) > 0.02
