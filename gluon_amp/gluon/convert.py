@@ -104,7 +104,7 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
         check_blocks([*blocks, *around], Computes(
             lambda block: None if block in kept_blocks else policies.get(block) or policy_of(block),
             Kept.union([kept, kept_in_blocks(around)])))
-    _convert_blocks(graphs, kept_blocks, kept, policy, keep, paths_in(net), like is None)
+    _convert_blocks(graphs, kept_blocks, kept, policy, keep, like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):
             outer._clear_cached_op()  # it holds the float32 graph
@@ -169,7 +169,7 @@ def restore(net: Block, masters: Any = None) -> Block:
 
 
 def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy: Policy,
-                    keep: Sequence[Any], paths: Dict[Block, str], compares: bool) -> None:
+                    keep: Sequence[Any], compares: bool) -> None:
     """Sets the classes and states of blocks, and the types of their parameters.
 
     Args:
@@ -187,8 +187,8 @@ def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy
             trainer.check_policy(policy)
     states = [State(
         policy, policy, _was_hybridized(block), block in kept_blocks, kept,
-        partial(_convert_new_child, policy, keep, block in kept_blocks, compares),
-        paths[block], compares) for block in blocks]
+        partial(_convert_new_child, policy, keep, block in kept_blocks, compares), compares)
+        for block in blocks]
     mixed = not policy.is_float32
     if not mixed:
         restore_blocks(blocks)
@@ -210,18 +210,15 @@ def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy
     _cast(types)
 
 
-def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool,
-                       compares: bool, child: Block, path: str) -> None:
+def _convert_new_child(policy: Policy, keep: Sequence[Any], inside_kept: bool, compares: bool,
+                       child: Block) -> None:
     """Converts a block that becomes the child of a converted one, with the arguments of `convert`.
-
-    Converted blocks inside it do not change. `path` is the child's path in the network.
-    """
+    Converted blocks inside it do not change."""
     new = [b for b in blocks_in(child) if not isinstance(b, PolicyBlock)]
     if new:
         kept_blocks, kept = _resolve_keep(
             _Graphs(list(blocks_in(child))), [child] if inside_kept else keep, must_match=False)
-        _convert_blocks(_Graphs(new), kept_blocks, kept, policy, keep, paths_in(child, path),
-                        compares)
+        _convert_blocks(_Graphs(new), kept_blocks, kept, policy, keep, compares)
 
 
 def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:

@@ -116,8 +116,7 @@ class State:
     active: bool  # whether the restored block is hybridized
     keep: bool  # whether keep= has this block or one around it
     kept: Kept  # the nodes and operators in keep=
-    convert_child: Callable[[Any, str], None]  # converts a new child at this path
-    path: str  # the block's path in that network, such as ".body.0"
+    convert_child: Callable[[Any], None]  # converts a new child
     compares: bool  # whether files must have the same policy and keep=
     # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
     # depend on each
@@ -169,8 +168,7 @@ class PolicyBlock:
 
     def register_child(self, block: Block, name: Optional[str] = None) -> None:
         super().register_child(block, name)
-        key = next(key for key, child in self._children.items() if child is block)
-        self._amp.convert_child(block, f"{self._amp.path}.{key}")
+        self._amp.convert_child(block)
         discard_traces(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -808,7 +806,7 @@ def _item_or_part(self: Any, key: Any) -> Any:
     """Returns a child or, for a slice, a converted block with some of the children."""
     part = original_class(type(self)).__getitem__(self, key)
     if isinstance(part, mx.gluon.Block):
-        self._amp.convert_child(part, self._amp.path)
+        self._amp.convert_child(part)
     return part
 
 

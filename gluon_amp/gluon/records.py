@@ -34,8 +34,8 @@ class Computes(NamedTuple):
     kept: Kept
 
 
-def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
-    """Returns the path of each block in a net at `path`; the first path of a shared block."""
+def paths_in(net: Network) -> Dict[Any, str]:
+    """Returns the path of each block in a net, such as ".body.0"; the first of a shared block."""
     paths: Dict[Any, str] = {}
 
     def walk(block: Block, path: str) -> None:
@@ -44,7 +44,7 @@ def paths_in(net: Network, path: str = "") -> Dict[Any, str]:
             for name, child in block._children.items():
                 walk(child, f"{path}.{name}")
 
-    walk(net, path)
+    walk(net, "")
     return paths
 
 
