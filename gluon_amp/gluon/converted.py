@@ -95,9 +95,9 @@ class Trace:
     clean: Graph  # the same as a Graph
     in_format: Any
     out_format: Any
-    # by (the device: "cpu", "gpu" or "gpu in training", the inputs' types)
-    ops: Dict[Tuple[str, Tuple[str, ...]], Op] = field(default_factory=dict)
-    hooked: bool = False  # whether a hook reads the tensors of these CachedOps
+    # by (the device: "cpu", "gpu" or "gpu in training", whether a hook reads the tensors, the
+    # inputs' types)
+    ops: Dict[Tuple[str, bool, Tuple[str, ...]], Op] = field(default_factory=dict)
     kept: FrozenSet[str] = frozenset()  # nodes of blocks and operators in keep=
     devices: int = 1  # devices that synchronize in training
 
@@ -511,16 +511,15 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, (on_gpu, types), arrays)
-        if trace.hooked != bool(self._callback):
-            trace.ops.clear()
-            trace.hooked = bool(self._callback)
         # Predictions on an H200 were slower with their channels last.
-        key = "gpu in training" if on_gpu and autograd.is_training() else device, types
+        where = "gpu in training" if on_gpu and autograd.is_training() else device
+        is_hooked = bool(self._callback)
+        key = where, is_hooked, types
         if key not in trace.ops:
             graph, declared = self.mixed_graph(types, trace.clean)
             trace.ops[key] = make_op(
                 self, graph, declared, self._amp.policy, [d.name for d in trace.graph[0]],
-                parameters_in(self), self._flags, on_gpu, not trace.hooked and key[0] != "gpu")
+                parameters_in(self), self._flags, on_gpu, not is_hooked and where != "gpu")
         return trace.ops[key]
 
     def _use_trace(self, structure: str, *args: Any) -> Trace:
