@@ -64,7 +64,7 @@ from ..policy import Policy
 from ..record import Record, put_record, save_arrays
 from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, float32_numbers, record_of, write_masters
+from .records import check_file, float32_numbers, kept_in_blocks, record_of, write_masters
 
 log = logging.getLogger("gluon_amp")
 
@@ -123,7 +123,6 @@ class State:
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
     # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
     stand_in: Optional[Callable[..., Op]] = None
-    trace: Optional[Trace] = None  # the current one
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
 
@@ -177,8 +176,7 @@ class PolicyBlock:
         if make is not copyreg.__newobj__ or not isinstance(state, dict):
             raise TypeError(f"{type(self).__name__} defines its own pickling: restore the network "
                             "first")
-        state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None,
-                                          trace=None, recorders=())}
+        state = {**state, "_amp": replace(self._amp, traces={}, stand_in=None, recorders=())}
         if isinstance(self, mx.gluon.HybridBlock):
             state.update(_cached_op=None, _cached_op_args=[])
             if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
@@ -541,7 +539,6 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         # bypasses MXNet's __setattr__, which takes several microseconds
         vars(self).update(_cached_graph=trace.graph, _in_format=trace.in_format,
                           _out_format=trace.out_format)
-        state.trace = trace
         return trace
 
     def mixed_graph(self, dtypes: Iterable[str],
@@ -554,8 +551,9 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
 
     def kept_nodes(self) -> FrozenSet[str]:
         """Returns the nodes of the current graph that stay float32 by `keep=`."""
-        of_trace = self._amp.trace.kept if self._amp.trace else frozenset()
-        return of_trace.union(*(state.kept.nodes for state in _states(self)))
+        of_trace = [trace.kept for trace in self._amp.traces.values()
+                    if trace.graph is self._cached_graph]
+        return kept_in_blocks(blocks_in(self)).nodes.union(*of_trace)
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
                    also: Iterable[str] = ()) -> Graph:
