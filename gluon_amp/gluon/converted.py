@@ -347,10 +347,11 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
     _cached_op_args: List[Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_caller(args)
         args = _map_arrays(_on_plain_cpu, args)
         traced = any(isinstance(a, mx.sym.Symbol) for a in args)
-        if not self._active and not traced:
+        if traced:
+            self._check_caller()
+        elif not self._active:
             args = _map_arrays(_to_float32, args)
         try:
             if traced and isinstance(self, mx.gluon.SymbolBlock):  # its nodes have their names
@@ -404,10 +405,8 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             state.policy = replace(state.policy, output="float32")
             state.traces.clear()
 
-    def _check_caller(self, args: Sequence[Any]) -> None:
+    def _check_caller(self) -> None:
         """Refuses a hybridized caller that is not converted: its graph would have no casts."""
-        if not any(isinstance(a, mx.sym.Symbol) for a in args):
-            return
         scope = getattr(_BlockScope._current, "value", None)
         caller = getattr(scope, "_block", None)
         if isinstance(caller, mx.gluon.HybridBlock) and caller._active \
@@ -438,7 +437,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
 
     def _trace(self, *args: Any) -> Trace:
         """Traces the graph into `_cached_graph` and initializes the parameters."""
-        parameters = dict(self.collect_params().items())
+        parameters = parameters_in(self)
         if not isinstance(self, mx.gluon.SymbolBlock):  # which is its graph
             self._cached_graph = ()
         kept: Set[str] = set()
@@ -455,10 +454,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        if self._amp.keep:
-            kept |= operator_names(clean)
-        elif any(self._amp.kept):
-            kept |= self._amp.kept.in_graph(clean)
+        kept |= operator_names(clean) if self._amp.keep else self._amp.kept.in_graph(clean)
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 
@@ -505,7 +501,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         # MXNet's `forward` has set the current device to the first array's
         device = mx.context.current_context().device_type
         on_gpu, types = device == "gpu", tuple([dtype_name(a.dtype) for a in arrays])
-        if trace.devices > 1 and autograd.is_training() and not on_gpu:
+        if autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, (on_gpu, types), arrays)
