@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import re
 from collections import OrderedDict
 from functools import partial
@@ -31,6 +30,7 @@ from .converted import (
     check_backend,
     converted_class,
     discard_traces,
+    inputs_of,
     log,
     name_of,
     original_class,
@@ -317,9 +317,7 @@ def _graphs_of(block: Block) -> List[Graph]:
 
 def _trace(block: HybridBlock) -> Optional[Graph]:
     """Returns the graph of a block that has not run; None if it cannot be traced."""
-    arguments = list(inspect.signature(type(block).hybrid_forward).parameters.values())[2:]
-    inputs = [mx.sym.var(a.name) for a in arguments if a.default is a.empty
-              and a.kind is a.POSITIONAL_OR_KEYWORD and a.name not in block._reg_params]
+    inputs = [mx.sym.var(name) for name in inputs_of(block)[0]]
     try:
         outputs = block(*(i.as_np_ndarray() if mx.util.is_np_array() else i for i in inputs))
         return Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in _flatten(outputs, "output")[0]]))

@@ -279,11 +279,11 @@ class PolicyHybridBlock(PolicyBlock):
     def _graph_of_inputs(self) -> Any:
         """Returns MXNet's graph of a block that was not hybridized. Each call must have the same
         inputs: those of another call could make another graph."""
-        count = None if self._active else _fixed_inputs(self)
-        if count:
+        inputs, is_fixed = inputs_of(self)
+        if is_fixed and not self._active:
             one = (mx.np if mx.util.is_np_array() else mx.nd).ones(1)
             try:
-                self._get_graph(*[one] * count)
+                self._get_graph(*[one] * len(inputs))
                 return self._cached_graph
             except NOT_TRACED as error:
                 log.debug("%s cannot be traced: %r", self.name, error)
@@ -317,15 +317,18 @@ class Float32Norm(Float32HybridBlock):
         return original_class(type(self)).hybrid_forward(norm, F, x, *args, **parameters)
 
 
-def _fixed_inputs(block: Any) -> Optional[int]:
-    """Returns the number of arrays that each call of a HybridBlock takes; None if calls differ."""
-    while isinstance(block, mx.gluon.nn.HybridSequential) and block._children:
+def inputs_of(block: Any) -> Tuple[List[str], bool]:
+    """Returns the names of the arrays that a HybridBlock requires, and whether each call has these
+    alone."""
+    sequential = mx.gluon.nn.HybridSequential.hybrid_forward
+    while type(block).hybrid_forward is sequential and block._children:
         block = next(iter(block._children.values()))
-    inputs = [each for each in list(inspect.signature(block.hybrid_forward).parameters.values())[1:]
-              if each.name not in vars(block)]  # its parameters
-    fixed = all(each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
-                for each in inputs)
-    return len(inputs) if fixed else None
+    signature = inspect.signature(original_class(type(block)).hybrid_forward)
+    inputs = [each for each in list(signature.parameters.values())[2:]
+              if each.name not in block._reg_params]
+    required = [each.name for each in inputs
+                if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty]
+    return required, len(required) == len(inputs)
 
 
 class ConvertedBlock(PolicyBlock):

@@ -9,7 +9,7 @@ import pytest
 from converting import Net, make, step, types, values
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from networks import Calling, imported, ready
+from networks import Calling, imported, ready, sequence
 
 POLICIES = ("float32", "O0", "float16", "mixed_float16", "bfloat16", "mixed_bfloat16")
 
@@ -178,6 +178,16 @@ class Masked(gluon.HybridBlock):
         return self.body(x) if mask is None else F.broadcast_mul(self.body(x), mask)
 
 
+class MaskedLayers(nn.HybridSequential):
+    def __init__(self):
+        super().__init__()
+        self.add(nn.Dense(2, in_units=3))
+
+    def hybrid_forward(self, F, x, mask=None):
+        x = super().hybrid_forward(F, x)
+        return x if mask is None else F.broadcast_mul(x, mask)
+
+
 class ReadsShapes(Masked):
     def hybrid_forward(self, F, x):
         return self.body(x).reshape((x.shape[0], -1))
@@ -185,7 +195,8 @@ class ReadsShapes(Masked):
 
 def test_export_without_hybridize_refuses_a_graph_that_calls_choose(tmp_path):
     x = nd.ones((2, 3))
-    for cls, arguments in ((Masked, (x, nd.ones((2, 1)))), (ReadsShapes, (x,))):
+    masked = x, nd.ones((2, 1))
+    for cls, arguments in ((Masked, masked), (MaskedLayers, masked), (ReadsShapes, (x,))):
         net = amp.convert(make(cls), "float32")
         net(*arguments)
         with pytest.raises(RuntimeError, match=r"call \w+\.hybridize\(\), and run \w+ on data"):
@@ -200,8 +211,9 @@ def test_export_without_hybridize_refuses_a_graph_that_calls_choose(tmp_path):
     assert len(nd.load(str(tmp_path / "net-0000.params"))) == 2
 
 
-def test_export_leaves_a_network_that_was_not_hybridized_as_it_is(tmp_path, x):
-    net = amp.convert(make(), "float32")
+@pytest.mark.parametrize("cls", [Net, lambda: sequence(nn.BatchNorm(), nn.Dense(5))])
+def test_export_leaves_a_network_that_was_not_hybridized_as_it_is(cls, tmp_path, x):
+    net = amp.convert(make(cls), "float32")
     expected = net(x).asnumpy()
     net.export(str(tmp_path / "net"))
     assert not net._active
