@@ -257,40 +257,47 @@ def _give_classes(blocks: List[Block], mixed: bool) -> None:
 
 
 class _Graphs:
-    """The graphs of a network's blocks: those that they have run or, of a block that has not run,
-    one that `trace` traces, once."""
+    """The blocks of a network, and graphs of them: those that they have run, and those that `trace`
+    has traced."""
 
     def __init__(self, blocks: List[Block]) -> None:
         self.blocks = blocks
-        self._have_run = [graph for block in blocks for graph in _graphs_of(block)]
+        self.graphs = [graph for block in blocks for graph in _graphs_of(block)]
         self._traced: Dict[Block, Optional[Graph]] = {}
-
-    def all(self) -> List[Graph]:
-        """Returns the graphs so far."""
-        return [*self._have_run, *filter(None, self._traced.values())]
 
     def operators(self) -> Dict[str, str]:
         """Returns the operators of the graphs so far, by the names of their nodes."""
-        return {name: op for graph in self.all() for name, op in operators_in(graph).items()}
+        return {name: op for graph in self.graphs for name, op in operators_in(graph).items()}
 
     def trace(self, block: HybridBlock) -> Optional[Graph]:
         """Returns the graph of a block, which it traces once; None if it cannot be traced."""
         if block not in self._traced:
-            with mx.name.NameManager():  # the outer one counts the names of later traces
-                self._traced[block] = _trace(block)
+            self._traced[block] = None
+            data = [mx.sym.var(name) for name in inputs_of(block)[0]]
+            try:
+                with mx.name.NameManager():  # the outer one counts the names of later traces
+                    results = block(*(d.as_np_ndarray() if mx.util.is_np_array() else d
+                                      for d in data))
+                outputs, _ = _flatten(results, "output")
+                graph = Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in outputs]))
+                self._traced[block] = graph
+                self.graphs.append(graph)
+            except NOT_TRACED as error:
+                log.debug("%s cannot be traced: %r", block.name, error)
         return self._traced[block]
 
-    def trace_all(self) -> bool:
-        """Traces the outermost blocks that can be traced; returns whether these are all."""
+    def trace_all(self) -> List[str]:
+        """Traces the outermost blocks that can be traced; returns the names of those that cannot.
+        """
         traced: Set[Block] = set()
-        complete = True
+        untraced = []
         for block in self.blocks:
             if isinstance(block, HybridBlock) and block not in traced:
                 if self.trace(block):
                     traced.update(blocks_in(block))
                 else:
-                    complete = False
-        return complete
+                    untraced.append(name_of(block))
+        return untraced
 
     def mutated(self) -> Set[str]:
         """Returns the parameters that operators of these blocks mutate.
@@ -298,14 +305,14 @@ class _Graphs:
         Besides MXNet's batch norms, only blocks of the user's own classes with parameters of their
         own may have such operators. Those that have not run are traced.
         """
-        seen: Set[str] = set().union(*(graph.variables() for graph in self.all()))
+        seen: Set[str] = set().union(*(graph.variables() for graph in self.graphs))
         for block in self.blocks:
             of_user = isinstance(block, HybridBlock) \
                 and type(block).__module__.split(".")[0] != "mxnet"
             if of_user and not {p.name for p in block._reg_params.values()} <= seen:
                 graph = self.trace(block)
                 seen.update(graph.variables() if graph else ())
-        return set().union(*(graph.mutated() for graph in self.all()))
+        return set().union(*(graph.mutated() for graph in self.graphs))
 
 
 def _graphs_of(block: Block) -> List[Graph]:
@@ -315,23 +322,12 @@ def _graphs_of(block: Block) -> List[Graph]:
     return [trace.clean for trace in traced] or ([Graph.read(last[1])] if last else [])
 
 
-def _trace(block: HybridBlock) -> Optional[Graph]:
-    """Returns the graph of a block that has not run; None if it cannot be traced."""
-    inputs = [mx.sym.var(name) for name in inputs_of(block)[0]]
-    try:
-        outputs = block(*(i.as_np_ndarray() if mx.util.is_np_array() else i for i in inputs))
-        return Graph.read(mx.sym.Group([o.as_nd_ndarray() for o in _flatten(outputs, "output")[0]]))
-    except NOT_TRACED as error:
-        log.debug("%s cannot be traced: %r", block.name, error)
-        return None
-
-
 def _resolve_keep(graphs: _Graphs, keep: Iterable[Any],
                   must_match: bool = True) -> Tuple[Set[Block], Kept]:
     """Returns the blocks that `keep` lists, with those inside them, and what else it lists. It
     traces blocks that have not run only if the names of their nodes decide."""
     blocks, operators = graphs.blocks, graphs.operators()
-    complete = True
+    untraced: List[str] = []
     kept_blocks: Set[Block] = set()
     nodes: Set[str] = set()
     for entry in keep:
@@ -346,10 +342,10 @@ def _resolve_keep(graphs: _Graphs, keep: Iterable[Any],
                 (of_blocks,) = matching(entry, {b.name for b in blocks})
                 matched = {b for b in blocks if b.name in of_blocks}
             if must_match and not matched and not operators:
-                complete = graphs.trace_all()
+                untraced = graphs.trace_all()
                 operators = graphs.operators()
             if isinstance(entry, Operators):
-                if must_match and complete and entry.must_match and not entry.among(operators):
+                if must_match and not untraced and entry.must_match and not entry.among(operators):
                     raise ValueError(matches_none(entry, operators))
                 continue  # Kept.operators
             (names,) = matching(entry, set(operators))
@@ -357,15 +353,21 @@ def _resolve_keep(graphs: _Graphs, keep: Iterable[Any],
             raise TypeError("keep takes blocks, classes of blocks, regular expressions and "
                             f"gluon_amp.ops(...). Received: {entry!r}")
         if must_match and not matched and not names:
-            raise ValueError(_matches_nothing(entry, blocks, operators))
+            raise ValueError(_matches_nothing(entry, blocks, operators, untraced))
         kept_blocks.update(inner for block in matched for inner in blocks_in(block))
         nodes |= names
     return kept_blocks, Kept(frozenset(nodes), frozenset().union(
         *(entry.names for entry in keep if isinstance(entry, Operators))))
 
 
-def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str]) -> str:
-    """Returns the error message for an entry of `keep` that matches nothing."""
+def _matches_nothing(entry: Any, blocks: List[Block], operators: Dict[str, str],
+                     untraced: List[str]) -> str:
+    """Returns the error message for an entry of `keep` that matches nothing; `untraced` names
+    blocks whose nodes have no names yet."""
+    if isinstance(entry, str) and untraced:
+        return f"keep: {entry!r} matches nothing yet. These blocks cannot be traced for names of " \
+               "nodes before the first call: hybridize the network, run it on data, and convert " \
+               f"it then. Received: {listed(untraced)}"
     if isinstance(entry, str):
         what, word, there = repr(entry), entry, {b.name for b in blocks} | {*operators}
     elif isinstance(entry, Block):

@@ -692,7 +692,7 @@ NOT_TRACED = (*_ONLY_ARRAYS, LookupError, RuntimeError)
 _BLOCK = "block_of_gluon_amp"  # an attribute of such an error
 
 
-class _NotTraceable(Exception):
+class _NotTraceable(RuntimeError):
     """A block in keep= cannot be traced."""
 
 

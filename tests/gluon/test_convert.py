@@ -327,6 +327,13 @@ def test_autograd_function_in_graph_is_refused(hybridized):
         net(nd.ones((3, 5)))
 
 
+def test_name_that_matches_nothing_beside_a_kept_block_that_cannot_be_traced_is_refused():
+    net = amp.convert(with_one(ReadsValues()), keep=ReadsValues)
+    with pytest.raises(ValueError, match="'nothing' matches nothing yet"):
+        amp.convert(net, keep=[ReadsValues, "nothing"])
+    assert net(nd.ones((3, 5))).shape == (3, 2)
+
+
 def test_kept_hybridized_block_that_cannot_be_traced_is_refused():
     net = ready(around_one(ReadsValues()))
     net.hybridize()

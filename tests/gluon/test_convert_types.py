@@ -551,6 +551,17 @@ def test_keep_matches_operators_before_first_call(wrap):
         amp.convert(wrap(Products()), keep=["net_batch_dot1"])
 
 
+def test_name_of_a_node_that_only_a_call_shows_is_refused_before_it():
+    net = ready(networks.Calling(lambda F, x: F.exp(x), prefix="net_"))  # takes *args
+    with pytest.raises(ValueError, match=r"_exp0' matches nothing yet\. .*hybridize.*: net$"):
+        amp.convert(net, keep="net_exp0")
+    amp.convert(net, keep=amp.ops("exp"))
+    amp.restore(net).hybridize()
+    expected = net(nd.ones(3))
+    assert np.array_equal(amp.convert(net, keep="net_exp0")(nd.ones(3)).asnumpy(),
+                          expected.asnumpy())
+
+
 class Sampler(nn.HybridBlock):
     """Draws by two tables in float64, as GluonNLP's UnigramCandidateSampler."""
 
