@@ -36,7 +36,7 @@ from .converted import (
     original_class,
     restore_blocks,
 )
-from .parameter import ConvertedParameter, cast, make_repeatable
+from .parameter import cast, make_repeatable
 from .records import Computes, check_blocks, kept_in_blocks, kept_in_record, paths_in, policy_of
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
@@ -485,9 +485,7 @@ def _cast(types: Dict[Parameter, str]) -> None:
     for parameter, dtype in types.items():
         if dtype_name(parameter.dtype) != dtype:
             under_way += sum(array.size for array in parameter._data or ())
-            cast(parameter, dtype)
+        cast(parameter, dtype)
         if under_way > MOST_UNDER_WAY:
             mx.nd.waitall()
             under_way = 0
-        if type(parameter) in (Parameter, ConvertedParameter):
-            parameter.__class__ = ConvertedParameter if dtype in TYPES_16BIT else Parameter

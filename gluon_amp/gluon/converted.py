@@ -403,7 +403,6 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         for parameter in self._reg_params.values():
             if is_16bit(parameter.dtype):
                 cast(parameter, "float32")
-                parameter.__class__ = mx.gluon.Parameter
         for state in _states(self):
             state.policy = replace(state.policy, output="float32")
             state.traces.clear()

@@ -164,7 +164,12 @@ def _warn_of_plain_trainer(trainer: Any) -> None:
 
 def cast(parameter: Parameter, dtype: str) -> None:
     """Casts a parameter's values and gradients, as `Parameter.cast` does. On a CPU it uses our
-    kernels, which take a tenth of the time. Its symbol declares the new type."""
+    kernels, which take a tenth of the time. Its symbol declares the new type. Its class becomes
+    that of 16-bit parameters, or MXNet's."""
+    if type(parameter) in (mx.gluon.Parameter, ConvertedParameter):
+        parameter.__class__ = ConvertedParameter if dtype in TYPES_16BIT else mx.gluon.Parameter
+    if dtype_name(parameter.dtype) == dtype:
+        return
     parameter._var = None  # created again on access
     if type(parameter).cast is not mx.gluon.Parameter.cast:
         parameter.cast(dtype)
