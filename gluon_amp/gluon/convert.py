@@ -37,7 +37,7 @@ from .converted import (
     restore_blocks,
 )
 from .parameter import cast, make_repeatable
-from .records import Computes, check_blocks, kept_in_blocks, kept_in_record, paths_in, policy_of
+from .records import check_blocks, kept_in_blocks, kept_in_record, paths_in, policy_of
 
 # Elements cast between waits, so that few parameters exist in both types at a time.
 MOST_UNDER_WAY = 2 ** 22
@@ -101,9 +101,10 @@ def convert(net: Block, policy: Union[str, Policy, None] = None, keep: Iterable[
     around = list(blocks_around(net, set(blocks)))
     if mixed and like is None:
         policies = dict.fromkeys(blocks, policy)
-        check_blocks([*blocks, *around], Computes(
+        check_blocks(
+            [*blocks, *around],
             lambda block: None if block in kept_blocks else policies.get(block) or policy_of(block),
-            Kept.union([kept, kept_in_blocks(around)])))
+            Kept.union([kept, kept_in_blocks(around)]))
     _convert_blocks(graphs, kept_blocks, kept, policy, keep, like is None)
     for outer in around:
         if isinstance(outer, HybridBlock) and not isinstance(outer, ConvertedBlock):

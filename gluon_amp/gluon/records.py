@@ -7,7 +7,7 @@ or would no longer be float32. MXNet's `load_parameters` notes the file on the b
 import os
 import re
 from dataclasses import replace
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 from .._mxnet import mx
 from .._mxnet import replace as wrap
@@ -21,17 +21,6 @@ from ..training.masters import trainers_of, write
 
 # An attribute of blocks that have loaded a file: its path, and the version that was loaded.
 _LOADED = "_loaded_file_of_gluon_amp"
-
-
-class Computes(NamedTuple):
-    """How a network computes.
-
-    Attributes:
-        policy: returns the policy of a block; None for float32.
-        kept: the nodes and operators that stay float32.
-    """
-    policy: Callable[[Block], Optional[Policy]]
-    kept: Kept
 
 
 def paths_in(net: Network) -> Dict[Any, str]:
@@ -96,31 +85,34 @@ def kept_in_record(record: Record, net: Block) -> List[Tuple[Any, str]]:
     return kept
 
 
-def check(record: Record, source: str, net: Block, computes: Computes) -> None:
+def check(record: Record, source: str, net: Block, policy: Callable[[Block], Optional[Policy]],
+          kept: Kept) -> None:
     """Refuses a network that computes in 16 bits what a record keeps in float32, or by another
     policy than it records.
 
     Args:
         source: the file that has the record, or "the symbol ...".
         net: the network whose parameters have it.
-        computes: how the network computes.
+        policy: returns the policy by which a block computes; None for float32.
+        kept: the nodes and operators that stay float32.
     """
     unkept: List[str] = []
     others: Dict[str, None] = {}
     for block, path in paths_in(net).items():
-        mine, recorded = computes.policy(block), record.policy_at(path)
+        mine, recorded = policy(block), record.policy_at(path)
         if mine is not None and recorded is None:
             unkept.append(block.name or type(block).__name__)
         elif mine is not None and recorded is not None \
                 and mine != replace(recorded, name=mine.name):
             others[mine.name] = None
     unkept += [name for block, name in kept_in_record(record, net) if name
-               and name not in computes.kept.nodes and computes.policy(block) is not None]
-    unkept += [f"the operator {op}" for op in record.operators if op not in computes.kept.operators]
+               and name not in kept.nodes and policy(block) is not None]
+    unkept += [f"the operator {op}" for op in record.operators if op not in kept.operators]
     refuse_others(record, source, list(others), unkept, "convert(net")
 
 
-def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
+def check_blocks(blocks: Iterable[Any], policy: Callable[[Block], Optional[Policy]],
+                 kept: Kept) -> None:
     """Compares blocks that will compute so with the records of what they have loaded: of files that
     have not been replaced since, and of symbols."""
     for block in blocks:
@@ -128,11 +120,11 @@ def check_blocks(blocks: Iterable[Any], computes: Computes) -> None:
         if version is not None and version == _version(path):
             record = read_record(path)
             if record is not None:
-                check(record, path, block, computes)
+                check(record, path, block, policy, kept)
         if isinstance(block, mx.gluon.SymbolBlock):
             of_symbol = record_in(block._cached_graph[1])
             if of_symbol is not None:
-                check(of_symbol, f"the symbol of {block.name}", block, computes)
+                check(of_symbol, f"the symbol of {block.name}", block, policy, kept)
 
 
 def check_file(net: Block, filename: str) -> None:
@@ -141,7 +133,7 @@ def check_file(net: Block, filename: str) -> None:
     blocks = paths_in(net)
     record = read_record(filename) if any(policy_of(block) for block in blocks) else None
     if record is not None:
-        check(record, filename, net, Computes(policy_of, kept_in_blocks(blocks)))
+        check(record, filename, net, policy_of, kept_in_blocks(blocks))
 
 
 def policy_of(block: Block) -> Optional[Policy]:
