@@ -187,9 +187,12 @@ def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy
         if hasattr(trainer, "check_policy"):
             trainer.check_policy(policy)
     states = [State(
-        policy, policy, _was_hybridized(block), block in kept_blocks, kept,
-        partial(_convert_new_child, policy, keep, block in kept_blocks, compares), compares)
-        for block in blocks]
+        policy=policy, converted_to=policy,
+        active=block._amp.active if isinstance(block, ConvertedBlock)
+        else getattr(block, "_active", False),
+        keep=block in kept_blocks, kept=kept,
+        convert_child=partial(_convert_new_child, policy, keep, block in kept_blocks, compares),
+        compares=compares) for block in blocks]
     mixed = not policy.is_float32
     if not mixed:
         restore_blocks(blocks)
@@ -205,9 +208,8 @@ def _convert_blocks(graphs: _Graphs, kept_blocks: Set[Block], kept: Kept, policy
         if is_hybrid and (mixed or any(is_16bit(p.dtype)
                                        for p in block.collect_params().values())):
             block._clear_cached_op()  # it declares the types
-        if is_hybrid and mixed and not block._active:
+        if is_hybrid and mixed:
             block._active = True
-            block._flags = block._flags or []
     _cast(types)
 
 
@@ -235,12 +237,6 @@ def blocks_around(block: Block, seen: Set[Block]) -> Iterator[Block]:
                     seen.add(outer)
                     yield outer
                     yield from blocks_around(outer, seen)
-
-
-def _was_hybridized(block: Block) -> bool:
-    if isinstance(block, ConvertedBlock):
-        return block._amp.active
-    return isinstance(block, HybridBlock) and block._active
 
 
 def _give_classes(blocks: List[Block], mixed: bool) -> None:

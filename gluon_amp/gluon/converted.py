@@ -763,7 +763,10 @@ def _states(net: Block) -> Iterator[State]:
 def converted_class(cls: type, mixed: bool) -> type:
     """Returns the converted subclass of a block's class, for mixed precision or for float32. It has
     the same name."""
-    front = _front(cls, mixed)
+    front: Any = ConvertedBlock if mixed else PolicyBlock
+    if issubclass(cls, mx.gluon.HybridBlock):
+        is_norm = issubclass(cls, mx.gluon.nn.basic_layers._BatchNorm)
+        front = ConvertedHybridBlock if mixed else Float32Norm if is_norm else Float32HybridBlock
     contents: Dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__,
                                 "__doc__": cls.__doc__}
     if hasattr(cls, "__getitem__"):
@@ -780,16 +783,6 @@ class _ConvertedType(type):
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, original_class(cls))
-
-
-def _front(cls: type, mixed: bool) -> Any:
-    """Returns which of our classes precedes a block's class."""
-    if not issubclass(cls, mx.gluon.HybridBlock):
-        return ConvertedBlock if mixed else PolicyBlock
-    if mixed:
-        return ConvertedHybridBlock
-    is_norm = issubclass(cls, mx.gluon.nn.basic_layers._BatchNorm)
-    return Float32Norm if is_norm else Float32HybridBlock
 
 
 def original_class(converted: type) -> Any:

@@ -52,16 +52,11 @@ def record_of(net: Block, nodes: Optional[Iterable[str]] = None) -> Record:
     kept = [path for path, state in states.items() if state.keep]
     tops = [path for path in kept if path.rpartition(".")[0] not in kept or not path]
     others = kept_in_blocks(paths)
-    places = [place for name in sorted(others.nodes) for place in _place(name, paths)]
+    places = [f"{paths[block]}/{name[len(block.prefix):]}" for name in sorted(others.nodes)
+              for block in owners(name, paths)[:1]]  # none: a node of another network
     if nodes is not None:  # the symbol has the nodes of all kept operators
         return Record(record.policies, (*tops, *places), tuple(sorted(nodes)))
     return Record(record.policies, (*tops, *places), operators=tuple(sorted(others.operators)))
-
-
-def _place(node: str, paths: Dict[Any, str]) -> List[str]:
-    """Returns the path of a node: that of the innermost block whose prefix starts its name, and
-    the rest of the name. Empty for a node of another network."""
-    return [f"{paths[inner]}/{node[len(inner.prefix):]}" for inner in owners(node, paths)[:1]]
 
 
 def owners(node: str, blocks: Iterable[Block]) -> List[Any]:
