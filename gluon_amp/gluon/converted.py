@@ -364,13 +364,9 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
                     return self._compose(args)
             return super().forward(*args, **kwargs)
         except _ONLY_ARRAYS as error:
-            if traced and self._may_run_imperatively():
-                raise _NotTraceable from error
             vars(error).setdefault(_BLOCK, self)  # the innermost, which reads a symbol as an array
             raise
         except _NotTraceable as no_graph:
-            if traced or self._amp.active:
-                raise
             self._run_imperatively(no_graph)
         return self.forward(*args, **kwargs)
 
@@ -390,9 +386,6 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         """Returns the scope of the block's names. During a trace, it records them."""
         scope = super().name_scope()
         return _recorded(scope, self._amp.record) if self._amp.recorders else scope
-
-    def _may_run_imperatively(self) -> bool:
-        return self._amp.keep and not self._amp.active
 
     def _run_imperatively(self, why: Exception) -> None:
         """Makes the block imperative and float32, because a block in keep= cannot be traced.
@@ -465,9 +458,9 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         try:
             self._get_graph(*args)
         except _ONLY_ARRAYS as error:
-            if self._may_run_imperatively():
-                raise _NotTraceable from error
             block = vars(error).pop(_BLOCK, self)
+            if block._amp.keep and not (block._amp.active or self._amp.active):
+                raise _NotTraceable from error
             kind, names = type(block).__name__, [each.name for each in blocks_in(self)]
             kept = repr(re.escape(block.name)) if block.name and names.count(block.name) == 1 \
                 else kind
@@ -691,7 +684,7 @@ NOT_TRACED = (*_ONLY_ARRAYS, LookupError, RuntimeError)
 _BLOCK = "block_of_gluon_amp"  # an attribute of such an error
 
 
-class _NotTraceable(RuntimeError):
+class _NotTraceable(Exception):
     """A block in keep= cannot be traced."""
 
 
