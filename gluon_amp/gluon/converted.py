@@ -121,7 +121,7 @@ class State:
     # by (whether MXNet records, whether it trains, the nesting of the arguments): a forward may
     # depend on each
     traces: Dict[Tuple[bool, bool, str], Trace] = field(default_factory=dict)
-    # set by an X-ray: takes the block, the key of `ops` and the data, and returns the CachedOp
+    # set by an X-ray: takes the block, (whether it is on a GPU, the types of the data) and the data
     stand_in: Optional[Callable[..., Op]] = None
     # called with the names of the nodes that the block creates
     recorders: Tuple[Callable[[str], object], ...] = ()
