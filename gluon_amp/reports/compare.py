@@ -198,8 +198,7 @@ def groups(runs: Sequence[Run]) -> List[Group]:
     by_recipe: Dict[Any, List[Run]] = {}
     for run in sorted(runs, key=lambda run: run.dtype != FLOAT32):
         parts = sorted((name, repr(value)) for name, value in recipe(run).items())
-        alone = re.sub(r"[-_ ]?seed[-_ ]?\d+( \[\d+\])?$", "", run.name)
-        name = alone if not run.arguments else ""
+        name = "" if run.arguments else re.sub(r"[-_ ]?seed[-_ ]?\d+( \[\d+\])?$", "", run.name)
         by_recipe.setdefault((run.dtype, bool(run.get("amp")), repr(run.get("loss_scale")),
                           run.batch_size, run.dataset, run.measure, run.model, name, *parts),
                          []).append(run)

@@ -149,6 +149,5 @@ def table_csv(rows: List[Cells]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(map(cell, columns))
-    for row in rows:
-        writer.writerow([cell(row.get(column, "")) for column in columns])
+    writer.writerows([cell(row.get(column, "")) for column in columns] for row in rows)
     return file.getvalue()
