@@ -6,6 +6,7 @@ themselves are MXNet's file. A symbol has its record in an attribute of a variab
 import dataclasses
 import json
 import os
+from contextlib import suppress
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 from ._mxnet import mx
@@ -131,7 +132,9 @@ def save(params: str, write: Callable[[str], None], record: Optional[Record]) ->
     def write_both(path: str) -> None:
         write(path)
         if record is not None and os.path.isfile(path):
-            former = [sha256(params)] if _has_this(record, params) else []
+            former = []
+            with suppress(ValueError):  # of a damaged record
+                former = [sha256(params)] if read_record(params) == record else []
             replace_text(record_path(params), record.to_json(
                 sha256=[sha256(path), *former]) + "\n")
 
@@ -152,14 +155,6 @@ def _has_record(params: str) -> bool:
         return False
     with open(path, "rb") as file:
         return file.read(12) == b'{"gluon_amp"'
-
-
-def _has_this(record: Record, params: str) -> bool:
-    """Whether a file of parameters has this record."""
-    try:
-        return read_record(params) == record
-    except ValueError:
-        return False
 
 
 def read_record(params: str) -> Optional[Record]:
