@@ -189,9 +189,7 @@ class HookObserver(Observer):
     def _plain_op(self, block: Any) -> Op:
         data, traced = block._cached_graph
         graph = Graph.read(traced)
-        symbol = self._marked(graph).symbol()
-        if isinstance(traced, mx.sym.numpy._Symbol):
-            symbol = symbol.as_np_ndarray()
+        symbol = self._marked(graph).symbol(like=traced)
         op, inputs = cached_op(symbol, [d.name for d in data], parameters_in(block),
                                flags_of(block))
         return self._hooked(op, graph), inputs

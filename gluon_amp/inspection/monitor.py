@@ -163,8 +163,9 @@ class Monitor:
                 continue
             name = inputs[key.which] if key.backward else \
                 f"output {key.which}" if key.which else "output"
-            lines.append(tensor_line(self.steps, key, name, self._observer.format_of(key),
-                                     *measured, self._observer.before_rounding))
+            dtype = self._observer.formats.get(key) or self._observer.formats[key.node]
+            lines.append(tensor_line(self.steps, key, name, dtype, *measured,
+                                     self._observer.before_rounding))
         self._append(lines)
         if self._events is not None:
             for line in lines:

@@ -437,8 +437,6 @@ def _check(net: Network, who: str) -> None:
         raise TypeError(f"{who} takes a network that gluon_amp.convert has converted, with a "
                         "HybridBlock in it, whose graph it inspects. "
                         f"Received: {type(net).__name__}{hint}")
-    if policy_in_use(net).is_float32:
-        raise ValueError("the network is float32: convert it to a 16-bit policy")
     own = [name for b in blocks if not isinstance(b, mx.gluon.HybridBlock) for name in b.params]
     if own:
         raise ValueError(f"{who} inspects graphs, and a plain Block has parameters of its own: "

@@ -116,10 +116,6 @@ class Observer:
         """Adds a node whose tensors are measured."""
         self.inputs[node.name] = [e.node.name.split("_amp_cast_")[0] for e in node.inputs]
 
-    def format_of(self, key: Key) -> str:
-        """Returns the type of a tensor."""
-        return self.formats.get(key) or self.formats[key.node]
-
     def deliver(self, scale: float) -> None:
         """Ends a backward pass with this loss scale."""
         deliver_counts(scale)
