@@ -171,9 +171,6 @@ def cast(parameter: Parameter, dtype: str) -> None:
     if dtype_name(parameter.dtype) == dtype:
         return
     parameter._var = None  # created again on access
-    if type(parameter).cast is not mx.gluon.Parameter.cast:
-        parameter.cast(dtype)
-        return
     parameter._dtype = dtype
     if parameter._data is None:
         return
