@@ -135,13 +135,8 @@ def accuracy(data: Tuple[Any, Any, Any, Any], epochs: int, seed: int, batch: int
     print("dtype     test accuracy")
     for dtype, run in runs.items():
         print(f"{dtype:8} {run.accuracy(test_images, test_labels):14.2%}")
-    print(f"\n{_expected()}")
-
-
-def _expected() -> str:
-    """What to expect of larger networks on this processor."""
-    with suppress(OSError):
-        if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
-            return "This processor has AVX512_BF16: in large networks, bfloat16 saves more time."
-    return "This processor lacks AVX512_BF16: products run in float32. 16 bits save memory, and " \
-           "the time\nof passes over it."
+    has_bfloat16 = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    print("\nThis processor has AVX512_BF16: in large networks, bfloat16 saves more time."
+          if has_bfloat16 else
+          "\nThis processor lacks AVX512_BF16: products run in float32. 16 bits save memory, and "
+          "the time\nof passes over it.")

@@ -112,11 +112,6 @@ class Switch:
                 "unscale() between trainer.allreduce_grads() and trainer.update(batch_size) "
                 "returns them unscaled")
 
-    @property
-    def replaces(self) -> bool:
-        """Whether a backward pass is the Trainer's."""
-        return isinstance(self.trains, Trainer) and not self.nested
-
     def own_calls(self) -> ContextManager[None]:
         """Leaves MXNet's functions as they are within the block."""
         return replaced(self, nested=True)
@@ -171,7 +166,7 @@ def _replace_functions(switch: Switch) -> None:
         signature = inspect.signature(original)
 
         def backward(*args: Any, **kwargs: Any) -> None:
-            if not switch.replaces:
+            if not isinstance(switch.trains, Trainer) or switch.nested:
                 original(*args, **kwargs)
                 return
             bound = signature.bind(*args, **kwargs)
