@@ -53,7 +53,7 @@ _INSTEAD = {
     "gpu_trace": "The software GPU is a part of the checkout, tests/software_gpu",
     "types": "The command gluon-amp types lists what each operator of a network runs in",
     "search": "gluon_amp.xray(net, batches, loss_fn).keep names what stays in float32",
-    "gradient_penalty": "Copy example/gradient_penalty.py of the checkout",
+    "gradient_penalty": "Copy example/gradient_penalty.py and kinks.py of the checkout",
     "recipes": "The scripts' module is example/recipes.py of the checkout"}
 
 # Names of mx.contrib.amp, and their equivalents.
