@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 from gluon_amp.tools import demo
-from images import zoo_network
+from model_zoo import zoo_network
 from mxnet import gluon, nd
 from mxnet.gluon import nn, rnn
 

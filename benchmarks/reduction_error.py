@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "example"))
 import gluon_amp as amp
 import numpy as np
 from gluon_amp._mxnet import mx
-from images import small_network
+from model_zoo import small_network
 from mxnet import autograd, gluon, nd
 
 NUMBERS, BATCHES, BATCH = 5000, 64, 16

@@ -1,4 +1,4 @@
-"""Fine-tunes a pretrained network with Gluon, in float32 or float16.
+"""Fine-tunes a pretrained image classifier with Gluon, in float32 or float16.
 
     python fine_tune.py --pretrained resnet50_v1 --dataset FOLDER --val FOLDER --classes 10 \\
         --dtype float16 --rgb-mean 123.7,116.3,103.5 --rgb-std 58.4,57.1,57.4
@@ -6,75 +6,46 @@
     python fine_tune.py --pretrained-symbol NET-symbol.json --pretrained-params NET-0000.params ...
 
 The order matters: load, put the features into a new network, initialize the new head, convert to
-float16, create the Trainer. The script also takes the flags of image_classification.py.
+float16, create the Trainer. For a network of your own change `pretrained_features`, for other data
+`image_loaders` in images.py. The script also takes the flags of image_classification.py, except
+those that select a network.
 """
+import logging
 import os
+import resource
+import time
 import warnings
 
-import gluon_amp as amp
-import image_classification
+import command_line as cli
+import gluon_amp as amp  # before mxnet
 import images
 import mxnet as mx
 import recipes
-from mxnet import gluon
+from gluon_amp.parallel import average_statistics
+from gluon_amp.reports import Log
+from image_classification import (
+    add_flags,
+    convert,
+    make_loss,
+    make_teacher,
+    make_trainer,
+    mixup,
+)
+from model_zoo import zoo_network
+from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from symbolic_fine_tune import first_layers, without_head
 
-
-def pretrained_features(args, device):
-    """Returns the loaded features of the pretrained network; float16 files are valid, too."""
-    path = args.pretrained_params
-    if path and not os.path.exists(path):
-        raise SystemExit(f"{path} does not exist")
-    if args.pretrained_symbol:
-        symbol = without_head(mx.sym.load(args.pretrained_symbol), args.layer_before_fullc,
-                              args.bn_momentum, args.freeze)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
-            features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
-        features.collect_params().load(path, device, ignore_extra=True, cast_dtype=True)
-        return features
-    if not path:
-        try:
-            net = images.zoo_network(args.pretrained, pretrained=True, ctx=device)
-        except OSError as error:
-            raise SystemExit(f"{error}: --pretrained-params names a file") from None
-    else:
-        saved = parameters_of(path)
-        classes = [v.shape[0] for n, v in saved.items() if n.endswith("weight") and v.ndim == 2]
-        if not classes:
-            raise SystemExit(f"{path} has no weight of a fully connected layer, which has "
-                             "the number of classes of the network")
-        net = images.zoo_network(args.pretrained, classes=classes[-1])
-        if any(name.startswith("arg:") for name in saved):  # of an exported network
-            net.collect_params().load(path, device, cast_dtype=True)
-        else:
-            net.load_parameters(path, device, cast_dtype=True)
-    if not hasattr(net, "features"):
-        raise SystemExit(f"{args.pretrained} has no attribute features: export it, and pass "
-                         "--pretrained-symbol and --pretrained-params")
-    if args.bn_momentum is not None:
-        set_momentum(net.features, args.bn_momentum)
-    return net.features
+log = logging.getLogger("fine_tune")
 
 
-def parameters_of(path):
-    """Returns the named arrays of a file of parameters."""
-    try:
-        saved = mx.nd.load(path)
-    except mx.MXNetError as error:
-        raise SystemExit(f"{path} is not a file of parameters: {recipes.first_line(error)}") \
-            from None
-    if not isinstance(saved, dict):
-        raise SystemExit(f"{path} has arrays without names")
-    return saved
-
+# ---- the pretrained network
 
 class Network(nn.HybridBlock):
-    """A network of pretrained features and a new head."""
+    """A network of pretrained features and a new head, with a name scope of its own."""
 
-    def __init__(self, features, classes, **kwargs):
-        super().__init__(**kwargs)
+    def __init__(self, features, classes):
+        super().__init__()
         with self.name_scope():
             self.output = nn.Dense(classes)
         self.features = features
@@ -83,59 +54,185 @@ class Network(nn.HybridBlock):
         return self.output(self.features(x))
 
 
+def pretrained_features(args, devices):
+    """Returns the pretrained network up to its head, from the model zoo or from files."""
+    if args.pretrained_params and not os.path.exists(args.pretrained_params):
+        raise SystemExit(f"{args.pretrained_params} does not exist")
+    if args.pretrained_symbol:
+        return exported_features(args, devices)
+    if args.pretrained_params:
+        net = zoo_network_with_parameters(args.pretrained, args.pretrained_params, devices)
+    else:
+        try:
+            net = zoo_network(args.pretrained, pretrained=True, ctx=devices)
+        except OSError as error:
+            raise SystemExit(f"{error}: --pretrained-params names a file") from None
+    if not hasattr(net, "features"):
+        raise SystemExit(f"{args.pretrained} has no attribute features: export it, and pass "
+                         "--pretrained-symbol and --pretrained-params")
+    if args.bn_momentum is not None:
+        set_momentum(net.features, args.bn_momentum)
+    return net.features
+
+
+def zoo_network_with_parameters(name, path, devices):
+    """Returns a network of the model zoo with the parameters of a file; they may be float16."""
+    try:
+        arrays = mx.nd.load(path)
+    except mx.MXNetError as error:
+        raise SystemExit(f"{path} is not a file of parameters: {cli.first_line(error)}") \
+            from None
+    if not isinstance(arrays, dict):
+        raise SystemExit(f"{path} has arrays without names")
+    classes = [array.shape[0] for array_name, array in arrays.items()
+               if array_name.endswith("weight") and array.ndim == 2]
+    if not classes:
+        raise SystemExit(f"{path} has no weight of a fully connected layer, which has "
+                         "the number of classes of the network")
+    net = zoo_network(name, classes=classes[-1])
+    exported = any(array_name.startswith("arg:") for array_name in arrays)
+    load = net.collect_params().load if exported else net.load_parameters
+    load(path, devices, cast_dtype=True)
+    return net
+
+
+def exported_features(args, devices):
+    """Returns the features of a network that `net.export` or a Module saved."""
+    symbol = without_head(mx.sym.load(args.pretrained_symbol), args.layer_before_fullc,
+                          args.bn_momentum, args.freeze)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Cannot decide type")  # of the data: float32 is right
+        features = gluon.SymbolBlock(symbol, mx.sym.var("data"))
+    features.collect_params().load(args.pretrained_params, devices, ignore_extra=True,
+                                   cast_dtype=True)
+    return features
+
+
 def set_momentum(features, momentum):
     """Sets the momentum of all batch norms: the default is too slow for a short training."""
-    def one(block):
+    def set_momentum_of(block):
         if isinstance(block, nn.BatchNorm):
             block._kwargs["momentum"] = momentum
-    features.apply(one)
+    features.apply(set_momentum_of)
 
 
-def freeze(features, layers):
-    """Freezes the first `layers` layers that have parameters, with their batch norms' averages."""
-    names = first_layers(features.collect_params(), layers)
-    if isinstance(features, gluon.SymbolBlock):  # without_head has set its batch norms
+def freeze(features, count):
+    """Freezes the first layers that have parameters, with their batch norms' averages."""
+    names = first_layers(features.collect_params(), count)
+    if isinstance(features, gluon.SymbolBlock):  # `without_head` has frozen its batch norms
         for name, parameter in features.collect_params().items():
             if name.rsplit("_", 1)[0] in names:
                 parameter.grad_req = "null"
         return
 
-    def one(block):
+    def freeze_block(block):
         if block.prefix[:-1] in names:
             amp.freeze(block)
-    features.apply(one)
+    features.apply(freeze_block)
 
 
-def network(args, devices):
-    """Returns the pretrained features with a new head, whose shapes are deferred."""
-    features = pretrained_features(args, devices)
-    freeze(features, args.freeze)
-    net = Network(features, images.classes_of(args))
-    net.output.initialize(mx.init.Xavier(), ctx=devices)
-    net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
-    return net
-
+# ---- training
 
 def main(arguments=None):
-    parser = recipes.Parser(__doc__)
-    recipes.add_flags(parser, "pretrained network", (
-        ("--pretrained", str, None, "a network of MXNet's or gluoncv's model zoo"),
-        ("--pretrained-params", str, None, "the file of its parameters"),
-        ("--pretrained-symbol", str, None, "the -symbol.json of an exported network"),
-        ("--layer-before-fullc", str, None, "the layer whose output the new head takes, with "
-         "--pretrained-symbol (default: the input of the last fully connected layer)"),
-        ("--freeze", recipes.non_negative_int, 0,
-         "number of layers to freeze, counted from the input"),
-        ("--head-lr-mult", recipes.non_negative_float, 1.0, "multiplier of --lr for the new head"),
-        ("--bn-momentum", recipes.fraction, None, "momentum of batch norms' moving averages")))
-    image_classification.add_flags(parser, folder="runs/fine_tune")
+    """Fine-tunes with the flags. Returns the epochs' lines of log.jsonl."""
+    parser = cli.Parser(__doc__)
+    flag = parser.add_argument_group("pretrained network").add_argument
+    flag("--pretrained", help="a network of MXNet's or gluoncv's model zoo")
+    flag("--pretrained-params", help="the file of its parameters")
+    flag("--pretrained-symbol", help="the -symbol.json of an exported network")
+    flag("--layer-before-fullc", help="the layer whose output the new head takes, with "
+         "--pretrained-symbol (default: the input of the last fully connected layer)")
+    flag("--freeze", type=cli.non_negative_int, default=0,
+         help="number of layers to freeze, counted from the input")
+    flag("--head-lr-mult", type=cli.non_negative_float, default=1.0,
+         help="multiplier of --lr for the new head")
+    flag("--bn-momentum", type=cli.fraction, help="momentum of batch norms' moving averages")
+    add_flags(parser, save_dir="runs/fine_tune")
     parser.set_defaults(lr=0.01, epochs=3, batch_size=32)
     args = parser.parse_args(arguments)
     if not args.pretrained and not (args.pretrained_symbol and args.pretrained_params):
         parser.error("pass a network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
                      "--pretrained-params NET-0000.params")
-    return image_classification.train(args, network, validates_first=True)
+
+    # Several workers train one network, on a part of the images each. Rank 0 writes the files
+    workers = recipes.Workers(args)
+    devices, images_per_step = workers.devices, args.batch_size * workers.count
+    if workers.rank == 0 and not args.benchmark:
+        os.makedirs(args.save_dir, exist_ok=True)
+    if workers.rank == 0 and args.logging_file:
+        logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
+    sampler, loader, val_loader = images.image_loaders(args, workers)
+    log.info("%s", args)
+    recipes.seed_all(args.seed)
+
+    # Only the head is new. It learns faster with --head-lr-mult
+    features = pretrained_features(args, devices)
+    freeze(features, args.freeze)
+    net = Network(features, images.number_of_classes(args))
+    net.output.initialize(mx.init.Xavier(), ctx=devices)
+    net.output.collect_params().setattr("lr_mult", args.head_lr_mult)
+
+    # Convert before the Trainer is created, which keeps float32 copies of 16-bit weights: updates
+    # are often too small for float16
+    net = convert(args, net)
+    net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates the head's parameters
+    teacher, loss_fn = make_teacher(args, devices), make_loss(args)
+    log.info("before: err-top1=%f err-top5=%f",
+             *images.validate(net, val_loader, devices, loss_fn)[:2])
+    trainer = make_trainer(args, net, workers.store,
+                           lr_scheduler=recipes.lr_schedule(args, len(loader)))
+    position = recipes.resume(args, net, trainer, len(loader))
+    record = Log(None if args.benchmark else os.path.join(args.save_dir, "log.jsonl"), args,
+                 interval=args.log_interval, tensorboard=args.tensorboard, begin=position,
+                 rank=workers.rank)
+
+    for epoch in range(position.epoch, args.epochs):
+        sampler.epoch = epoch
+        if args.xray and workers.rank == 0:
+            recipes.xray_epoch(args, epoch, net, loader, loss_fn)
+        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)  # dropout, augmentation
+        mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
+        metric, start = mx.metric.Accuracy(), time.time()
+        last_log = start
+        for i, (data, label) in enumerate(position.batches(loader)):
+            data, target = mixup(args, data, label) if mixes else (data, label)
+            datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
+                                      for x in (data, label, target))  # a part for each GPU
+            teacher_outs = [teacher(x) if teacher else None for x in datas]
+            with autograd.record():
+                outputs = [net(x) for x in datas]
+                losses = [loss_fn(*each) for each in zip(outputs, targets, teacher_outs)]
+            # Scales the losses, so that small gradients do not become 0 in float16
+            trainer.backward(losses)
+            # Unscales the gradients. If one overflowed, skips the update and lowers the scale
+            trainer.step(images_per_step)
+
+            metric.update(labels, outputs)
+            if record.step(trainer, losses, images_per_step):
+                speed = images_per_step * args.log_interval / (time.time() - last_log)
+                log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f"
+                         "\tloss-scale=%g\tskipped=%d", epoch, i, speed, metric.get()[1],
+                         trainer.learning_rate, trainer.loss_scale, trainer.skipped)
+                last_log = time.time()
+        seconds = time.time() - start
+        if workers.count > 1:
+            average_statistics(trainer)  # of batch norms: each worker has those of its own images
+        top1, top5, validation_loss = images.validate(net, val_loader, devices, loss_fn)
+        accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
+        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
+        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f\tloss-scale=%g\tskipped=%d",
+                 epoch, top1, top5, trainer.loss_scale, trainer.skipped)
+        record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
+                     validation_loss=validation_loss, samples_per_second=speed)
+        if args.benchmark:
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            log.info("%.1f samples/s, peak memory of the process %.0f MB", speed, memory)
+        else:
+            recipes.save(args, net, trainer, position, record)
+    record.close()
+    return [line for line in record.lines if "batch" not in line]
 
 
 if __name__ == "__main__":
-    recipes.run(main)
+    cli.run(main)

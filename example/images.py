@@ -1,12 +1,12 @@
-"""Images for the training scripts of classifiers: datasets, RecordIO files, and networks."""
+"""Images for the training scripts of classifiers: datasets, RecordIO files, validation."""
 import functools
 import logging
 import math
 import os
 import random
 import struct
-import sys
 
+import command_line as cli
 import gluon_amp  # noqa: F401  (before mxnet)
 import mxnet as mx
 import numpy as np
@@ -19,74 +19,44 @@ log = logging.getLogger("images")
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
-_VALID = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folders, or a .rec"
+DATASETS = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of folders, or a .rec"
 
-
-def add_image_flags(parser):
-    """Adds the flags of images; second names are from GluonCV's scripts."""
-    positive_int = recipes.positive_int
-    crop_ratio = recipes.flag_type(float, lambda x: 0 < x <= 1, "must be above 0, and at most 1")
-    recipes.add_flags(parser, "data", (
-        ("--dataset --rec-train", str, "digits", _VALID),
-        ("--val --rec-val", str, None, "validation data, if the dataset is a folder or a .rec"),
-        ("--use-rec", bool, False, "require that the dataset is a .rec"),
-        ("--rec-train-idx", str, None, "index of a .rec dataset, which must be next to it"),
-        ("--rec-val-idx", str, None, "index of the validation data"),
-        ("--data-dir", str, None, "folder of the dataset (default: MXNet's)"),
-        ("--examples", positive_int, None, "number of training images to use (default: all)"),
-        ("--classes --num-classes", positive_int, None,
-         "number of classes (default: the dataset's or the folder's; 10 for a .rec)"),
-        ("--image-size --input-size", positive_int, None,
-         "height and width (default: the dataset's; 224 for a folder or a .rec)"),
-        ("--crop-ratio", crop_ratio, 1.0, "center crop in validation, a share of each side"),
-        ("--random-crop", bool, False,
-         "crop that share in training (default: 40 to 100 %%; of up to 32 pixels all)"),
-        ("--num-workers --num-data-workers -j", recipes.non_negative_int, 0,
-         "processes that load images"),
-        ("--rgb-mean", recipes.decimals, [114.75], "mean of pixels from 0 to 255: one or three"),
-        ("--rgb-std", recipes.deviations, [63.75], "standard deviation of pixels")))
-
-
-# ---- datasets
 
 def image_loaders(args, workers):
-    """Returns the sampler and loader of this worker's training data, and that of validation."""
+    """Returns the sampler and the loader of this worker's training images, and the loader of all
+    validation images."""
     train_data, val_data = image_datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
-    order = recipes.WorkerSampler(len(train_data), args.seed, workers)
-    options = {"num_workers": args.num_workers,
-               "batchify_fn": functools.partial(image_batch, *(
-                   [x / 255 for x in values] for values in (args.rgb_mean, args.rgb_std)))}
-    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=order,
+    sampler = recipes.WorkerSampler(len(train_data), args.seed, workers)
+    mean, std = ([value / 255 for value in flag] for flag in (args.rgb_mean, args.rgb_std))
+    options = {"num_workers": args.num_workers, "batchify_fn": functools.partial(
+        make_batch, mean, std, number_of_classes(args))}
+    loader = gluon.data.DataLoader(train_data, args.batch_size, sampler=sampler,
                                    last_batch="discard", **options)
     if not len(loader):
-        raise ValueError(f"{len(order)} images make no batch of {args.batch_size}")
-    return order, loader, gluon.data.DataLoader(val_data, args.batch_size, **options)
+        raise ValueError(f"{len(sampler)} images make no batch of {args.batch_size}")
+    return sampler, loader, gluon.data.DataLoader(val_data, args.batch_size, **options)
 
 
-def image_batch(mean, std, samples):
-    """Returns a batch of images and labels, and normalizes pixels: faster than image by image."""
+def make_batch(mean, std, classes, samples):
+    """Returns a batch of images and labels. Normalizing a batch is faster than image by image."""
     data, labels = default_batchify_fn(samples)
     if data.dtype == np.uint8:
         data = mx.nd.image.normalize(mx.nd.image.to_tensor(data), mean, std)
+    largest = labels.max().asscalar()
+    if largest >= classes:  # MXNet accepts such labels silently
+        raise ValueError(f"the data has a label {largest:g}, and the network {classes} classes, "
+                         "from 0 on: --classes")
     return [data, labels]
 
 
-def classes_of(args):
+def number_of_classes(args):
     """Returns the number of classes of the labels."""
     return args.classes or CLASSES.get(args.dataset, 10)
 
 
-def check_labels(args, label):
-    """Refuses a batch with labels that are not classes, which MXNet accepts silently."""
-    largest = label.max().asscalar()
-    if largest >= classes_of(args):
-        raise ValueError(f"the data has a label {largest:g}, and the network {classes_of(args)} "
-                         "classes, from 0 on: --classes")
-
-
-def check_flags(args):
+def check_image_flags(args):
     """Refuses flags that the dataset would ignore."""
     name = args.dataset
     if args.val and name in (*CLASSES, "dummy"):
@@ -104,7 +74,7 @@ def image_datasets(args):
     """Returns training and validation data: pairs of an image and a label."""
     name = args.dataset
     if not args.benchmark:
-        check_flags(args)
+        check_image_flags(args)
     if args.benchmark or name == "dummy":
         return random_images(args), random_images(args)
     if name == "digits":
@@ -118,7 +88,7 @@ def image_datasets(args):
         data = folders(args, *(os.path.join(args.data_dir, part) for part in ("train", "val")))
     else:
         if not os.path.exists(name):
-            raise ValueError(f"{name} does not exist. --dataset takes {_VALID} file")
+            raise ValueError(f"{name} does not exist. --dataset takes {DATASETS} file")
         if not args.val:
             log.warning("no --val: validation uses the training data")
         read = records if name.endswith(".rec") else folders
@@ -133,7 +103,7 @@ class Folder(vision.ImageFolderDataset):
     """The images of a folder with a folder for each class, in the order of `classes`."""
 
     def __init__(self, path, classes=None):
-        recipes.must_exist(path)
+        cli.must_exist(path)
         super().__init__(path)
         names = [name for name in self.synsets if not name.startswith(".")]
         items = [(file, self.synsets[label]) for file, label in self.items]
@@ -153,7 +123,7 @@ class Folder(vision.ImageFolderDataset):
             return image, label
         except mx.MXNetError as error:
             raise ValueError(f"{self.items[i][0]} is not an image that MXNet can read: "
-                             f"{recipes.first_line(error)}") from None
+                             f"{cli.first_line(error)}") from None
 
 
 def folders(args, path, val_path):
@@ -169,7 +139,7 @@ def folders(args, path, val_path):
 def records(args, *paths):
     """Returns the images of RecordIO files; a label may be an array of one number."""
     for path, index in zip(paths, (args.rec_train_idx, args.rec_val_idx)):
-        check_records(path, classes_of(args))
+        check_records(path, number_of_classes(args))
         beside = f"{os.path.splitext(os.path.abspath(path))[0]}.idx"
         if not os.path.exists(beside) or index and os.path.abspath(index) != beside:
             raise ValueError(f"{path} needs an index next to it: {beside}. Received: {index}")
@@ -203,7 +173,7 @@ def random_images(args):
     shape = SHAPES.get(args.dataset, (3, args.image_size or 224, args.image_size or 224))
     rng, count = np.random.RandomState(args.seed), 8 * args.batch_size
     return gluon.data.ArrayDataset(rng.rand(count, *shape).astype("float32"),
-                                   rng.randint(0, classes_of(args), count).astype("int32"))
+                                   rng.randint(0, number_of_classes(args), count).astype("int32"))
 
 
 def image_transform(args, size, train):
@@ -228,6 +198,21 @@ def image_transform(args, size, train):
     return transform
 
 
+def validate(net, loader, devices, loss_fn):
+    """Returns top-1 and top-5 errors, and the loss."""
+    top1, top5, count, loss = 0, 0, 0, 0.0
+    for batch in loader:
+        parts = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False) for x in batch)
+        for data, label in zip(*parts):
+            out = net(data)
+            predicted = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy()
+            correct = predicted == label.asnumpy()[:, None]
+            top1, top5 = top1 + correct[:, 0].sum(), top5 + correct.sum()
+            count += len(correct)
+            loss += float(loss_fn(out, label).sum().asscalar())
+    return 1 - top1 / count, 1 - top5 / count, loss / count
+
+
 # ---- RecordIO files
 
 _RECORD = 0xCED7230A  # the first bytes of each record
@@ -240,7 +225,7 @@ _IMAGES = (b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"\0\0\0
 def check_records(path, classes):
     """Returns the number of images in a RecordIO file, from its headers alone. Refuses a damaged
     file, records that are no images, and labels that are not classes."""
-    recipes.must_exist(path)
+    cli.must_exist(path)
     size, at, count = os.path.getsize(path), 0, 0
     if size == 0:
         raise ValueError(f"{path} is empty")
@@ -271,59 +256,3 @@ def check_records(path, classes):
     if at > size:
         raise ValueError(f"{path} is truncated: {at - size} bytes of its last record are missing")
     return count
-
-
-# ---- networks
-
-def small_network(classes):
-    """A network of three convolutions and a dense layer, which trains in seconds on a CPU."""
-    nn = gluon.nn
-    net = nn.HybridSequential()
-    for channels, stride in ((32, 1), (64, 2), (128, 2)):
-        net.add(nn.Conv2D(channels, 3, stride, 1, use_bias=False), nn.BatchNorm(),
-                nn.Activation("relu"))
-    net.add(nn.GlobalAvgPool2D(), nn.Dense(classes))
-    return net
-
-
-def zoo_network(name, **options):
-    """Returns `small`, a network of MXNet's model zoo, or else of gluoncv's."""
-    get_model = gluon.model_zoo.vision.get_model
-    try:
-        get_model("")
-    except ValueError as error:  # which lists the names
-        names = ["small", *str(error).split("\n\t")[1:]]
-    if name == "small":
-        get_model = lambda name, **options: small_network(**options)  # noqa: E731
-    if name.lower() not in names:
-        try:
-            zoo = import_gluoncv().model_zoo
-        except ImportError as error:
-            raise ValueError(f"MXNet's model zoo has no {name}, and gluoncv's cannot be imported "
-                             f"({recipes.first_line(error)}): in the checkout, pip install "
-                             f"'.[cpu,gluoncv]'{recipes.did_you_mean(name, names)}") from None
-        get_model, names = zoo.get_model, [*names, *zoo.get_model_list()]
-    if name.lower() not in names:
-        raise ValueError(f"neither MXNet's nor gluoncv's model zoo has {name}"
-                         f"{recipes.did_you_mean(name, names)}")
-    try:
-        return get_model(name, **options)
-    except TypeError as error:
-        raise ValueError(f"{name} does not take all of {', '.join(options)}: {error}") from None
-    except (OSError, RuntimeError) as error:
-        if not options.get("pretrained"):
-            raise
-        raise OSError(f"{name} could not be downloaded ({type(error).__name__})") from None
-
-
-def import_gluoncv():
-    """Imports gluoncv without PyTorch: it refuses PyTorch 2, which MXNet's networks do not need."""
-    torch = sys.modules.pop("torch", None)
-    sys.modules["torch"] = None  # makes `import torch` raise ImportError
-    try:
-        import gluoncv
-    finally:
-        del sys.modules["torch"]
-        if torch is not None:
-            sys.modules["torch"] = torch
-    return gluoncv

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import gluon_amp as amp
+import command_line as cli
+import gluon_amp as amp  # before mxnet
 import mxnet as mx
 import numpy as np
 import recipes
@@ -83,28 +84,30 @@ class GPT(gluon.HybridBlock):
 
 def main(arguments=None):
     """Trains with the flags, and prints a generated text."""
-    positive_int, non_negative_int = recipes.positive_int, recipes.non_negative_int
-    parser = recipes.Parser(__doc__)
-    recipes.add_flags(parser, "network", (
-        ("--layers", positive_int, 4, "number of layers"),
-        ("--heads", positive_int, 4, "attention heads of a layer"),
-        ("--width", positive_int, 128, "width of the residual stream"),
-        ("--length", positive_int, 64, "context length in characters"),
-        ("--dropout", recipes.fraction, 0.0, "dropout rate of each layer")))
-    recipes.add_flags(parser, "training", (
-        ("--text", str, None, "file of a text to train on (default: Python's help)"),
-        ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
-        ("--batch-size", positive_int, 32, "sequences in a step"),
-        ("--steps", positive_int, 1000, "number of updates"),
-        ("--lr", recipes.positive_float, 1e-3, "peak learning rate"),
-        ("--warmup", non_negative_int, 100, "number of warm-up steps"),
-        ("--wd", recipes.non_negative_float, 0.1, "weight decay of matrices"),
-        ("--clip", recipes.positive_float, 1.0, "maximum norm of the gradient")))
-    recipes.add_flags(parser, "output", (
-        ("--log-interval", positive_int, 100, "number of steps between two log lines"),
-        ("--save", recipes.new_file, None, "file to save the parameters to"),
-        ("--characters", non_negative_int, 200, "number of characters to generate at the end")))
-    recipes.add_device_flags(parser)
+    parser = cli.Parser(__doc__)
+    flag = parser.add_argument_group("network").add_argument
+    flag("--layers", type=cli.positive_int, default=4, help="number of layers")
+    flag("--heads", type=cli.positive_int, default=4, help="attention heads of a layer")
+    flag("--width", type=cli.positive_int, default=128, help="width of the residual stream")
+    flag("--length", type=cli.positive_int, default=64, help="context length in characters")
+    flag("--dropout", type=cli.fraction, default=0.0, help="dropout rate of each layer")
+    flag = parser.add_argument_group("training").add_argument
+    flag("--text", help="file of a text to train on (default: Python's help)")
+    flag("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+         help="type of the network")
+    flag("--batch-size", type=cli.positive_int, default=32, help="sequences in a step")
+    flag("--steps", type=cli.positive_int, default=1000, help="number of updates")
+    flag("--lr", type=cli.positive_float, default=1e-3, help="peak learning rate")
+    flag("--warmup", type=cli.non_negative_int, default=100, help="number of warm-up steps")
+    flag("--wd", type=cli.non_negative_float, default=0.1, help="weight decay of matrices")
+    flag("--clip", type=cli.positive_float, default=1.0, help="maximum norm of the gradient")
+    flag = parser.add_argument_group("output").add_argument
+    flag("--log-interval", type=cli.positive_int, default=100,
+         help="number of steps between two log lines")
+    flag("--save", type=cli.new_file, help="file to save the parameters to")
+    flag("--characters", type=cli.non_negative_int, default=200,
+         help="number of characters to generate at the end")
+    cli.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.width % args.heads:
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
@@ -123,20 +126,21 @@ def main(arguments=None):
         parser.error(f"--text is too short: a tenth of it must have more than --length "
                      f"{args.length} characters. Received: {len(text)} characters")
 
-    def batch_of(part):
-        """Returns sequences, and the same shifted by one character."""
+    def random_batch(part):
+        """Returns sequences at random places of the text, and the same shifted by a character."""
         begins = rng.randint(len(part) - args.length, size=(args.batch_size, 1))
-        read = part[begins + np.arange(args.length + 1)]
-        return [nd.array(each, device) for each in (read[:, :-1], read[:, 1:])]
+        sequences = part[begins + np.arange(args.length + 1)]
+        return nd.array(sequences[:, :-1], device), nd.array(sequences[:, 1:], device)
 
-    # The network, in the type of --dtype
+    # The network, in the type of --dtype. Convert before the Trainer is created
     net = GPT(len(alphabet), args.width, args.layers, args.heads, args.length, args.dropout)
     net.initialize(mx.init.Normal(0.02), device)
     amp.convert(net, args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
 
-    # The Trainer scales the loss and updates float32 master weights
+    # The Trainer updates float32 copies of 16-bit weights, because updates are often too small for
+    # 16 bits. It clips the norm of the gradients as they are without the loss scale
     net.collect_params(".*(bias|gamma|beta|positions)").setattr("wd_mult", 0.0)
     schedule = mx.lr_scheduler.CosineScheduler(
         args.steps, args.lr, warmup_steps=min(args.warmup, args.steps - 1))
@@ -148,10 +152,12 @@ def main(arguments=None):
 
     total, start = 0.0, time.time()
     for step in range(1, args.steps + 1):
-        data, label = batch_of(training)
+        data, label = random_batch(training)
         with autograd.record():
             loss = loss_fn(net(data), label)
+        # Scales the loss, so that small gradients do not become 0 in float16
         trainer.backward(loss)
+        # Unscales the gradients. If one overflowed, skips the update and lowers the scale
         trainer.step(args.batch_size)
         total = total + loss.mean()
         if step % args.log_interval == 0 or step == args.steps:
@@ -159,7 +165,7 @@ def main(arguments=None):
             train_loss = total.asscalar() / steps  # waits for the steps
             seconds = time.time() - start
             losses = [loss_fn(net(data), label).mean().asscalar()
-                      for data, label in (batch_of(validation) for _ in range(4))]
+                      for data, label in (random_batch(validation) for _ in range(4))]
             print(f"step {step}: loss={train_loss:.4f} "
                   f"validation-loss={np.mean(losses):.4f} "
                   f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
@@ -169,14 +175,14 @@ def main(arguments=None):
     if args.save:
         net.save_parameters(args.save)
 
-    # Sample one character after the other
-    written = list(validation[:args.length])
+    # Generate one character after the other, after the first ones of the validation
+    generated = list(validation[:args.length])
     for _ in range(args.characters):
-        scores = net(nd.array([written[-args.length:]], device))[0, -1].asnumpy().astype(float)
+        scores = net(nd.array([generated[-args.length:]], device))[0, -1].asnumpy().astype(float)
         weights = np.exp(scores - scores.max())
-        written.append(rng.choice(len(alphabet), p=weights / weights.sum()))
-    print("".join(alphabet[i] for i in written[args.length:]))
+        generated.append(rng.choice(len(alphabet), p=weights / weights.sum()))
+    print("".join(alphabet[i] for i in generated[args.length:]))
 
 
 if __name__ == "__main__":
-    recipes.run(main)
+    cli.run(main)

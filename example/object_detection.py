@@ -8,7 +8,8 @@ bounding box and the class of each. bfloat16 runs on CPUs only.
 """
 import time
 
-import gluon_amp as amp
+import command_line as cli
+import gluon_amp as amp  # before mxnet
 import mxnet as mx
 import numpy as np
 import recipes
@@ -108,23 +109,26 @@ def average_precision(detections, labels, kind):
 
 def main(arguments=None):
     """Trains with the flags, and prints the mean average precision."""
-    positive_int = recipes.positive_int
-    parser = recipes.Parser(__doc__)
-    recipes.add_flags(parser, "network", (
-        ("--image-size", positive_int, 64, "height and width in pixels, a multiple of 16"),
-        ("--width", positive_int, 16, "channels of the first convolution")))
-    recipes.add_flags(parser, "training", (
-        ("--dtype", ("float32", "float16", "bfloat16"), "float32", "type of the network"),
-        ("--batch-size", positive_int, 32, "images in a step"),
-        ("--steps", positive_int, 1000, "number of updates"),
-        ("--lr", recipes.positive_float, 0.05, "peak learning rate"),
-        ("--momentum", recipes.fraction, 0.9, "momentum of SGD"),
-        ("--wd", recipes.non_negative_float, 5e-4, "weight decay")))
-    recipes.add_flags(parser, "output", (
-        ("--log-interval", positive_int, 50, "number of steps between two log lines"),
-        ("--save", recipes.new_file, None, "file to save the parameters to"),
-        ("--validation-images", positive_int, 128, "number of validation images")))
-    recipes.add_device_flags(parser)
+    parser = cli.Parser(__doc__)
+    flag = parser.add_argument_group("network").add_argument
+    flag("--image-size", type=cli.positive_int, default=64,
+         help="height and width in pixels, a multiple of 16")
+    flag("--width", type=cli.positive_int, default=16, help="channels of the first convolution")
+    flag = parser.add_argument_group("training").add_argument
+    flag("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
+         help="type of the network")
+    flag("--batch-size", type=cli.positive_int, default=32, help="images in a step")
+    flag("--steps", type=cli.positive_int, default=1000, help="number of updates")
+    flag("--lr", type=cli.positive_float, default=0.05, help="peak learning rate")
+    flag("--momentum", type=cli.fraction, default=0.9, help="momentum of SGD")
+    flag("--wd", type=cli.non_negative_float, default=5e-4, help="weight decay")
+    flag = parser.add_argument_group("output").add_argument
+    flag("--log-interval", type=cli.positive_int, default=50,
+         help="number of steps between two log lines")
+    flag("--save", type=cli.new_file, help="file to save the parameters to")
+    flag("--validation-images", type=cli.positive_int, default=128,
+         help="number of validation images")
+    cli.add_device_flags(parser)
     args = parser.parse_args(arguments)
     if args.image_size % 16:
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
@@ -133,14 +137,15 @@ def main(arguments=None):
     (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
     recipes.seed_all(args.seed)
 
-    # The network, in the type of --dtype
+    # The network, in the type of --dtype. Convert before the Trainer is created
     net = SSD(args.width)
     net.initialize(mx.init.Xavier(), device)
     amp.convert(net, args.dtype)
     net.hybridize(static_alloc=True, static_shape=True)
     class_loss, box_loss = gluon.loss.SoftmaxCrossEntropyLoss(), gluon.loss.HuberLoss()
 
-    # The Trainer scales the loss and updates float32 master weights
+    # The Trainer updates float32 copies of 16-bit weights, because updates are often too small for
+    # 16 bits
     net(nd.zeros((1, 3, args.image_size, args.image_size), device))  # allocates all parameters
     schedule = mx.lr_scheduler.CosineScheduler(
         args.steps, args.lr, warmup_steps=min(50, args.steps - 1))
@@ -159,7 +164,9 @@ def main(arguments=None):
                     anchors, label, scores.transpose((0, 2, 1)), negative_mining_ratio=3)
             loss = class_loss(scores, class_target, (class_target >= 0).expand_dims(-1)) \
                 + box_loss(boxes * box_mask, box_target * box_mask)
+        # Scales the loss, so that small gradients do not become 0 in float16
         trainer.backward(loss)
+        # Unscales the gradients. If one overflowed, skips the update and lowers the scale
         trainer.step(args.batch_size)
         total = total + loss.mean()
         if step % args.log_interval == 0 or step == args.steps:
@@ -188,4 +195,4 @@ def main(arguments=None):
 
 
 if __name__ == "__main__":
-    recipes.run(main)
+    cli.run(main)

@@ -1,7 +1,9 @@
 """The recipes for a language model and for detection train, in each type; logs of gradients."""
 import json
+import logging
 import re
 
+import command_line
 import gluon_amp as amp
 import image_classification
 import language_model
@@ -107,22 +109,26 @@ def test_invalid_flag_is_one_line(main, flags, message, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("batches", [1, 2])
-def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng):
+def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng, tmp_path,
+                                                                 monkeypatch):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="fc")
     net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), "float16")
-    data, label = 4 * rng.standard_normal((16, 6)), np.arange(16) % 3
-    weights = {"fc_weight": mx.nd.array(0.1 * rng.standard_normal((3, 6))),
+    weights = {"fc_weight": mx.nd.array(0.5 * rng.standard_normal((3, 6))),
                "fc_bias": mx.nd.zeros(3)}
     norms = []
-    for loss_scale in (1, "dynamic"):
-        module = train_imagenet.AccumulatingModule(net, loss_scale=loss_scale, batches=batches)
-        record = amp.reports.Log(None, interval=batches)
-        log = train_imagenet.ModuleLog(record, module, 4)
-        module.fit(mx.io.NDArrayIter(data, label, 4), num_epoch=1, arg_params=weights,
-                   batch_end_callback=log.batch_end,
-                   optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / 4 / batches})
-        norms.append([line["gradient_norm"] for line in record.lines])
-    assert record.lines[-1]["loss_scale"] != 1
+    for loss_scale in ("1", "dynamic"):
+        parser = command_line.Parser("")
+        train_imagenet.add_arguments(parser)
+        args = train_imagenet.parse_flags(parser, [
+            "--benchmark", "1", "--num-examples", "16", "--image-shape", "1,2,3", "--num-classes",
+            "3", "--batch-size", "4", "--macrobatch-size", str(4 * batches), "--num-epochs", "1",
+            "--disp-batches", "1", "--loss-scale", loss_scale, "--save-dir",
+            str(tmp_path / loss_scale)])
+        train_imagenet.fit(args, net, weights, {})
+        lines = amp.reports.Log.read(tmp_path / loss_scale / "log.jsonl")[1]
+        norms.append([line["gradient_norm"] for line in lines if "batch" in line])
+    assert lines[-1]["loss_scale"] != 1
     assert len(norms[0]) == 4 // batches
     np.testing.assert_allclose(norms[1], norms[0], rtol=5e-3)
 

@@ -10,9 +10,11 @@ from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
+import command_line
 import gluon_amp
 import image_classification as recipe
 import images
+import model_zoo
 import mxnet as mx
 import numpy as np
 import pytest
@@ -29,7 +31,7 @@ from traces import at_most_traces
 EXAMPLES = Path(__file__).parents[2] / "example"
 REFERENCE = "".join(path.read_text() for path in (EXAMPLES.parent / "docs" / "api").glob("*.md"))
 FILES = {path.stem: ast.parse(path.read_text()) for path in EXAMPLES.glob("*.py")}
-SHARED = {"recipes", "images", "gradient_penalty"}
+SHARED = {"command_line", "recipes", "images", "model_zoo", "gradient_penalty", "kinks"}
 SCRIPTS = {name: tree for name, tree in FILES.items()
            if name not in SHARED and not name.startswith("minimal_")}
 each_script = pytest.mark.parametrize("script", SCRIPTS)
@@ -51,6 +53,7 @@ def test_only_public_names_are_used(file):
             assert module == "gluon_amp" and name in {None, *gluon_amp.__all__} \
                 or f'<a id="{module}.{name}">' in REFERENCE, (module, name)
     names = {"amp": {*gluon_amp.__all__, "__version__"},
+             "cli": {name for name in dir(command_line) if name[0] != "_"},
              "recipes": {name for name in dir(recipes) if name[0] != "_"},
              "images": {name for name in dir(images) if name[0] != "_"}}
     for node in ast.walk(FILES[file]):
@@ -67,7 +70,7 @@ def test_package_attribute_error_names_location_of_recipes():
 
 def parse(flags=()):
     """The flags of image_classification.py."""
-    parser = recipes.Parser("")
+    parser = command_line.Parser("")
     recipe.add_network_flags(parser)
     recipe.add_flags(parser)
     return parser.parse_args(flags)
@@ -195,7 +198,7 @@ def test_top_k_beyond_the_classes_is_one_line():
     ("sgd", 0.8), ("SGD", 0.8), ("lbsgd", 0.8), ("nag", 0.8), ("adam", None), ("adamw", None)])
 def test_momentum_reaches_every_optimizer_that_has_one(optimizer, momentum):
     args = parse(["--optimizer", optimizer, "--momentum", "0.8"])
-    trainer = recipe.trainer_of(args, recipe.network(args, [mx.cpu()]))
+    trainer = recipe.make_trainer(args, recipe.make_network(args, [mx.cpu()]))
     assert getattr(trainer.optimizer, "momentum", None) == momentum
 
 
@@ -215,7 +218,7 @@ def loaders(flags):
 def rates(steps, flags):
     """The learning rates after these steps: --lr 0.8, 4 epochs of 10 steps."""
     args = parse(["--lr", "0.8", "--epochs", "4", *flags.split()])
-    schedule = recipes.schedule(args, 10)
+    schedule = recipes.lr_schedule(args, 10)
     return [round(schedule(step), 6) for step in steps]
 
 
@@ -224,7 +227,7 @@ def test_last_batch_of_validation_may_be_smaller_than_number_of_devices(count):
     net = ready(mx.gluon.nn.Dense(3, in_units=2), ctx=[mx.cpu(0), mx.cpu(1)])
     data, label = mx.nd.random.normal(shape=(count, 2)), mx.nd.arange(count) % 3
     loss_fn = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    results = [recipe.validate(net, [(data, label)], devices, loss_fn)
+    results = [images.validate(net, [(data, label)], devices, loss_fn)
                for devices in ([mx.cpu(0)], [mx.cpu(0), mx.cpu(1)])]
     assert results[0] == pytest.approx(results[1])
 
@@ -243,7 +246,7 @@ def test_user_errors_are_one_line(error):
     def main():
         raise error
     with pytest.raises(SystemExit, match=f"{error} .DEBUG=1 shows where.$"):
-        recipes.run(main)
+        command_line.run(main)
 
 
 def test_schedule_warms_up_and_decays():
@@ -270,14 +273,14 @@ def test_schedule_warms_up_and_decays():
     (lambda: loaders("--crop-ratio 0.875 --random-crop"),
      "the images of digits are not preprocessed: remove"),
     (lambda: loaders("--input-size 64"), "the images of digits are not preprocessed: remove"),
-    (lambda: images.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
-    (lambda: images.zoo_network("resnet18_v1", last_gamma=True),
+    (lambda: model_zoo.zoo_network("zzzz"), r"model zoo has zzzz$"),  # which has no similar name
+    (lambda: model_zoo.zoo_network("resnet18_v1", last_gamma=True),
      "resnet18_v1 does not take all of last_gamma"),
-    (lambda: recipe.network(parse(["--last-gamma"]), [mx.cpu()]),
+    (lambda: recipe.make_network(parse(["--last-gamma"]), [mx.cpu()]),
      "small does not take all of classes, last_gamma"),
-    (lambda: recipe.network(parse(["--use-pretrained"]), [mx.cpu()]),
+    (lambda: recipe.make_network(parse(["--use-pretrained"]), [mx.cpu()]),
      "small does not take all of pretrained"),
-    (lambda: recipe.loss_of(parse(["--teacher", "resnet18_v1"]))(
+    (lambda: recipe.make_loss(parse(["--teacher", "resnet18_v1"]))(
         mx.nd.ones((2, 10)), mx.nd.ones(2), mx.nd.ones((2, 1000))),
      "resnet18_v1 has 1000 classes, and the network 10"),
     (lambda: train_imagenet.check_network(get_symbol("alexnet", 10, "3,48,48", "float16"),
@@ -292,7 +295,7 @@ def test_incompatible_flags_are_refused(call, message):
     ("resnet19_v1", "resnet18_v1"), ("mobilnet1.0", "mobilenet1.0"), ("vgg61", "vgg16")])
 def test_mistyped_network_suggests_correct_name(name, near):
     with pytest.raises(ValueError, match=re.escape("Did you mean")) as raised:
-        images.zoo_network(name)
+        model_zoo.zoo_network(name)
     guesses = str(raised.value).partition("Did you mean ")[2].rstrip("?").split(" or ")
     assert near in guesses
     assert len(set(guesses)) == len(guesses)
@@ -302,14 +305,14 @@ def test_mistyped_network_suggests_correct_name(name, near):
 @pytest.mark.parametrize("before", ["", "import torch; "])
 def test_gluoncv_networks_load_beside_pytorch_2(before, tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
-    code = (f"import images; {before}images.zoo_network('cifar_resnet20_v1'); "
+    code = (f"import model_zoo; {before}model_zoo.zoo_network('cifar_resnet20_v1'); "
             "import torch; print(torch.__version__)")
     path = os.pathsep.join([str(tmp_path), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     assert printed(code, PYTHONPATH=path) == "2.13.0\n"
 
 
 def test_batch_norm_flag_adds_batch_norms_to_vgg():
-    plain, normed = (recipe.network(parse(["--model", "vgg11", *flags]),
+    plain, normed = (recipe.make_network(parse(["--model", "vgg11", *flags]),
                                     [mx.cpu()]).collect_params()
                      for flags in ([], ["--batch-norm"]))
     assert not [name for name in plain if "batchnorm" in name]
@@ -318,8 +321,8 @@ def test_batch_norm_flag_adds_batch_norms_to_vgg():
 
 def test_no_wd_excludes_biases_and_norms_from_weight_decay():
     args = parse(["--no-wd"])
-    net = recipe.network(args, [mx.cpu()])
-    recipe.trainer_of(args, net)
+    net = recipe.make_network(args, [mx.cpu()])
+    recipe.make_trainer(args, net)
     spared = {name.rsplit("_", 1)[-1] for name, p in net.collect_params().items()
               if p.wd_mult == 0}
     assert spared == {"beta", "gamma", "bias"}
@@ -361,7 +364,7 @@ def test_distillation_loss_matches_hinton():
 
     hard = -log_softmax(out)[np.arange(5), label]
     soft = -(np.exp(log_softmax(taught / 3)) * log_softmax(out / 3)).sum(1)
-    found = recipe.loss_of(args)(*map(mx.nd.array, (out, label, taught)))
+    found = recipe.make_loss(args)(*map(mx.nd.array, (out, label, taught)))
     np.testing.assert_allclose(found.asnumpy(), 0.25 * hard + 0.75 * 9 * soft, rtol=1e-5)
 
 
@@ -434,10 +437,10 @@ def test_folders_of_validation_have_the_classes_of_training(tmp_path):
     write_images(tmp_path / "val", **{".ipynb_checkpoints": 3})
     args, _, loader = folder_loaders(train, val)
     assert [label.asnumpy().tolist() for _, label in loader] == [[2, 3, 3]]
-    assert images.classes_of(args) == 4
+    assert images.number_of_classes(args) == 4
     args = parse(["--dataset", "imagenet", "--data-dir", str(tmp_path), "--batch-size", "4"])
     images.image_loaders(args, alone())
-    assert images.classes_of(args) == 1000
+    assert images.number_of_classes(args) == 1000
     other = write_images(tmp_path / "other", a=1, d=1)
     with pytest.raises(ValueError, match=r"other has the classes d, which the training data lacks"):
         folder_loaders(train, other)
@@ -481,7 +484,7 @@ class Recorded:
             (i % 2, png(Image.new("RGB", (4, 4), (25 * i,) * 3))) for i in range(10)])
 
     def flags(self, *more):
-        parser = recipes.Parser("")
+        parser = command_line.Parser("")
         train_imagenet.add_arguments(parser)
         return train_imagenet.parse_flags(parser, [
             "--data-train", self.file, "--data-train-idx", str(self.folder / "a.idx"),
@@ -560,7 +563,7 @@ def test_log_without_the_epoch_of_the_checkpoint_is_not_overwritten(recorded):
 
 def test_interrupted_validation_does_not_lose_an_epoch(recorded, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(train_imagenet.ModuleLog, "validation_end", interrupt)
+        patch.setattr(train_imagenet, "validate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             recorded.fit("--num-epochs", "1")
     lines = recorded.fit("--num-epochs", "2", "--resume")
@@ -584,10 +587,17 @@ def test_last_epoch_is_saved_besides_every_nth(recorded):
 
 
 def test_training_that_ended_before_its_first_checkpoint_starts_again(recorded, monkeypatch):
-    monkeypatch.setattr(train_imagenet, "checkpoint", lambda args, module: lambda *_: None)
+    monkeypatch.setattr(gluon_amp.Module, "save_checkpoint", lambda *args, **options: None)
     recorded.fit("--num-epochs", "1", "--resume")
     lines = recorded.fit("--num-epochs", "2", "--resume")
     assert [line["epoch"] for line in lines if "batch" not in line] == [0, 1]
+
+
+def test_skipped_update_of_a_macrobatch_has_one_line(recorded):
+    lines = recorded.fit("--num-epochs", "1", "--macrobatch-size", "4", "--batch-size", "2",
+                         "--loss-scale", "2", "--rgb-std", "1e-37")  # infinite images
+    assert [line.get("skip") for line in lines if "batch" in line] == [True, True]
+    assert lines[-1]["skipped"] == lines[-1]["steps"] == 2
 
 
 def test_damaged_checkpoint_is_named(recorded):

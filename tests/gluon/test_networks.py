@@ -9,7 +9,7 @@ import pytest
 from arrays import flat, numbers
 from cases import cases
 from gluon_amp.policy import Policy
-from images import zoo_network
+from model_zoo import zoo_network
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from networks import imported, ready, sequence

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gluon_amp.onnx import export
 from gluon_amp.onnx.operators import ROWS
-from images import zoo_network
+from model_zoo import zoo_network
 from mxnet import gluon, nd, sym
 from mxnet.gluon import nn
 from networks import ready, sequence

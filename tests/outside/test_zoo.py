@@ -5,7 +5,7 @@ import gluon_amp as amp
 import mxnet as mx
 import numpy as np
 import pytest
-from images import import_gluoncv
+from model_zoo import import_gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from traces import at_most_traces

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import gluon_amp
-import images
+import model_zoo
 import mxnet as mx
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ import recipes
 from mxnet import nd
 
 folder, seen, nets = sys.argv[2], [], []
-make, order, save = recipe.network, recipes.WorkerSampler.__iter__, recipe.save
+make, order, save = recipe.make_network, recipes.WorkerSampler.__iter__, recipes.save
 
 def network(*args):
     nets.append(make(*args))
@@ -39,7 +39,7 @@ def save_and_copy(args, net, trainer, position, record):
     if position.epoch == 1 and trainer.rank == 0:
         shutil.copytree(args.save_dir, folder + "/cut")
 
-recipe.network, recipes.WorkerSampler.__iter__, recipe.save = network, indices, save_and_copy
+recipe.make_network, recipes.WorkerSampler.__iter__, recipes.save = network, indices, save_and_copy
 recipe.main(sys.argv[3:])
 rank = seen[-1][0]
 nets[0].save_parameters(f"{folder}/rank{rank}.params")
@@ -99,7 +99,7 @@ def test_two_ranks_train_in_float32(tmp_path):
 
 def right(params):
     """The number of digits that one process classifies correctly with these parameters."""
-    net = images.small_network(10)
+    net = model_zoo.small_network(10)
     net.load_parameters(str(params))
     gluon_amp.convert(net)
     from sklearn.datasets import load_digits

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import command_line
 import gluon_amp as amp
 import mxnet as mx
 import numpy as np
@@ -81,11 +82,11 @@ def test_train_imagenet_logs_in_format_of_mxnet_example(dtype, images, tmp_path)
 
 
 def test_each_image_is_validated_once(images):
-    batches = train_imagenet.Unpadded(mx.io.ImageRecordIter(
-        path_imgrec=images, data_shape=(3, 8, 8), batch_size=16, round_batch=False), 40)
+    batches = mx.io.ImageRecordIter(
+        path_imgrec=images, data_shape=(3, 8, 8), batch_size=16, round_batch=False)
     for _ in range(2):
-        batches.reset()
-        labels = [batch.label[0].asnumpy() for batch in batches]
+        labels = [batch.label[0].asnumpy()
+                  for batch in train_imagenet.without_padding(batches, 40)]
         assert [len(label) for label in labels] == [16, 16, 8]
         assert sorted(np.concatenate(labels)) == sorted([0, 1, 2, 3] * 10)
 
@@ -105,33 +106,36 @@ def test_training_continues_from_checkpoint(images, tmp_path):
 
 def test_epoch_with_incomplete_save_is_trained_again(tmp_path):
     prefix = str(tmp_path / "net")
-    assert train_imagenet.last_whole_epoch(prefix) == 0
+    assert recipes.last_whole_epoch(prefix) == 0
     for name in ("0001.params", "0001.states", "0002.params"):
         (tmp_path / f"net-{name}").write_bytes(b"")
-    assert train_imagenet.last_whole_epoch(prefix) == 1
+    assert recipes.last_whole_epoch(prefix) == 1
     (tmp_path / "net-0001.states").unlink()
     with pytest.raises(SystemExit, match=r"net-0002\.states does not exist.*-epoch 2 continues"):
-        train_imagenet.last_whole_epoch(prefix)
+        recipes.last_whole_epoch(prefix)
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [
-    ("float32", None), ("float16", 64), ("float16", "dynamic")])
-def test_macrobatch_matches_large_batch(dtype, scale, rng):
+    ("float32", "none"), ("float16", "64"), ("float16", "dynamic")])
+def test_macrobatch_matches_large_batch(dtype, scale, rng, images, monkeypatch):
+    monkeypatch.setattr(logging, "basicConfig", lambda **kwargs: None)  # global
     net = mx.sym.Convolution(mx.sym.var("data"), num_filter=8, kernel=(3, 3), name="conv")
-    net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=3, name="fc")
+    net = mx.sym.FullyConnected(mx.sym.Activation(net, act_type="relu"), num_hidden=4, name="fc")
     net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), dtype)
-    data = rng.standard_normal((24, 3, 6, 6)).astype("float32")
-    label = rng.integers(0, 3, 24).astype("float32")
     shapes, _, _ = net.infer_shape(data=(1, 3, 6, 6))
     begin = {n: mx.nd.array(0.3 * rng.standard_normal(shape)) for n, shape in
              zip(net.list_arguments(), shapes) if n not in ("data", "softmax_label")}
     trained = []
-    for size, batches in ((12, 1), (4, 3)):
-        module = train_imagenet.AccumulatingModule(net, loss_scale=scale, batches=batches)
-        module.fit(mx.io.NDArrayIter(data, label, size), num_epoch=3, arg_params=begin,
-                   optimizer_params={"learning_rate": 0.1, "momentum": 0.9,
-                                     "rescale_grad": 1 / 12})
-        assert module._optimizer.num_update == 3 * 24 / 12
+    for size in ("20", "5"):
+        parser = command_line.Parser("")
+        train_imagenet.add_arguments(parser)
+        args = train_imagenet.parse_flags(parser, [
+            "--data-train", images, "--image-shape", "3,6,6", "--num-classes", "4",
+            "--rgb-std", "99", "--batch-size", size, "--macrobatch-size", "20", "--lr", "0.1",
+            "--lr-step-epochs", "", "--wd", "0", "--loss-scale", scale, "--dtype", dtype,
+            "--num-epochs", "3"])
+        module = train_imagenet.fit(args, net, begin, {})
+        assert module._optimizer.num_update == 3 * 40 / 20
         trained.append({n: w.asnumpy().astype("float32")
                         for n, w in module.get_params()[0].items()})
     tolerance = 1e-5 if dtype == "float32" else 4e-3
@@ -286,7 +290,7 @@ def test_mxnet_example_flags_have_their_effects(images, tmp_path):
 
 
 def test_imagenet_augmentation_keeps_given_flags():
-    parser = recipes.Parser("")
+    parser = command_line.Parser("")
     train_imagenet.add_arguments(parser)
     args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1",
                                          "--brightness", "0", "--random-mirror", "0"])

@@ -7,7 +7,7 @@ import mxnet as mx
 import networks
 import numpy as np
 import pytest
-from images import zoo_network
+from model_zoo import zoo_network
 from software_gpu import recording
 from steps import GPU, Training, calls_of, comparisons, counted, layers, numbers, own_log, settled
 
