@@ -19,6 +19,8 @@ import recipes
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
+VALIDATION_BATCHES = 4  # in each line of the log
+
 
 class Attention(gluon.HybridBlock):
     """Causal multi-head self-attention."""
@@ -113,7 +115,7 @@ def main(arguments=None):
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
     if len(args.gpus) > 1:
         parser.error("--gpus: this script uses one GPU")
-    (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
+    device, = recipes.devices_of(args.gpus)
     recipes.seed_all(args.seed)
 
     # The text as numbers; the last tenth is for validation
@@ -126,11 +128,16 @@ def main(arguments=None):
         parser.error(f"--text is too short: a tenth of it must have more than --length "
                      f"{args.length} characters. Received: {len(text)} characters")
 
-    def random_batch(part):
+    def random_batch(part, rng):
         """Returns sequences at random places of the text, and the same shifted by a character."""
         begins = rng.randint(len(part) - args.length, size=(args.batch_size, 1))
         sequences = part[begins + np.arange(args.length + 1)]
         return nd.array(sequences[:, :-1], device), nd.array(sequences[:, 1:], device)
+
+    # Validation has random numbers of its own: the training does not depend on --log-interval
+    training_rng, validation_rng = (np.random.RandomState(args.seed + i) for i in (0, 1))
+    validation_batches = [random_batch(validation, validation_rng)
+                          for _ in range(VALIDATION_BATCHES)]
 
     # The network, in the type of --dtype. Convert before the Trainer is created
     net = GPT(len(alphabet), args.width, args.layers, args.heads, args.length, args.dropout)
@@ -152,7 +159,7 @@ def main(arguments=None):
 
     total, start = 0.0, time.time()
     for step in range(1, args.steps + 1):
-        data, label = random_batch(training)
+        data, label = random_batch(training, training_rng)
         with autograd.record():
             loss = loss_fn(net(data), label)
         # Scales the loss, so that small gradients do not become 0 in float16
@@ -165,7 +172,7 @@ def main(arguments=None):
             train_loss = total.asscalar() / steps  # waits for the steps
             seconds = time.time() - start
             losses = [loss_fn(net(data), label).mean().asscalar()
-                      for data, label in (random_batch(validation) for _ in range(4))]
+                      for data, label in validation_batches]
             print(f"step {step}: loss={train_loss:.4f} "
                   f"validation-loss={np.mean(losses):.4f} "
                   f"lr={trainer.learning_rate:.2e} loss-scale={trainer.loss_scale:g} "
@@ -180,7 +187,7 @@ def main(arguments=None):
     for _ in range(args.characters):
         scores = net(nd.array([generated[-args.length:]], device))[0, -1].asnumpy().astype(float)
         weights = np.exp(scores - scores.max())
-        generated.append(rng.choice(len(alphabet), p=weights / weights.sum()))
+        generated.append(validation_rng.choice(len(alphabet), p=weights / weights.sum()))
     print("".join(alphabet[i] for i in generated[args.length:]))
 
 

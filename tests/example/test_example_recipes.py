@@ -12,6 +12,7 @@ import numpy as np
 import object_detection
 import pytest
 import train_imagenet
+from arrays import same
 from cases import cases
 from traces import at_most_traces
 
@@ -46,6 +47,15 @@ def test_file_that_cannot_be_saved_is_refused_before_the_training(tmp_path, caps
         with pytest.raises(SystemExit):
             language_model.main(["--save", str(path), *SMALL])
         assert "--save: must be a file in a folder that exists" in capsys.readouterr().err
+
+
+def test_log_interval_does_not_change_the_training(tmp_path):
+    parameters = []
+    for interval in ("3", "20"):
+        path = str(tmp_path / interval)
+        language_model.main(["--save", path, *SMALL, "--steps", "10", "--log-interval", interval])
+        parameters.append({name: array.asnumpy() for name, array in mx.nd.load(path).items()})
+    assert same(*parameters)
 
 
 def test_language_model_defaults_to_text_of_python_help(capsys):
