@@ -187,6 +187,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
     Runner().run(page)
 
 
+@pytest.mark.thorough
 def test_each_section_of_howto_runs_after_the_set_up(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, set_up, *sections = re.split(
@@ -427,6 +428,7 @@ def built(tmp_path_factory):
     return html
 
 
+@pytest.mark.thorough
 def test_sphinx_builds_without_warnings(built):
     for page in (ROOT / "docs").rglob("*.md"):
         text = (built / page.relative_to(ROOT / "docs").with_suffix(".html")).read_text()
@@ -507,6 +509,7 @@ def test_reference_is_what_its_script_writes(monkeypatch):
             assert re.sub(r"(?s)```.*?```", "", described).strip(), name
 
 
+@pytest.mark.thorough
 def test_every_figure_is_drawn_by_its_script(tmp_path, monkeypatch):
     """With short trainings, which change only the curves."""
     monkeypatch.syspath_prepend(str(ROOT / "docs"))

@@ -337,6 +337,7 @@ def test_functions_removed_from_numpy_name_their_package():
                                       "mx.np.npv(0.1, [1, 2])")
 
 
+@pytest.mark.thorough
 def test_only_packages_of_mxnet_ecosystem_get_removed_numpy_names(tmp_path):
     code = """
 import numpy as np

@@ -47,6 +47,7 @@ def test_ten_minutes_reaches_same_accuracy_in_both_types(run):
     assert names["trainer"].skipped == 0
 
 
+@pytest.mark.thorough
 def test_fine_tune_learns_new_digits_from_few_images(run):
     names, _ = run("fine_tune")
     assert len(names["few"]._dataset) == 24
@@ -56,6 +57,7 @@ def test_fine_tune_learns_new_digits_from_few_images(run):
     assert 0 < change.abs().max() < 0.1  # trained from the checkpoint's weights
 
 
+@pytest.mark.thorough
 def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
     names, _ = run("symbolic")
     assert min(names["accuracy"].values()) > 0.9
@@ -72,6 +74,7 @@ def test_symbolic_trains_and_float16_softmax_loses_small_probabilities(run):
     assert Path("xray", "xray.html").exists()
 
 
+@pytest.mark.thorough
 def test_when_it_goes_wrong_finds_and_fixes_the_network(run):
     names, printed = run("when_it_goes_wrong")
     assert "LossScaleError: 16 steps skipped in a row" in printed
@@ -82,6 +85,7 @@ def test_when_it_goes_wrong_finds_and_fixes_the_network(run):
     assert "-1e+09: [[nan nan nan nan nan]]" in printed
 
 
+@pytest.mark.thorough
 def test_workers_accumulates_and_uses_devices_and_processes(run):
     names, printed = run("workers")
     assert names["added_up"] > 0.93

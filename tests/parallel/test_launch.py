@@ -106,8 +106,9 @@ except FileExistsError:
 
 @pytest.mark.parametrize(("program", "how", "flags", "code", "told"), [
     (TRAINS, "is killed", [], 128 + signal.SIGKILL, "was killed by SIGKILL"),
-    (TRAINS, "raises", [], 1, "exited with code 1"),
-    (TRAINS, "exits", ["--exit-timeout", "1"], 1, "exited with code 0"),
+    pytest.param(TRAINS, "raises", [], 1, "exited with code 1", marks=pytest.mark.thorough),
+    pytest.param(TRAINS, "exits", ["--exit-timeout", "1"], 1, "exited with code 0",
+                 marks=pytest.mark.thorough),
     (ENDS_EARLY, "before its store exists", ["--exit-timeout", "1"], 1, "exited with code 0")])
 def test_failed_worker_ends_all_and_is_named(program, how, flags, code, told, launcher, tmp_path):
     process = launcher(program, *flags, program_arguments=[how, str(tmp_path)])
@@ -133,7 +134,9 @@ while trainer.rank == 0:
 """
 
 
-@pytest.mark.parametrize("program", [TRAINS, ENDS_LAST], ids=["together", "one after another"])
+@pytest.mark.parametrize("program", [
+    pytest.param(TRAINS, id="together"),
+    pytest.param(ENDS_LAST, id="one after another", marks=pytest.mark.thorough)])
 def test_two_workers_train_and_all_processes_end(program, launcher, tmp_path):
     process = launcher(program, program_arguments=["ends", str(tmp_path)])
     _, errors = process.communicate(timeout=90)
@@ -147,7 +150,8 @@ SLEEPS = "import sys, time, pathlib; pathlib.Path(sys.argv[-1]).touch(); time.sl
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize(("program", "arguments", "began"), [
-    (TRAINS, ["waits", "{}"], "stepped 0"), (SLEEPS, ["{}/began"], "began")])
+    pytest.param(TRAINS, ["waits", "{}"], "stepped 0", marks=pytest.mark.thorough),
+    (SLEEPS, ["{}/began"], "began")])
 def test_killed_or_interrupted_launcher_ends_all(program, arguments, began, number, launcher,
                                                  tmp_path):
     """Also workers that wait for others."""

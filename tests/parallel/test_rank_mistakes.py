@@ -95,6 +95,7 @@ def test_gradients_accumulate_over_passes_devices_and_ranks(ranks):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("store", EITHER)
 @pytest.mark.parametrize(("story", "arguments", "named"), [
     ("changes_alone", {"what": "rate"}, "learning rate"),

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 import scripts
+from cases import cases
 from mxnet import gluon, nd
 from scripts import SHARED
 
@@ -38,7 +39,7 @@ def pretrained(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["float32", "float16", "exported"])
+@pytest.mark.parametrize("kind", cases(["float32"], ["float16", "exported"]))
 def test_fine_tuning_from_parameter_files_and_exported_networks(kind, pretrained):
     files = ["--pretrained-symbol", str(pretrained / "net-symbol.json"), "--pretrained-params",
              str(pretrained / "net-0000.params")] if kind == "exported" else \
@@ -90,6 +91,7 @@ def test_network_without_fully_connected_layer_is_refused_in_one_line(tmp_path):
     assert f"{path} has no weight of a fully connected layer" in error.splitlines()[-1]
 
 
+@pytest.mark.thorough
 def test_lr_find_proposes_rate_and_draws_plot(tmp_path):
     log = run("lr_find.py", "--dtype", "float16", "--steps", "60", "--plot",
               str(tmp_path / "rates.png"), new_process=True)

@@ -66,6 +66,7 @@ def arrays(path):
     return {name: array.asnumpy() for name, array in mx.nd.load(str(path)).items()}
 
 
+@pytest.mark.thorough
 def test_two_ranks_train_on_parts_and_resume_bitwise(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     log = launch(tmp_path, whole)

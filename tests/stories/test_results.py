@@ -38,6 +38,7 @@ def needs_versions_that_draw_the_same():
             pytest.skip(f"needs {name} {version}: pip install '.[results]'")
 
 
+@pytest.mark.thorough
 def test_study_files_give_committed_tables_and_pictures(tmp_path):
     needs_versions_that_draw_the_same()
     folder = tmp_path / "results"
@@ -55,6 +56,7 @@ def test_study_files_give_committed_tables_and_pictures(tmp_path):
         assert drawn.read_bytes() == (RESULTS.parent / drawn.name).read_bytes()
 
 
+@pytest.mark.thorough
 def test_make_results_reproduces_committed_files(tmp_path):
     needs_versions_that_draw_the_same()
     subprocess.run([sys.executable, "-W", "ignore", str(RESULTS / "build.py"), str(tmp_path)],

@@ -72,7 +72,7 @@ def same(a, b):
 # none, just before and after the cut, and many
 @pytest.mark.parametrize("overflows", [
     pytest.param((), marks=pytest.mark.thorough), pytest.param((9, 10), marks=pytest.mark.thorough),
-    (2, 9, 10, 11, 15)])
+    pytest.param((2, 9, 10, 11, 15), marks=pytest.mark.thorough)])
 def test_resumed_run_is_bitwise_identical(overflows, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder, first, last in ((whole, 0, 20), (cut, 0, 10), (cut, 10, 20)):

@@ -66,6 +66,7 @@ def failing(monkeypatch):
 # ---- the demo
 
 
+@pytest.mark.thorough
 def test_demo_prints_measurements_and_a_table():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     done = processes.run(  # its memory is that of a new process
@@ -348,6 +349,7 @@ def test_closed_stdout_is_no_error(arguments):
     assert process.returncode == 141
 
 
+@pytest.mark.thorough
 def test_ctrl_c_exits_with_130():
     pytest.importorskip("sklearn", reason="scikit-learn is not installed")
     process = start("demo", "--epochs", "1000", preexec_fn=heeds_ctrl_c,

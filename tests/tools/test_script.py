@@ -91,6 +91,7 @@ def test_missing_script_is_one_line():
     assert (done.returncode, done.stderr) == (1, "gluon-amp: there is no script nosuch.py\n")
 
 
+@pytest.mark.thorough
 def test_module_without_script_runs_gluon_amp_command():
     assert run("--version").stdout == f"gluon-amp {gluon_amp.__version__}\n"
     assert run().returncode == 2
