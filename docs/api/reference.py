@@ -2,7 +2,8 @@
 
 An entry stands between `<!-- gluon_amp.NAME: members -->` and `<!-- end -->`: signature, docstring,
 and those of the members. `NAME()` is a class that functions return: it has no signature. What
-stands outside of entries, such as the examples, is written by hand.
+stands outside of entries, such as the examples, is written by hand. The last section of a
+docstring is left out if it is `Internal:`.
 """
 import importlib
 import inspect
@@ -70,7 +71,7 @@ def signature(name, obj, bound=False):
 
 def body(obj):
     """Returns a docstring as Markdown."""
-    doc = inspect.getdoc(obj) or ""
+    doc = (inspect.getdoc(obj) or "").partition("\n\nInternal:\n")[0]
     parts = re.split(rf"(?m)^({'|'.join(TITLES)}):$\n", doc)
     text = [paragraphs(parts[0])]
     for title, section in zip(parts[1::2], parts[2::2]):

@@ -219,27 +219,29 @@ class Tensor:
         key: its node's name, whether it is a gradient, and the index of the output or input.
         kind: "output", "gradient", or "weight gradient".
         op: the operator that computes it.
-        place: its index in order of computation, forward before backward.
         format: its format.
-        reads: keys of its inputs.
-        carried: keys of its inputs from a loop's previous iteration.
-        gradients: for an output, keys of the tensors that sum to its gradient.
-        variables: names of the data and parameters that its node reads.
         parameter: for a weight gradient, the parameter's name.
         counts: the counts of all steps; None before.
         snr: the SNR against float32 in dB, the lowest of all steps; None without a reference.
-        beyond: whether the float32 step has values beyond its format.
         loss_sensitivities: for each step, the share by which its rounding moves the loss, to first
             order: by each value's error times its gradient.
         by_chance: for products, the same share, if errors and gradients are uncorrelated: from
             their mean squares alone.
         largest: for each step, the exponent of its largest value; no entry for a step in which
             large values have no gradients, such as those of a mask.
-        peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
         name: such as conv0_fwd, gradient of conv0_weight, gradient of relu0_fwd input 0.
-        begins: whether it is a gradient that a loss operator starts without the loss scale.
         is_low: whether its format is not float32.
         low_snr: the SNR in dB below which the format does not suit it.
+
+    Internal:
+        place: its index in order of computation, forward before backward.
+        reads: keys of its inputs.
+        carried: keys of its inputs from a loop's previous iteration.
+        gradients: for an output, keys of the tensors that sum to its gradient.
+        variables: names of the data and parameters that its node reads.
+        beyond: whether the float32 step has values beyond its format.
+        peak: a value that the tensor reaches, if its exponent is the format's last; else 0.
+        begins: whether it is a gradient that a loss operator starts without the loss scale.
     """
     key: Key
     kind: str

@@ -30,18 +30,20 @@ class View:
         window: the loss scales that fit, with the tensors that limit them.
         after: the X-ray of the network with `keep`; None if nothing is to keep.
         notes: further results as sentences.
-        goes_forward: whether no forward tensor overflows.
         tensors: all tensors, in order of computation.
         weights: the parameters that train.
         losses: the loss of each step.
         reference_losses: the loss of each float32 step.
         steps: for each step, its loss scale, and counts by tensor.
-        numbers: for each step, the number of its batch.
         left_out: the indices of batches without advice, because data, parameters or the float32
             loss are not finite.
+        outcome: what the training does, the start of `verdict`.
+
+    Internal:
+        goes_forward: whether no forward tensor overflows.
+        numbers: for each step, the number of its batch.
         scale: the loss scale of the gradients' counts: that of the first step with finite
             gradients, or 2^16.
-        outcome: what the training does, the start of `verdict`.
         converts: the call that converts, up to `keep`, such as "amp.convert(net".
         training: the training's loss scales, and whether it checks gradients.
         one_step: whether this is the result of `explain`, which gives no advice.
