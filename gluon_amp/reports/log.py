@@ -131,7 +131,7 @@ class Log:
             self._began -= state["seconds"]
 
     def step(self, trainer: Any, loss: Any, samples: int = 0, **values: Any) -> bool:
-        """Adds a step, after it; returns whether it has a line.
+        """Records a step. Call it after `trainer.step`. Returns True if a line was written.
 
         Args:
             trainer: the Trainer or Module, which has `lr`, `loss_scale`, `skipped` and

@@ -240,8 +240,8 @@ class Trainer(Trained, mx.gluon.Trainer):
             Whether it updated. A skipped step does not advance learning rate schedules.
 
         Raises:
-            LossScaleError: the gradients overflow at the smallest scale, or 16 steps in a row
-                were skipped.
+            LossScaleError: the gradients overflow at the smallest scale; or 16 steps in a row were
+                skipped and no lower scale can help: the loss is not finite, or the scale is static.
             RuntimeError: something else has written into the scaled gradients.
             UserWarning: no backward pass has reached a parameter; `gluon.Trainer` raises it, too.
         """
