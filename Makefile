@@ -5,7 +5,7 @@
 # make lint      ruff and mypy
 # make docs      build the documentation: docs/_build/html
 # make wheel     dist/: a wheel for Linux on x86-64 with glibc 2.27 or later, and the sdist
-# make bench     step time and memory of float16 relative to float32, in ten minutes
+# make bench     step time and memory of float16 relative to float32, in 10 to 25 minutes
 # make horovod   build Horovod for MXNet into .venv, in two minutes
 # make setup     only make .venv
 # make clean     remove all of these
