@@ -221,7 +221,7 @@ def test_figures_of_readme_are_those_of_the_results():
             if row.startswith("|")]
     table = {label.strip(): [cell.strip() for cell in cells] for label, *cells in rows}
     accuracy = (ROOT / "results" / "comparisons.md").read_text()
-    cells = next(cells for label, cells in table.items() if label.startswith("accuracy minus"))
+    cells = next(cells for label, cells in table.items() if label.startswith("change in accuracy"))
     for arm, cell in zip(("float16", "bfloat16"), cells):
         number = re.escape(cell.replace(" points", ""))
         assert re.search(rf"\| digits \| AMD EPYC, Zen 5 \| {arm} \| .*\| {number} \|",

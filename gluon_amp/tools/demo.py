@@ -89,8 +89,8 @@ def demo(epochs: int = 4, seed: int = 1) -> None:
 
 def savings(seed: int) -> None:
     """Prints time and memory of a step of MobileNetV2 in float32 and float16."""
-    print(f"a step of MobileNetV2, {IMAGES} images of {PIXELS}x{PIXELS} pixels; in brackets: over "
-          "float32", flush=True)
+    print(f"a step of MobileNetV2, {IMAGES} images of {PIXELS}x{PIXELS} pixels; in parentheses: "
+          "relative to float32", flush=True)
     images = mx.nd.random.uniform(shape=(IMAGES, 3, PIXELS, PIXELS))
     labels = mx.nd.arange(IMAGES)
     runs, peaks = {}, {}
