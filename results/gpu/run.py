@@ -53,12 +53,12 @@ same seed on both.
 ## Networks
 
 Relative error of the outputs, and of the gradients of all weights as one vector, compared with
-float32 on the CPU. "Nudged" is float32 on the CPU with weights that are larger by 2^-21, which
+float32 on the CPU. "Perturbed" is float32 on the CPU with weights that are larger by 2^-21, which
 shows the effect of float32's last bits. Dropout is off.
 
 The networks are untrained, and the loss has random head gradients. Large distances such as 0.95
 (inceptionv3) and 0.71 (resnet50_v1) are those of float16 on the CPU, too. These networks have many
-batch norms, and their gradients are sensitive to rounding: "nudged" changes weights by 5e-7, and
+batch norms, and their gradients are sensitive to rounding: "perturbed" changes weights by 5e-7, and
 inceptionv3's gradients by 0.03. Float16's rounding is a thousand times larger than that change. The
 table does not show what such distances do to training.
 
@@ -66,7 +66,7 @@ table does not show what such distances do to training.
 weights of its embedding. "arithmetic" computes with operators on arrays, such as `h * 2 - 0.5`.
 "loop", "while" and "nested" have `foreach`, `while_loop`, and nested inputs and outputs.
 
-| network | GPU, float32 | CPU, nudged | CPU, float16 | GPU, float16 |
+| network | GPU, float32 | CPU, perturbed | CPU, float16 | GPU, float16 |
 | --- | --- | --- | --- | --- |
 {networks}
 """

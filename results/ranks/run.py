@@ -57,8 +57,8 @@ def print_table(name):
     if len(seeds) < 2:
         return
     whole, margin = STUDIES[name].batch, STUDIES[name].margin
-    print(f"\n{name}, seeds {', '.join(map(str, seeds))}\n\n| ranks | batch of each | test "
-          "accuracy of each seed | mean | skipped steps | minus 1 rank | |\n|" + " --- |" * 7)
+    print(f"\n{name}, seeds {', '.join(map(str, seeds))}\n\n| workers | batch of each | test "
+          "accuracy of each seed | mean | skipped steps | minus 1 worker | |\n|" + " --- |" * 7)
     alone = [runs[1, seed]["accuracy"][-1] for seed in seeds]
     for ranks in RANKS:
         mine = [runs[ranks, seed]["accuracy"][-1] for seed in seeds]
