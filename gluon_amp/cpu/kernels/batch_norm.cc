@@ -4,8 +4,7 @@
 #include "channels.h"
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // ---- forward -------------------------------------------------------------------
@@ -232,5 +231,4 @@ void add_batch_norm(Kernels* table) noexcept {
   table->batch_norm_gradient = batch_norm_gradient;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

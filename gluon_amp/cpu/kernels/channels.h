@@ -18,8 +18,7 @@
 #include "counts.h"
 #include "transpose.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // The parameters of a channel for map and sum_part, as scalars and as vectors.
@@ -456,5 +455,4 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
 }
 
 }  // namespace
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

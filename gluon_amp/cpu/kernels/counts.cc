@@ -1,8 +1,7 @@
 // Counts of arrays.
 #include "counts.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 constexpr int64_t kPart = 65536;  // numbers per task
@@ -59,5 +58,4 @@ void add_counts(Kernels* table) noexcept {
   table->count_rounded = count_rounded;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

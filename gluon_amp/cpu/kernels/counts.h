@@ -2,8 +2,7 @@
 #pragma once
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 constexpr int64_t kTile = 1024;  // numbers that fit in the L1 cache
@@ -274,5 +273,4 @@ struct NotShown {
 };
 
 }  // namespace
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

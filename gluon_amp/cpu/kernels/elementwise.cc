@@ -2,8 +2,7 @@
 #include "functions.h"
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // ---- one input -----------------------------------------------------------------
@@ -167,5 +166,4 @@ void add_elementwise(Kernels* table) noexcept {
   table->dropout_gradient = dropout_gradient;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

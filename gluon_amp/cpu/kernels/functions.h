@@ -6,8 +6,7 @@
 #pragma once
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // The polynomial with these coefficients, the highest power first, at x. Even and odd powers have separate sums
@@ -67,5 +66,4 @@ inline Normal normal(V x) {
 }
 
 }  // namespace
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

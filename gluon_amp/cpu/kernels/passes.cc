@@ -4,8 +4,7 @@
 #include "transpose.h"
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 void widen(const void* from, float* to, int64_t n) {
@@ -178,5 +177,4 @@ void add_passes(Kernels* table) noexcept {
   table->narrow_from_layout = narrow_from_layout;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

@@ -3,8 +3,7 @@
 #include "rnn_cell.h"
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 struct Vectors {
@@ -87,5 +86,4 @@ void add_rnn(Kernels* table) noexcept {
   table->rnn_step_back = rnn_step_back;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

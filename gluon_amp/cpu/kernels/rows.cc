@@ -1,8 +1,7 @@
 // Layer norm and sums, computed in float32, each row by one thread.
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // Calls f(row) for all rows, over all threads if it is worth it.
@@ -158,5 +157,4 @@ void add_rows(Kernels* table) noexcept {
   table->add_products = add_products;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

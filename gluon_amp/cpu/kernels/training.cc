@@ -1,8 +1,7 @@
 // Synchronization of master weights, and sums of squares for the overflow check and clipping.
-#include "masters.h"
+#include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 void follow(float* master, const void* weight, int64_t n) {
@@ -122,5 +121,4 @@ void add_training(Kernels* table) noexcept {
   table->squares = squares;
 }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

@@ -2,8 +2,7 @@
 #pragma once
 #include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 #if defined(__AVX512F__)
@@ -68,5 +67,4 @@ inline void transpose(V (&)[1]) {}
 #endif
 
 }  // namespace
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

@@ -3,10 +3,9 @@
 //
 // Each rule has the operations of MXNet's float32 update on the (widened) gradient, in the same order, so that
 // master weights and states have the same bits.
-#include "masters.h"
+#include "vector.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 namespace {
 
 // ---- square roots --------------------------------------------------------------
@@ -270,5 +269,4 @@ void update(Rule rule, const Update* updates, int count, const UpdateSettings& s
 
 void add_updates(Kernels* table) noexcept { table->update = update; }
 
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA

@@ -27,8 +27,7 @@
 
 #include "kernels.h"
 
-namespace gluon_amp {
-namespace ISA {
+namespace gluon_amp::ISA {
 
 // Each file of kernels sets its part of the table.
 void add_passes(Kernels* table) noexcept;
@@ -365,6 +364,10 @@ template <typename A, typename L> inline V put(void* p, int64_t i, V v, A add, L
   return v;
 }
 
+// A weight is its rounded master weight. If it differs, the weight was written since, and the master weight
+// becomes the weight.
+inline V followed(V master, V weight) { return if_equal(rounded(master), weight, master, weight); }
+
 inline void put(float* to, double v, Write write) {
   if (write == kStore) *to = static_cast<float>(v);
   if (write == kAdd) *to += static_cast<float>(v);
@@ -445,5 +448,4 @@ template <typename T> struct Scratch {
 };
 
 }  // namespace
-}  // namespace ISA
-}  // namespace gluon_amp
+}  // namespace gluon_amp::ISA
