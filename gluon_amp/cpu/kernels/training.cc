@@ -12,64 +12,24 @@ void follow(float* master, const void* weight, int64_t n) {
 
 // ---- sums of squares -----------------------------------------------------------
 //
-// In float64, so that a sum is finite if all numbers are; in 16 sums for any width of V. The square of a float
-// is exact in float64, so all instruction sets have the same bits.
-
-#if defined(__AVX512F__)
-struct Squares {
-  __m512d sums[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
-  void add(const Number* p) {
-    const V v = load(p, Whole());
-    const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(v));
-    const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1));
-    sums[0] = _mm512_fmadd_pd(low, low, sums[0]);
-    sums[1] = _mm512_fmadd_pd(high, high, sums[1]);
-  }
-  void put(double* to) const {
-    _mm512_storeu_pd(to, sums[0]);
-    _mm512_storeu_pd(to + 8, sums[1]);
-  }
-};
-#elif defined(__AVX2__) && defined(__F16C__)
-struct Squares {
-  __m256d sums[4] = {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(),
-                     _mm256_setzero_pd()};
-  void add(const Number* p) {
-    for (int k = 0; k < 2; ++k) {
-      const V v = load(p + k * W, Whole());
-      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(v));
-      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1));
-      sums[2 * k] = _mm256_fmadd_pd(low, low, sums[2 * k]);
-      sums[2 * k + 1] = _mm256_fmadd_pd(high, high, sums[2 * k + 1]);
-    }
-  }
-  void put(double* to) const {
-    for (int k = 0; k < 4; ++k) _mm256_storeu_pd(to + 4 * k, sums[k]);
-  }
-};
-#else
-struct Squares {
-  double sums[16] = {};
-  void add(const Number* p) {
-    for (int k = 0; k < 16; ++k) {
-      const double v = load(p + k, Whole());
-      sums[k] += v * v;
-    }
-  }
-  void put(double* to) const { std::memcpy(to, sums, sizeof sums); }
-};
-#endif
-
+// In float64, so that a sum is finite if all numbers are; in 16 sums for any width of V (with as many zeros where V is
+// one float). The square of a float is exact in float64, so all instruction sets have the same bits.
 double squares_of(const Number* p, int64_t n) {
-  Squares squares;
+  constexpr int kVectors = 16 / W;
+  Doubles parts[2 * kVectors] = {};
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) squares.add(p + i);
-  double sums[16];
-  squares.put(sums);
+  for (; i + 16 <= n; i += 16)
+    for (int k = 0; k < kVectors; ++k) {
+      const V v = load(p + i + k * W, Whole());
+      parts[2 * k] += low(v) * low(v);
+      parts[2 * k + 1] += high(v) * high(v);
+    }
+  double sums[2 * kVectors * (sizeof(Doubles) / sizeof(double))];
+  std::memcpy(sums, parts, sizeof parts);
   for (; i < n; ++i) {
-    Number one[W] = {p[i]};
+    const Number first[W] = {p[i]};
     float lanes[W];
-    store(lanes, load(one, Whole()), Whole());
+    store(lanes, load(first, Whole()), Whole());
     sums[0] += double(lanes[0]) * lanes[0];
   }
   double sum = 0;

@@ -8,47 +8,11 @@
 namespace gluon_amp::ISA {
 namespace {
 
-// ---- square roots --------------------------------------------------------------
-
-#if defined(__AVX512F__)
-inline V root(V v) { return _mm512_sqrt_ps(v); }
-#elif defined(__AVX2__) && defined(__F16C__)
-inline V root(V v) { return _mm256_sqrt_ps(v); }
-#else
-inline V root(V v) { return sqrtf(v); }
-#endif
-
 // mean / (root(var) + epsilon) + decay in float64, as MXNet's LAMB computes it, rounded once.
-#if defined(__AVX512F__)
-inline __m256 direction(__m256 mean, __m256 var, double epsilon, __m256 decay) {
-  const __m512d below = _mm512_sqrt_pd(_mm512_cvtps_pd(var)) + _mm512_set1_pd(epsilon);
-  return _mm512_cvtpd_ps(_mm512_cvtps_pd(mean) / below + _mm512_cvtps_pd(decay));
-}
-inline __m256 low(V v) { return _mm512_castps512_ps256(v); }
-inline __m256 high(V v) { return _mm512_extractf32x8_ps(v, 1); }
-inline V joined(__m256 a, __m256 b) {
-  return _mm512_insertf32x8(_mm512_castps256_ps512(a), b, 1);
-}
-#elif defined(__AVX2__) && defined(__F16C__)
-inline __m128 direction(__m128 mean, __m128 var, double epsilon, __m128 decay) {
-  const __m256d below = _mm256_sqrt_pd(_mm256_cvtps_pd(var)) + _mm256_set1_pd(epsilon);
-  return _mm256_cvtpd_ps(_mm256_cvtps_pd(mean) / below + _mm256_cvtps_pd(decay));
-}
-inline __m128 low(V v) { return _mm256_castps256_ps128(v); }
-inline __m128 high(V v) { return _mm256_extractf128_ps(v, 1); }
-inline V joined(__m128 a, __m128 b) { return _mm256_set_m128(b, a); }
-#else
 inline V direction(V mean, V var, double epsilon, V decay) {
-  return static_cast<float>(mean / (sqrt(static_cast<double>(var)) + epsilon) + decay);
+  return joined(low(mean) / (root(low(var)) + epsilon) + low(decay),
+                high(mean) / (root(high(var)) + epsilon) + high(decay));
 }
-#endif
-
-#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
-inline V direction(V mean, V var, double epsilon, V decay) {
-  return joined(direction(low(mean), low(var), epsilon, low(decay)),
-                direction(high(mean), high(var), epsilon, high(decay)));
-}
-#endif
 
 // ---- rules -----------------------------------------------------------------------
 //

@@ -61,13 +61,13 @@ struct Part {
   explicit Part(int64_t n) : mask(static_cast<__mmask16>((1u << n) - 1)) {}
 };
 inline int64_t count_of(Part part) { return __builtin_popcount(part.mask); }
-inline V load(const float* p, Whole) { return _mm512_loadu_ps(p); }
 inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mask, p); }
+using Half = __m256i;  // W 16-bit numbers
 #ifdef BFLOAT16
-inline V widened(__m256i h) {
+inline V widened(Half h) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
 }
-inline __m256i narrowed(V v) {
+inline Half narrowed(V v) {
   const __m512i u = _mm512_castps_si512(v), upper = _mm512_srli_epi32(u, 16);
   const __m512i last = _mm512_and_si512(upper, _mm512_set1_epi32(1));  // of ties, the even one
   const __m512i near = _mm512_srli_epi32(
@@ -76,20 +76,14 @@ inline __m256i narrowed(V v) {
                                                     upper, _mm512_set1_epi32(0x40)));
 }
 #else
-inline V widened(__m256i h) { return _mm512_cvtph_ps(h); }
-inline __m256i narrowed(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline V widened(Half h) { return _mm512_cvtph_ps(h); }
+inline Half narrowed(V v) { return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 #endif
-inline V load(const Number16* p, Whole) {
-  return widened(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-}
 inline V load(const Number16* p, Part part) { return widened(_mm256_maskz_loadu_epi16(part.mask, p)); }
-inline void store(float* p, V v, Whole) { _mm512_storeu_ps(p, v); }
+// Not by memcpy, for which GCC selects a conversion to memory, which takes longer.
+inline void store(Number16* p, V v, Whole) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(v)); }
 inline void store(float* p, V v, Part part) { _mm512_mask_storeu_ps(p, part.mask, v); }
-inline void store(Number16* p, V v, Whole) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrowed(v));
-}
 inline void store(Number16* p, V v, Part part) { _mm256_mask_storeu_epi16(p, part.mask, narrowed(v)); }
-inline V rounded16(V v) { return widened(narrowed(v)); }
 inline V splat(float s) { return _mm512_set1_ps(s); }
 // v in the selected lanes, else `otherwise`
 inline V only(V v, Part part, V otherwise = splat(0)) {
@@ -97,32 +91,19 @@ inline V only(V v, Part part, V otherwise = splat(0)) {
 }
 inline V larger(V a, V b) { return _mm512_max_ps(a, b); }   // b if either is NaN, or both are 0
 inline V smaller(V a, V b) { return _mm512_min_ps(a, b); }  // b if either is NaN, or both are 0
-// yes where a < b, else no
-inline V if_less(V a, V b, V yes, V no) {
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
-}
-inline V if_equal(V a, V b, V yes, V no) {
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ), no, yes);
-}
-// g where lo <= z <= hi or z is NaN, else 0
-inline V between(V g, V z, V lo, V hi) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLT_UQ) &
-                             _mm512_cmp_ps_mask(z, hi, _CMP_NGT_UQ), g);
-}
-// g where z > lo or z is NaN, else 0
-inline V above(V g, V z, V lo) {
-  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, lo, _CMP_NLE_UQ), g);
-}
-inline V magnitude(V v) { return _mm512_abs_ps(v); }
 inline float highest(V v) { return _mm512_reduce_max_ps(v); }  // the largest lane
 inline int zeros_in(V v) {                                     // the number of zero lanes
   return __builtin_popcount(_mm512_cmp_ps_mask(v, splat(0), _CMP_EQ_OQ));
 }
-inline double total(V v) {                                     // the sum of lanes, in double
-  return _mm512_reduce_add_pd(
-      _mm512_add_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(v)),
-                    _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1))));
+using Doubles = __m512d;                                       // of half of the lanes
+inline Doubles low(V v) { return _mm512_cvtps_pd(_mm512_castps512_ps256(v)); }
+inline Doubles high(V v) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(v, 1)); }
+inline V joined(Doubles low, Doubles high) {                   // rounded
+  return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(low)), _mm512_cvtpd_ps(high), 1);
 }
+inline V root(V v) { return _mm512_sqrt_ps(v); }
+inline Doubles root(Doubles v) { return _mm512_sqrt_pd(v); }
+inline double total(V v) { return _mm512_reduce_add_pd(low(v) + high(v)); }  // the sum of lanes, in double
 
 #elif defined(__AVX2__) && defined(__F16C__)
 
@@ -139,11 +120,12 @@ inline __m256i first_of_8(int64_t n) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes + 8 - n));
 }
 inline __m128i first_of_4(int64_t n) { return _mm256_castsi256_si128(first_of_8(n)); }
+using Half = __m128i;
 #ifdef BFLOAT16
-inline V widened(__m128i h) {
+inline V widened(Half h) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
 }
-inline __m128i narrowed(V v) {
+inline Half narrowed(V v) {
   const __m256i u = _mm256_castps_si256(v), upper = _mm256_srli_epi32(u, 16);
   const __m256i last = _mm256_and_si256(upper, _mm256_set1_epi32(1));  // of ties, the even one
   const __m256i near = _mm256_srli_epi32(
@@ -153,13 +135,9 @@ inline __m128i narrowed(V v) {
   return _mm_packus_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256(all, 1));
 }
 #else
-inline V widened(__m128i h) { return _mm256_cvtph_ps(h); }
-inline __m128i narrowed(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
+inline V widened(Half h) { return _mm256_cvtph_ps(h); }
+inline Half narrowed(V v) { return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT); }
 #endif
-inline V load(const float* p, Whole) { return _mm256_loadu_ps(p); }
-inline V load(const Number16* p, Whole) {
-  return widened(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-}
 inline V load(const float* p, Part part) {
   return _mm256_maskload_ps(p, first_of_8(part.count));
 }
@@ -174,10 +152,7 @@ inline V load(const Number16* p, Part part) {
   }
   return widened(v);
 }
-inline void store(float* p, V v, Whole) { _mm256_storeu_ps(p, v); }
-inline void store(Number16* p, V v, Whole) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrowed(v));
-}
+inline void store(Number16* p, V v, Whole) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrowed(v)); }
 inline void store(float* p, V v, Part part) {
   _mm256_maskstore_ps(p, first_of_8(part.count), v);
 }
@@ -190,25 +165,12 @@ inline void store(Number16* p, V v, Part part) {
     p[part.count - 1] = lanes[part.count - 1];
   }
 }
-inline V rounded16(V v) { return widened(narrowed(v)); }
 inline V splat(float s) { return _mm256_set1_ps(s); }
 inline V only(V v, Part part, V otherwise = splat(0)) {
   return _mm256_blendv_ps(otherwise, v, _mm256_castsi256_ps(first_of_8(part.count)));
 }
 inline V larger(V a, V b) { return _mm256_max_ps(a, b); }
 inline V smaller(V a, V b) { return _mm256_min_ps(a, b); }
-inline V if_less(V a, V b, V yes, V no) {
-  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-}
-inline V if_equal(V a, V b, V yes, V no) {
-  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_EQ_OQ));
-}
-inline V between(V g, V z, V lo, V hi) {
-  return _mm256_and_ps(g, _mm256_and_ps(_mm256_cmp_ps(z, lo, _CMP_NLT_UQ),
-                                        _mm256_cmp_ps(z, hi, _CMP_NGT_UQ)));
-}
-inline V above(V g, V z, V lo) { return _mm256_and_ps(g, _mm256_cmp_ps(z, lo, _CMP_NLE_UQ)); }
-inline V magnitude(V v) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v); }
 inline float highest(V v) {
   __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   four = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -217,9 +179,14 @@ inline float highest(V v) {
 inline int zeros_in(V v) {
   return __builtin_popcount(_mm256_movemask_ps(_mm256_cmp_ps(v, splat(0), _CMP_EQ_OQ)));
 }
+using Doubles = __m256d;
+inline Doubles low(V v) { return _mm256_cvtps_pd(_mm256_castps256_ps128(v)); }
+inline Doubles high(V v) { return _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)); }
+inline V joined(Doubles low, Doubles high) { return _mm256_set_m128(_mm256_cvtpd_ps(high), _mm256_cvtpd_ps(low)); }
+inline V root(V v) { return _mm256_sqrt_ps(v); }
+inline Doubles root(Doubles v) { return _mm256_sqrt_pd(v); }
 inline double total(V v) {
-  const __m256d four = _mm256_add_pd(_mm256_cvtps_pd(_mm256_castps256_ps128(v)),
-                                     _mm256_cvtps_pd(_mm256_extractf128_ps(v, 1)));
+  const Doubles four = low(v) + high(v);
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));
   return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
@@ -232,20 +199,19 @@ struct Part {  // unused: a vector of one element has no parts
   explicit Part(int64_t) {}
 };
 inline int64_t count_of(Part) { return 0; }
-
-inline uint32_t bits_of(float f) { uint32_t u; std::memcpy(&u, &f, 4); return u; }
-inline float float_of(uint32_t u) { float f; std::memcpy(&f, &u, 4); return f; }
-
+inline uint32_t bits_of(float f);
+inline float float_of(uint32_t u);
+using Half = Number16;
 #ifdef BFLOAT16
-inline Number16 number16_of(float f) {
+inline Half narrowed(float f) {
   const uint32_t u = bits_of(f), near = (u + 0x7fff + (u >> 16 & 1)) >> 16;  // ties to even
-  return static_cast<Number16>((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40 : near);
+  return static_cast<Half>((u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40 : near);
 }
-inline float float_of_number16(Number16 h) { return float_of(static_cast<uint32_t>(h) << 16); }
+inline float widened(Half h) { return float_of(static_cast<uint32_t>(h) << 16); }
 #else
 // Both conversions compute all cases and then select, without branches, so that the compiler can vectorize them.
 // The comparisons are of positive signed integers, as SSE2 requires.
-inline Number16 number16_of(float f) {
+inline Half narrowed(float f) {
   const int32_t u = static_cast<int32_t>(bits_of(f) & 0x7fffffffu);
   const int32_t normal = (u + 0xfff + (u >> 13 & 1) - 0x38000000) >> 13;  // ties to even
   const int32_t subnormal =  // adding 0.5 rounds at 2^-24
@@ -254,9 +220,9 @@ inline Number16 number16_of(float f) {
   const int32_t small = u < 0x38800000 ? subnormal : normal;     // below 2^-14
   const int32_t finite = u >= 0x47800000 ? 0x7c00 : small;       // 2^16 and up: infinity
   const int32_t all = u > 0x7f800000 ? nan : finite;
-  return static_cast<Number16>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
+  return static_cast<Half>(all | static_cast<int32_t>(bits_of(f) >> 16 & 0x8000u));
 }
-inline float float_of_number16(Number16 h) {
+inline float widened(Half h) {
   const int32_t u = (h & 0x7fff) << 13;
   const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
   const int32_t normal = u + 0x38000000;  // another exponent
@@ -267,37 +233,48 @@ inline float float_of_number16(Number16 h) {
   return float_of(sign | static_cast<uint32_t>(u >= 0x0f800000 ? endless : finite));
 }
 #endif
-inline V load(const float* p, Whole) { return *p; }
-inline V load(const Number16* p, Whole) { return float_of_number16(*p); }
-inline void store(float* p, V v, Whole) { *p = v; }
-inline void store(Number16* p, V v, Whole) { *p = number16_of(v); }
-inline V rounded16(V v) { return float_of_number16(number16_of(v)); }
+inline void store(Number16* p, V v, Whole) { *p = narrowed(v); }
 inline V splat(float s) { return s; }
 inline V larger(V a, V b) { return a > b ? a : b; }
 inline V smaller(V a, V b) { return a < b ? a : b; }
-inline V if_less(V a, V b, V yes, V no) { return a < b ? yes : no; }
-inline V if_equal(V a, V b, V yes, V no) { return a == b ? yes : no; }
-inline V between(V g, V z, V lo, V hi) { return z < lo || z > hi ? 0 : g; }
-inline V above(V g, V z, V lo) { return z <= lo ? 0 : g; }
-inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
 inline V load(const float* p, Part) { return *p; }
-inline V load(const Number16* p, Part) { return load(p, Whole()); }
+inline V load(const Number16* p, Part) { return widened(*p); }
 inline void store(float*, V, Part) {}
 inline void store(Number16*, V, Part) {}
 inline V only(V v, Part, V = 0) { return v; }
 inline float highest(V v) { return v; }
 inline int zeros_in(V v) { return v == 0; }
+using Doubles = double;  // of the one lane; `high` is not part of a vector
+inline Doubles low(V v) { return v; }
+inline Doubles high(V) { return 0; }
+inline V joined(Doubles low, Doubles) { return static_cast<float>(low); }
+inline V root(V v) { return sqrtf(v); }
+inline Doubles root(Doubles v) { return sqrt(v); }
 
 #endif
 
-inline V only(V v, Whole, V = splat(0)) { return v; }
-inline int64_t count_of(Whole) { return W; }
+// The same for all of them. GCC and clang extend operators to vectors, and compile copies to loads and stores.
 
 #if defined(__AVX512F__) || defined(__F16C__)
 using U = uint32_t __attribute__((vector_size(4 * W)));
-inline U bits_of(V v) { return (U)v; }
-inline V float_of(U u) { return (V)u; }
+#else
+using U = uint32_t;
 #endif
+inline U bits_of(V v) { U u; std::memcpy(&u, &v, sizeof u); return u; }
+inline V float_of(U u) { V v; std::memcpy(&v, &u, sizeof v); return v; }
+inline V load(const float* p, Whole) { V v; std::memcpy(&v, p, sizeof v); return v; }
+inline V load(const Number16* p, Whole) { Half h; std::memcpy(&h, p, sizeof h); return widened(h); }
+inline void store(float* p, V v, Whole) { std::memcpy(p, &v, sizeof v); }
+inline V only(V v, Whole, V = splat(0)) { return v; }
+inline int64_t count_of(Whole) { return W; }
+inline V rounded16(V v) { return widened(narrowed(v)); }
+inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
+inline V if_less(V a, V b, V yes, V no) { return a < b ? yes : no; }  // in each lane
+inline V if_equal(V a, V b, V yes, V no) { return a == b ? yes : no; }
+// g where lo <= z <= hi or z is NaN, else 0
+inline V between(V g, V z, V lo, V hi) { return ((z < lo) | (z > hi)) ? splat(0) : g; }
+// g where z > lo or z is NaN, else 0
+inline V above(V g, V z, V lo) { return z <= lo ? splat(0) : g; }
 
 // ---- sums --------------------------------------------------------------------
 //
