@@ -83,25 +83,19 @@ void Watch::record() {
   }
 }
 
-Counts* counts_of(const void* to) {
-  if (!current) return nullptr;
+void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, int type) {
+  if (!current) return;
   const auto& out = current->call_.out;
   for (size_t i = 0; i < out.size(); ++i) {
     const char *begin = static_cast<const char*>(out[i].dptr_), *at = static_cast<const char*>(to);
     if (at < begin || at >= begin + size(out[i]) * bytes_of(out[i].type_flag_)) continue;
     auto& counts = current->counted_[i];
     if (!counts) counts = std::make_unique<Counts>();
-    return counts.get();
+    kernels_of(type)->count(exact, n, counts.get());
+    counts->bins[0] -= padding;
+    counts->zero -= padding;
+    return;
   }
-  return nullptr;
-}
-
-void count_exact(const float* exact, int64_t n, int64_t padding, const void* to, int type) {
-  Counts* const counts = counts_of(to);
-  if (!counts) return;
-  kernels_of(type)->count(exact, n, counts);
-  counts->bins[0] -= padding;
-  counts->zero -= padding;
 }
 
 bool watching() { return current != nullptr; }

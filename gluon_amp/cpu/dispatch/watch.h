@@ -27,15 +27,11 @@ class Watch {
   explicit operator bool() const { return call_.settings.counts.what == Counting::kAll; }
 
  private:
-  friend Counts* counts_of(const void*);
+  friend void count_exact(const float*, int64_t, int64_t, const void*, int);
   const Call& call_;
   const std::vector<int>* const inputs_;
   std::vector<std::unique_ptr<Counts>> counted_;  // of each output with results before rounding
 };
-
-// The counts of this thread's Watch for the output that contains the address `to`, for kernels that count
-// while they round; null without a Watch.
-Counts* counts_of(const void* to);
 
 // Passes `n` float32 results before rounding to this thread's Watch, if any. `padding` of them are zeros of no
 // tensor. They will be rounded to the memory at `to`, of this type.

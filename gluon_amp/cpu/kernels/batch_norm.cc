@@ -17,11 +17,11 @@ inline V affine(V x, const Wide& of) { return (x - of.mean) * of.scale + of.beta
 struct Moments {
   double center = 0, count = 0, sum = 0, squares = 0;  // of all parts, around the center of the first
 
-  void add(double n, double its_center, double its_sum, double its_squares) {
-    if (count == 0) center = its_center;
-    const double move = its_center - center;
-    sum += its_sum + n * move;
-    squares += its_squares + move * (2 * its_sum + n * move);
+  void add(double n, double part_center, double part_sum, double part_squares) {
+    if (count == 0) center = part_center;
+    const double move = part_center - center;
+    sum += part_sum + n * move;
+    squares += part_squares + move * (2 * part_sum + n * move);
     count += n;
   }
   double mean() const { return center + sum / count; }
@@ -31,8 +31,7 @@ struct Moments {
   }
 };
 
-template <typename S> struct Forward {
-  using Shows = S;
+struct Forward {
   using Total = Moments;
   static constexpr bool kBegins = false;
 
@@ -49,7 +48,6 @@ template <typename S> struct Forward {
       : norm(p), to(f), x(numbers(f.x)), y(numbers(f.y)),
         add(f.write == kAdd), below(splat(-kTiny)) {}
 
-  Counts* counts() const { return to.counts; }
   bool sums() const { return norm.batch_statistics; }
   bool maps() const { return to.write != kNothing; }
 
@@ -90,10 +88,9 @@ template <typename S> struct Forward {
     out->beta = to.beta[c];
   }
 
-  template <typename L> void map(int64_t at, L lanes, const Wide& of, S* shown) const {
+  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
     V v = affine(load(x + at, lanes), of);
     if (norm.relu) v = if_less(v, below, splat(0), v);
-    (*shown)(v, lanes);
     put(y, at, v, add, lanes);
   }
 };
@@ -123,14 +120,13 @@ float last_to_zero() {
 
 struct TwoSums {
   double g = 0, gx = 0;  // of the gradient; of its product with x - mean
-  void add(double, double, double its_g, double its_gx) {
-    g += its_g;
-    gx += its_gx;
+  void add(double, double, double part_g, double part_gx) {
+    g += part_g;
+    gx += part_gx;
   }
 };
 
-template <typename S, bool relu> struct Backward {
-  using Shows = S;
+template <bool relu> struct Backward {
   using Total = TwoSums;
   static constexpr bool kBegins = true;
 
@@ -146,7 +142,6 @@ template <typename S, bool relu> struct Backward {
         dx(b.write_dx == kNothing ? nullptr : numbers(b.dx)), add(b.write_dx == kAdd),
         low(splat(relu ? last_to_zero() : 0)) {}
 
-  Counts* counts() const { return to.counts; }
   bool sums() const {
     return (dx && norm.batch_statistics) || to.write_dgamma != kNothing ||
            to.write_dbeta != kNothing;
@@ -160,11 +155,11 @@ template <typename S, bool relu> struct Backward {
   }
 
   template <typename Walk> void sum_part(const Walk& walk, typename Walk::Out* out) const {
-    const Backward own = *this;
+    const Backward copy = *this;  // without aliasing
     Sums<2, Walk::kTurns> sums = {};
     walk([&](int64_t at, auto lanes, int turn) {
       const auto& of = walk.wide(turn);
-      const V value = load(own.x + at, lanes), d = own.gradient(at, lanes, value, of);
+      const V value = load(copy.x + at, lanes), d = copy.gradient(at, lanes, value, of);
       sums.add(turn, d);
       sums.add_product(turn, 1, d, value - of.mean);
     });
@@ -189,27 +184,16 @@ template <typename S, bool relu> struct Backward {
   }
 
   // Reads all inputs of an element before it writes, because dx may share memory with g.
-  template <typename L> void map(int64_t at, L lanes, const Wide& of, S* shown) const {
+  template <typename L> void map(int64_t at, L lanes, const Wide& of) const {
     const V value = load(x + at, lanes), d = gradient(at, lanes, value, of);
-    const V v = of.scale * (d - of.mean_g - (value - of.mean) * of.slope);
-    (*shown)(v, lanes);
-    put(dx, at, v, add, lanes);
+    put(dx, at, of.scale * (d - of.mean_g - (value - of.mean) * of.slope), add, lanes);
   }
 };
 
 // ---- functions of kernels.h ------------------------------------------------------
 
 void batch_norm(const BatchNorm& p, const BatchNormForward& f) {
-  if (p.batch * p.plane == 0) return;
-  if constexpr (k16Bit)
-    if (f.counts) return over_channels(p, Forward<Shown>(p, f));
-  over_channels(p, Forward<NotShown>(p, f));
-}
-
-template <bool relu> void backward(const BatchNorm& p, const BatchNormBackward& b) {
-  if constexpr (k16Bit)
-    if (b.counts) return over_channels(p, Backward<Shown, relu>(p, b));
-  over_channels(p, Backward<NotShown, relu>(p, b));
+  if (p.batch * p.plane > 0) over_channels(p, Forward(p, f));
 }
 
 void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {
@@ -220,8 +204,8 @@ void batch_norm_gradient(const BatchNorm& p, const BatchNormBackward& b) {
     }
     return;
   }
-  if (p.relu) backward<true>(p, b);
-  else backward<false>(p, b);
+  if (p.relu) over_channels(p, Backward<true>(p, b));
+  else over_channels(p, Backward<false>(p, b));
 }
 
 }  // namespace

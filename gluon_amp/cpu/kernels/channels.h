@@ -5,17 +5,12 @@
 //   job.begin(c, coefficients)           sets the coefficients for job.sum_part, if J::kBegins
 //   job.sum_part(walk, out)              for each piece of c, if job.sums(): its sums
 //   job.finish(c, total, coefficients)   with the sums of all pieces, added in their order
-//   job.map(at, lanes, coefficients, shown)     for each vector of c, if job.maps()
-//
-// `shown` is a J::Shows of job.counts(), one for each thread's part.
+//   job.map(at, lanes, coefficients)     for each vector of c, if job.maps()
 //
 // A walk calls f(at, lanes, turn) for all vectors of a piece; each turn has separate sums.
 //
 // The pieces depend on the shape only, so that results do not depend on the number of threads.
 #pragma once
-#include <type_traits>
-
-#include "counts.h"
 #include "transpose.h"
 
 namespace gluon_amp::ISA {
@@ -113,32 +108,31 @@ struct LayoutWalk {
   using Out = PlaneWalk<1>::Out;
   void centers(const Sums<1, kTurns>& s, V (&center)[kTurns]) const {
     double sums[W];
-    float its[W];
+    float means[W];
     totals(s, 0, sums);
     const auto count = static_cast<double>(images * length);
-    for (int c = 0; c < W; ++c) its[c] = static_cast<float>(sums[c] / count);
-    for (V& each : center) each = load(its, Whole());
+    for (int c = 0; c < W; ++c) means[c] = static_cast<float>(sums[c] / count);
+    for (V& each : center) each = load(means, Whole());
   }
   void put(Out* out, const V (&center)[kTurns], const Sums<2, kTurns>& s) const {
     double first_sums[W], second_sums[W];
-    float its[W];
+    float centers[W];
     totals(s, 0, first_sums);
     totals(s, 1, second_sums);
-    store(its, center[0], Whole());
+    store(centers, center[0], Whole());
     for (int c = 0; c < W; ++c)
-      out[c] = {static_cast<double>(images * length), its[c], {first_sums[c], second_sums[c]}};
+      out[c] = {static_cast<double>(images * length), centers[c], {first_sums[c], second_sums[c]}};
   }
 
   using Wides = Wide[1];
   static void spread(const Coefficients* from, int64_t, Wides& to) {
     float each[5][W];
     for (int c = 0; c < W; ++c) {
-      const Coefficients& its = from[c];
-      each[0][c] = its.mean;
-      each[1][c] = its.scale;
-      each[2][c] = its.beta;
-      each[3][c] = its.mean_g;
-      each[4][c] = its.slope;
+      each[0][c] = from[c].mean;
+      each[1][c] = from[c].scale;
+      each[2][c] = from[c].beta;
+      each[3][c] = from[c].mean_g;
+      each[4][c] = from[c].slope;
     }
     const Whole all;
     to[0] = {load(each[0], all), load(each[1], all), load(each[2], all), load(each[3], all),
@@ -189,10 +183,10 @@ template <typename Walk, typename J> struct Group {
   void sum(int64_t i, typename Walk::Out* out) const {
     job.sum_part(planes.piece<Walk>(k, i, wide), out);
   }
-  void map(int64_t i, typename J::Shows* shown) const {
+  void map(int64_t i) const {
     const Walk walk = planes.piece<Walk>(k, i, wide);
-    const J own = job;  // a copy without aliasing
-    walk([&](int64_t at, auto lanes, int turn) { own.map(at, lanes, walk.wide(turn), shown); });
+    const J copy = job;  // without aliasing
+    walk([&](int64_t at, auto lanes, int turn) { copy.map(at, lanes, walk.wide(turn)); });
   }
 };
 
@@ -214,8 +208,7 @@ void by_channels(const Planes& planes, const J& job, bool threads) {
     for (int64_t c = 0; c < channels; ++c) job.finish(first + c, totals[c], &of[c]);
     group.spread(of);
     // in reverse, because the last pieces are in the cache even if the whole channel is not
-    typename J::Shows shown(job.counts());
-    for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i, &shown);
+    for (int64_t i = planes.pieces; job.maps() && i-- > 0;) group.map(i);
   };
 #pragma omp parallel for schedule(static) if (threads)
   for (int64_t k = 0; k < planes.groups; ++k) run(work, k);
@@ -252,8 +245,7 @@ template <typename Walk, typename J> void by_pieces(const Planes& planes, const 
   };
   auto map = [&](int64_t task) {
     const int64_t k = task_group(task);
-    typename J::Shows shown(job.counts());
-    Group<Walk, J>(planes, job, k, of.data + k * group).map(task_piece(task), &shown);
+    Group<Walk, J>(planes, job, k, of.data + k * group).map(task_piece(task));
   };
 #pragma omp parallel
   {
@@ -401,13 +393,12 @@ template <typename J> void by_columns(const Columns& m, const J& job, bool threa
   auto map = [&](int64_t task) {
     const int64_t row = task / map_blocks * kMapRows, first = task % map_blocks * kMapWidth;
     const float* const coefficients = table.data;
-    const J own = job;
-    typename J::Shows shown(job.counts());
+    const J copy = job;
     for (int64_t r = row; r < least(row + kMapRows, m.rows + 1); ++r) {
       const int64_t end = least(first + kMapWidth, r < m.rows ? width : m.rest);
       each(first, end, [&, r](int64_t column, auto lanes) {
         const ColumnWalk<1, decltype(lanes)> walk{column, 0, 0, width, 0, lanes, coefficients};
-        own.map(r * width + column, lanes, walk.wide(0), &shown);
+        copy.map(r * width + column, lanes, walk.wide(0));
       });
     }
   };
@@ -447,8 +438,7 @@ template <typename J> void over_channels(const BatchNorm& p, const J& job) {
     whole ? by_channels<Walk>(planes, job, threads) : by_pieces<Walk>(planes, job);
   };
 #if defined(__AVX512F__)
-  if constexpr (std::is_same<typename J::Shows, NotShown>::value)
-    if (p.in_layout) return run_with(LayoutWalk());
+  if (p.in_layout) return run_with(LayoutWalk());
 #endif
   if (planes.group == 1) run_with(PlaneWalk<1>());
   else run_with(PlaneWalk<Planes::kMost>());

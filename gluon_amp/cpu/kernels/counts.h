@@ -237,40 +237,5 @@ void add(const Tables& from, Counts* to) {
   to->error_squares += from.error_squares;
 }
 
-// Counts a thread's results before they are rounded.
-class Shown {
- public:
-  explicit Shown(Counts* to) : to_(to) {}
-  Shown(const Shown&) = delete;
-  ~Shown() {
-    count_carefully<true>(tile_, held_, &made_);
-    run_.finish();
-#pragma omp critical(gluon_amp_counts)
-    add(made_, to_);
-  }
-
-  template <typename L> void operator()(V v, L lanes) {
-    store(tile_ + held_, v, Whole());
-    held_ += count_of(lanes);
-    if (held_ < kTile) return;
-    if (!count_tile<true>(tile_, &run_)) count_carefully<true>(tile_, kTile, &made_);
-    held_ -= kTile;
-    store(tile_, load(tile_ + kTile, Whole()), Whole());
-  }
-
- private:
-  Counts* to_;
-  Tables made_;
-  Run run_{&made_};
-  int64_t held_ = 0;
-  float tile_[kTile + W];
-};
-
-// Counts nothing.
-struct NotShown {
-  explicit NotShown(Counts*) {}
-  template <typename L> void operator()(V, L) const {}
-};
-
 }  // namespace
 }  // namespace gluon_amp::ISA

@@ -65,7 +65,6 @@ struct BatchNormForward {
   float *moving_mean, *moving_var;        // updated if `batch_statistics`
   void* y;  Write write;
   float *mean, *inverse_deviation;        // written: the statistics used; or null
-  Counts* counts;                         // of 16-bit numbers: counts of y before rounding; or null
 };
 
 struct BatchNormBackward {
@@ -74,7 +73,6 @@ struct BatchNormBackward {
   void* dx;       Write write_dx;
   float* dgamma;  Write write_dgamma;
   float* dbeta;   Write write_dbeta;
-  Counts* counts;                         // of 16-bit numbers: counts of dx before rounding; or null
 };
 
 // Rows of `width` 16-bit numbers, normalized in float32 and rounded once.

@@ -60,7 +60,6 @@ struct Part {
   __mmask16 mask;
   explicit Part(int64_t n) : mask(static_cast<__mmask16>((1u << n) - 1)) {}
 };
-inline int64_t count_of(Part part) { return __builtin_popcount(part.mask); }
 inline V load(const float* p, Part part) { return _mm512_maskz_loadu_ps(part.mask, p); }
 using Half = __m256i;  // W 16-bit numbers
 #ifdef BFLOAT16
@@ -113,7 +112,6 @@ struct Part {
   int64_t count;
   explicit Part(int64_t n) : count(n) {}
 };
-inline int64_t count_of(Part part) { return part.count; }
 // -1 in the first n of 8 (or of 4) lanes
 inline __m256i first_of_8(int64_t n) {
   static const int32_t lanes[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
@@ -198,7 +196,6 @@ constexpr int64_t W = 1;
 struct Part {  // unused: a vector of one element has no parts
   explicit Part(int64_t) {}
 };
-inline int64_t count_of(Part) { return 0; }
 inline uint32_t bits_of(float f);
 inline float float_of(uint32_t u);
 using Half = Number16;
@@ -266,7 +263,6 @@ inline V load(const float* p, Whole) { V v; std::memcpy(&v, p, sizeof v); return
 inline V load(const Number16* p, Whole) { Half h; std::memcpy(&h, p, sizeof h); return widened(h); }
 inline void store(float* p, V v, Whole) { std::memcpy(p, &v, sizeof v); }
 inline V only(V v, Whole, V = splat(0)) { return v; }
-inline int64_t count_of(Whole) { return W; }
 inline V rounded16(V v) { return widened(narrowed(v)); }
 inline V magnitude(V v) { return float_of(bits_of(v) & 0x7fffffffu); }
 inline V if_less(V a, V b, V yes, V no) { return a < b ? yes : no; }  // in each lane

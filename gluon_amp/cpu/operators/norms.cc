@@ -18,12 +18,6 @@ bool batch_norm_of(const Call& call, const TBlob& x, bool relu, BatchNorm* norm)
   return !norm->in_layout || (keeps_layout() && axis == 1 && inner >= 16);
 }
 
-// The counts for a watched output 0 of 16-bit numbers, counted by the kernel; null otherwise, and with a relu, which
-// runs on 16-bit numbers.
-Counts* counts_as_made(const Call& call, bool relu) {
-  return is_16bit(call.out[0]) && !relu ? counts_of(call.out[0].dptr_) : nullptr;
-}
-
 // x, gamma, beta, moving mean, moving variance -> y, mean, 1 / deviation
 template <bool relu>
 bool batch_norm(const Call& call) {
@@ -35,7 +29,7 @@ bool batch_norm(const Call& call) {
   };
   kernels_of(call.in[0])->batch_norm(norm, {call.in[0].dptr_, floats(call.in[1]), floats(call.in[2]),
                              floats(call.in[3]), floats(call.in[4]), call.out[0].dptr_, call.write(0), kept(1),
-                             kept(2), counts_as_made(call, relu)});
+                             kept(2)});
   return true;
 }
 
@@ -49,7 +43,7 @@ bool batch_norm_gradient(const Call& call) {
       call.in[0].dptr_, call.in[3].dptr_,
       floats(call.in[4]), floats(call.in[5]), floats(call.in[1]), floats(call.in[2]),
       call.out[0].dptr_, call.write(0), floats(call.out[1]), call.write(1),
-      floats(call.out[2]), call.write(2), counts_as_made(call, relu)});
+      floats(call.out[2]), call.write(2)});
   return true;
 }
 
@@ -123,8 +117,8 @@ bool layer_norm_gradient(const Call& call) {
 
 void add_norms(Rows& rows) {
   rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kAlike}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kAlike}},
+      {"BatchNorm", {batch_norm<false>, 1, kAlike | kFloats}},
+      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kAlike | kFloats}},
       {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kAlike}},  // its relu is of 16-bit numbers
       {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kAlike}},
       {"LayerNorm", {layer_norm, 1, kFloats}},
