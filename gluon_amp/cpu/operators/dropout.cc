@@ -32,30 +32,16 @@ bool dropout(const Call& call) {
   return true;
 }
 
-// Counts the gradient before rounding.
-void show_gradient(const TBlob& g, const TBlob& mask, const TBlob& d, float scale) {
-  Scratch scratch;
-  const int64_t n = size(d);
-  float *exact = scratch.memory(n), *kept = scratch.memory(n);
-  widen(g, exact);
-  widen(mask, kept);
-  for (int64_t i = 0; i < n; ++i)
-    exact[i] = kept[i] == 0 ? 0 : kept[i] == 1 ? exact[i] : exact[i] * scale;
-  count_exact(exact, n, 0, d.dptr_, d.type_flag_);
-}
-
 // A mask of another shape is broadcast by MXNet's multiplication.
 bool dropout_gradient(const Call& call) {  // gradient, mask
   const TBlob &g = call.in[0], &mask = call.in[1], &d = call.out[0];
   const float scale = scale_of(call.attrs);
   if (call.write(0) == kNothing) return true;
-  if (all_16bit(call) && g.shape_ == mask.shape_) {
-    if (watching()) show_gradient(g, mask, d, scale);
+  if (has_kernels(call) && g.shape_ == mask.shape_) {
     kernels_of(g)->dropout_gradient(g.dptr_, mask.dptr_, d.dptr_, size(d), scale, call.write(0));
     return true;
   }
-  if (is_float(g) && is_float(mask) && is_float(d) &&
-      g.shape_ == mask.shape_) {
+  if (is_float(g) && is_float(mask) && is_float(d) && g.shape_ == mask.shape_) {  // with the bits of MXNet's code
     kernels->binary(kProduct, g.dptr_, mask.dptr_, d.dptr_, size(d), call.write(0));
     return true;
   }
@@ -88,7 +74,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 
 void add_dropout(Rows& rows) {
   rows.insert({
-      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1}}});
+      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1, kFloats}}});
 }
 
 }  // namespace gluon_amp
