@@ -23,7 +23,7 @@ from .._mxnet import mx, np
 from ..annotations import Array, Context, DType
 from ..checks import listed
 from . import library
-from .bfloat16 import BFLOAT16, is_bfloat16
+from .bfloat16 import BFLOAT16, cast, is_bfloat16
 
 log = logging.getLogger("gluon_amp")
 
@@ -50,15 +50,15 @@ def is_16bit(dtype: Any) -> bool:
 
 def to_float32(array: "mx.nd.NDArray") -> "mx.nd.NDArray":
     """Returns an array in float32; a float32 array unchanged."""
-    if is_16bit(array.dtype) and _on_cpu(array) and library.started():
-        return library.call("_gluon_amp_widen", [array])
+    if is_16bit(array.dtype) and _on_cpu(array):
+        return cast(array, "float32")
     return array.astype("float32", copy=False)
 
 
 def to_16bit(array: "mx.nd.NDArray", dtype: str) -> "mx.nd.NDArray":
     """Returns an array in a 16-bit type; an array of that type unchanged."""
-    if dtype_name(array.dtype) == "float32" and _on_cpu(array) and library.started():
-        return library.call("_gluon_amp_narrow", [array], dtype=dtype)
+    if dtype_name(array.dtype) == "float32" and _on_cpu(array):
+        return cast(array, dtype)
     return array.astype(dtype, copy=False)
 
 
@@ -149,10 +149,7 @@ def on_gpu_in_float16(arrays: Sequence["mx.nd.NDArray"]) -> bool:
 
 def narrow(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
     """Rounds a master weight into its 16-bit weight."""
-    if _on_cpu(weight):
-        library.call("_gluon_amp_narrow", [master], out=weight)
-    else:
-        mx.nd.cast(master, dtype="float16", out=weight)
+    cast(master, weight.dtype, out=weight)
 
 
 def sync_master(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:

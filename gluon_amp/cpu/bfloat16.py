@@ -46,7 +46,7 @@ def _on_float32(function: Callable[..., Any]) -> Callable[..., Any]:
     return create
 
 
-def _cast(array: Any, dtype: Any, out: Any = None) -> Any:
+def cast(array: Any, dtype: Any, out: Any = None) -> Any:
     """Casts an array of `mx.nd` or `mx.np`; the result has its class."""
     name = "bfloat16" if is_bfloat16(dtype) else np.dtype(dtype).name
     classic = None if out is None else out.as_nd_ndarray()
@@ -71,13 +71,13 @@ def _patch_casts(array_class: Any) -> None:
     def astype(self: Any, dtype: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
         if is_bfloat16(dtype) == (self.dtype is BFLOAT16):
             return original(self, self.dtype if is_bfloat16(dtype) else dtype, *args, **kwargs)
-        return _cast(self, dtype)
+        return cast(self, dtype)
 
     @replace(array_class, "copyto")
     def copyto(self: Any, other: Any, *, original: Any) -> Any:
         if isinstance(other, mx.nd.NDArray) and other is not self \
                 and (self.dtype is BFLOAT16) != (other.dtype is BFLOAT16):
-            return _cast(self, other.dtype, out=other)
+            return cast(self, other.dtype, out=other)
         return original(self, other)
 
 
@@ -137,7 +137,7 @@ def _register_type() -> None:
 def _patch_copies_to_and_from_numpy() -> None:
     @replace(mx.nd.NDArray, "asnumpy")
     def asnumpy(self: Any, *, original: Any) -> Any:
-        return original(_cast(self, "float32") if self.dtype is BFLOAT16 else self)
+        return original(cast(self, "float32") if self.dtype is BFLOAT16 else self)
 
     @replace(mx.nd.NDArray, "_sync_copyfrom")
     def copy_from_numpy(self: Any, source: Any, *, original: Any) -> None:
@@ -145,7 +145,7 @@ def _patch_copies_to_and_from_numpy() -> None:
             return original(self, source)
         wide = mx.nd.empty(self.shape, ctx=self.ctx)
         wide._sync_copyfrom(np.asarray(source, np.float32))
-        _cast(wide, BFLOAT16, out=self)
+        cast(wide, BFLOAT16, out=self)
 
     @replace(mx.np.ndarray, "__repr__")
     def show(self: Any, *, original: Any) -> str:
@@ -164,10 +164,10 @@ def _patch_gluon() -> None:
     @replace(mx.gluon.Parameter, "_load_init")
     def load(self: Any, data: Any, *args: Any, original: Any, **kwargs: Any) -> None:
         from_file = is_bfloat16(self.dtype) and data.dtype == np.float32
-        original(self, _cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
+        original(self, cast(data, BFLOAT16) if from_file else data, *args, **kwargs)
 
     @replace(mx.gluon.nn.basic_layers._BatchNorm, "cast")
-    def cast(self: Any, dtype: Any, *, original: Any) -> None:
+    def cast_norm(self: Any, dtype: Any, *, original: Any) -> None:
         original(self, "float32" if is_bfloat16(dtype) else dtype)  # the same as for float16
 
     @replace(mx.gluon.SymbolBlock, "__init__")

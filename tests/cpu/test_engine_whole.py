@@ -29,8 +29,7 @@ NOT_DISPATCHED = {
         "_npi_boolean_mask_assign_(scalar|tensor)|_scatter_set_nd|_npi_share_memory",
     "int8": "_contrib_.*quantize.*", "MXNet's oneDNN passes put it into float32 graphs": "_sg_.*",
 }
-OF_THE_ENGINE = {"widen", "narrow", "follow", "update", "squares", "norm_relu",
-                 "backward_norm_relu"}
+OF_THE_ENGINE = {"follow", "update", "squares", "norm_relu", "backward_norm_relu"}
 
 
 def test_every_operator_dispatches_or_has_a_reason():

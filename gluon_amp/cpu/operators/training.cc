@@ -1,5 +1,5 @@
-// Operators that MXNet does not have: casts outside graphs, synchronization of master weights with their
-// weights, optimizers' updates, and sums of squares. Also MXNet's multi-precision updates of SGD and NAG.
+// Operators that MXNet does not have: synchronization of master weights with their weights, optimizers' updates, and
+// sums of squares. Also MXNet's multi-precision updates of SGD and NAG.
 #include <algorithm>
 #include <numeric>
 
@@ -14,26 +14,18 @@ using Types = std::vector<int>;
 
 void parse_nothing(NodeAttrs*) {}
 
-bool one_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
-  for (auto& shape : *in)
-    if (shape != (*in)[0]) throw dmlc::Error("the inputs differ in shape");
+constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
+
+bool follow_shapes(const NodeAttrs&, Shapes* in, Shapes* out) {
+  if ((*in)[0] != (*in)[1]) throw dmlc::Error("a master weight and its weight differ in shape");
   (*out)[0] = (*in)[0];
   return true;
 }
 
-constexpr int kF16 = mshadow::kFloat16, kF32 = mshadow::kFloat32, kF64 = mshadow::kFloat64;
-
-// kF16 stands for both 16-bit types.
-bool is_of(int type, int wanted) { return wanted == kF16 ? is_16bit(type) : type == wanted; }
-
-template <int first, int others, int output>
-bool types(const NodeAttrs& attrs, Types* in, Types* out) {
-  for (size_t i = 0; i < in->size(); ++i)
-    if (!is_of((*in)[i], i == 0 ? first : others))
-      throw dmlc::Error("an input has another type than the operator takes");
-  if (output == kF16 && is_16bit((*out)[0])) return true;
-  const bool bfloat16 = output == kF16 && word(attrs, "dtype", "") == "bfloat16";
-  (*out)[0] = bfloat16 ? int(mshadow::kBfloat16) : output;
+bool follow_types(const NodeAttrs&, Types* in, Types* out) {
+  if ((*in)[0] != kF32 || !is_16bit((*in)[1]))
+    throw dmlc::Error("a master weight is float32, and its weight has a 16-bit type");
+  (*out)[0] = kF32;
   return true;
 }
 
@@ -49,16 +41,6 @@ bool squares_shape(const NodeAttrs&, Shapes* in, Shapes* out) {
   const mxnet::TShape shape(1, static_cast<dim_t>(in->size()));
   (*out)[0] = shape;
   return true;
-}
-
-void widen_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
-               const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  gluon_amp::widen(in[0], floats(out[0]));
-}
-
-void narrow_all(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
-                const std::vector<OpReqType>&, const std::vector<TBlob>& out) {
-  kernels_of(out[0])->narrow(floats(in[0]), out[0].dptr_, size(in[0]), kStore);
 }
 
 // The output is the array of the master weight.
@@ -262,9 +244,7 @@ nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(
 }
 
 void register_training() {
-  add_operator("widen", 1, one_shape, types<kF16, kF16, kF32>, widen_all);
-  add_operator("narrow", 1, one_shape, types<kF32, kF32, kF16>, narrow_all);
-  add_operator("follow", 2, one_shape, types<kF32, kF16, kF32>, follow);
+  add_operator("follow", 2, follow_shapes, follow_types, follow);
   nnvm::Op& updates = add_operator("update", 3, update_shapes, update_types, update);
   updates.get_num_inputs = [](const NodeAttrs& attrs) { return update_inputs(attrs); };
   updates.get_num_outputs = [](const NodeAttrs& attrs) { return update_weights(attrs); };
