@@ -207,12 +207,6 @@ struct OwnKernel {
 constexpr int kFloats = 1, kNumbers = 2 | kFloats, kLayout = 4, kAlike = 8 | kLayout, kAnyOrder = 16;
 const OwnKernel* own_kernel(const std::string& name);
 
-// A matrix of floats, row-major or, transposed, column-major.
-struct RowsOrColumns {
-  const float* data;
-  bool transposed;
-};
-
 // A stateful RNN as our loop over time (rnn.cc).
 class Rnn {
  public:

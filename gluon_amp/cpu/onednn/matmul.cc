@@ -96,9 +96,8 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 
 bool keeps_layout() { return instructions() == Instructions::kBfloat16; }
 
-bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
+void onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
                     float* y) {
-  if (!onednn::can_call_onednn() || generic_only || rows * columns * depth == 0) return false;
   const auto array = [](const RowsOrColumns& of, int64_t high, int64_t wide) {
     if (of.transposed) std::swap(high, wide);
     return TBlob(const_cast<float*>(of.data), mxnet::TShape({high, wide}), mshadow::cpu::kDevMask);
@@ -106,8 +105,8 @@ bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
   const TBlob first = array(a, rows, depth), second = array(b, depth, columns), to = array({y, false}, rows, columns);
   const Multiplication multiplication{{first, a.transposed}, {second, b.transposed}, to, kStore};
   const auto product = multiplication.product();
-  if (product) multiplication.run(*product);
-  return product != nullptr;
+  if (!product) throw dmlc::Error("oneDNN has no product of float32 matrices");
+  multiplication.run(*product);
 }
 
 void add_products(Rows& rows) {

@@ -12,8 +12,15 @@ bool onednn_convolution(const Call& call, bool backward);
 bool onednn_deconvolution(const Call& call, bool backward);
 bool onednn_dense(const Call& call, bool backward);
 
-// y = a * b, all float32: on any processor. False without oneDNN. Under the lock `scratch_lock()`.
-bool onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
+// A matrix of floats, row-major or, transposed, column-major.
+struct RowsOrColumns {
+  const float* data;
+  bool transposed;
+};
+
+// y = a * b, all float32: on any processor, if `can_call_onednn`. MXNet's code is OpenBLAS's, which is 4 times slower on
+// processors that are newer than it. Under the lock `scratch_lock()`.
+void onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
                     float* y);
 
 // Products of a dense layer's matrices, rows of x, of w and of y, into a float32 one: kForward x and w into y;

@@ -11,30 +11,10 @@
 // reads slot t and writes slot t + 1; backward in time, it reads slot t + 1 and writes slot t.
 #include <algorithm>
 
-#include "dispatch/attributes.h"
 #include "onednn/onednn.h"
 
 namespace gluon_amp {
 namespace {
-
-// y = a * b. MXNet's own code is OpenBLAS's, which is 4 times slower on processors that are newer than it.
-void float_product(const OpContext& context, int64_t rows, int64_t columns, int64_t depth,
-                   const RowsOrColumns& a, const RowsOrColumns& b, float* y) {
-  if (onednn_product(rows, columns, depth, a, b, y)) return;
-  static const nnvm::Op* const gemm = nnvm::Op::Get("_linalg_gemm2");
-  static const auto& compute = *get<mxnet::FCompute>(gemm, "FCompute<cpu>");
-  static const auto node = [](const char* of_a, const char* of_b) {
-    return make_node(gemm, {{"transpose_a", of_a}, {"transpose_b", of_b}});
-  };
-  static const auto& nodes = *new std::vector<nnvm::ObjectPtr>{node("False", "False"), node("False", "True"),
-                                                               node("True", "False"), node("True", "True")};
-  const auto blob = [](const RowsOrColumns& of, int64_t high, int64_t wide) {
-    if (of.transposed) std::swap(high, wide);
-    return TBlob(const_cast<float*>(of.data), mxnet::TShape({high, wide}), mshadow::cpu::kDevMask);
-  };
-  compute(nodes[2 * a.transposed + b.transposed]->attrs, context, {blob(a, rows, depth), blob(b, depth, columns)},
-          {mxnet::kWriteTo}, {blob({y, false}, rows, columns)});
-}
 
 const float* widened(const Number16* numbers, int64_t n, Scratch* scratch) {
   float* const wide = scratch->memory(n);
@@ -42,30 +22,29 @@ const float* widened(const Number16* numbers, int64_t n, Scratch* scratch) {
   return wide;
 }
 
-// The float32 products of a weight, (outputs, inputs), for one call. They run in oneDNN, if it can.
+// The float32 products of a weight, (outputs, inputs), for one call: of bfloat16 numbers where the processor has
+// instructions for them.
 class Weight {
  public:
-  Weight(const OpContext& context, const Number16* numbers, int64_t outputs, int64_t inputs)
-      : context_(context), numbers_(numbers), outputs_(outputs), inputs_(inputs) {}
+  Weight(const Number16* numbers, int64_t outputs, int64_t inputs)
+      : numbers_(numbers), outputs_(outputs), inputs_(inputs) {}
 
   void forward(int64_t rows, const Number16* x, float* y) {  // y = x * w^T
     if (onednn_rows(kForward, rows, outputs_, inputs_, x, numbers_, y, &inside_)) return;
     Scratch scratch;
-    float_product(context_, rows, outputs_, inputs_, {widened(x, rows * inputs_, &scratch), false}, {wide(), true},
-                  y);
+    onednn_product(rows, outputs_, inputs_, {widened(x, rows * inputs_, &scratch), false}, {wide(), true}, y);
   }
   void backward(int64_t rows, const Number16* dy, float* dx) {  // dx = dy * w
     if (onednn_rows(kBackwardData, rows, outputs_, inputs_, dy, numbers_, dx, &inside_)) return;
     Scratch scratch;
-    float_product(context_, rows, inputs_, outputs_, {widened(dy, rows * outputs_, &scratch), false}, {wide(), false},
-                  dx);
+    onednn_product(rows, inputs_, outputs_, {widened(dy, rows * outputs_, &scratch), false}, {wide(), false}, dx);
   }
   void gradient(int64_t rows, const Number16* dy, const Number16* x, float* dw) {  // dw = dy^T * x
     Product::Inside read;
     if (onednn_rows(kBackwardWeights, rows, outputs_, inputs_, dy, x, dw, &read)) return;
     Scratch scratch;
-    float_product(context_, outputs_, inputs_, rows, {widened(dy, rows * outputs_, &scratch), true},
-                  {widened(x, rows * inputs_, &scratch), false}, dw);
+    onednn_product(outputs_, inputs_, rows, {widened(dy, rows * outputs_, &scratch), true},
+                   {widened(x, rows * inputs_, &scratch), false}, dw);
   }
 
  private:
@@ -74,7 +53,6 @@ class Weight {
     return wide_;
   }
 
-  const OpContext& context_;
   const Number16* const numbers_;
   const int64_t outputs_, inputs_;
   Product::Inside inside_;
@@ -184,8 +162,8 @@ void RnnLoop::forward(const Call& call) {
         const TBlob& from = call.in[mode_ == kLstm ? 3 : 2];
         kernels_of(from)->widen(gluon_amp::at(from, which * n), k.cells + first, n);
       }
-      Weight(call.context, params + at.wx, all_, width).forward(time * rows, x, k.gates);
-      Weight of_state(call.context, params + at.wh, all_, units_);
+      Weight(params + at.wx, all_, width).forward(time * rows, x, k.gates);
+      Weight of_state(params + at.wh, all_, units_);
       float* const hidden = own.memory(rows * all_);
       for (int64_t s = 0; s < time; ++s) {
         const int64_t t = d ? time - 1 - s : s, before = slot(d ? t + 1 : t), after = slot(d ? t : t + 1);
@@ -241,8 +219,7 @@ void RnnLoop::backward(const Call& call) {
       Number16* const sums = own.numbers16(steps * all_);
       Number16* const sums_h = mode_ == kGru ? own.numbers16(steps * all_) : sums;
       float *const back = own.memory(n), *const dh = dstates + which * n, *const dc = dcells + which * n;
-      Weight wx(call.context, params + at.wx, all_, width);
-      Weight wh(call.context, params + at.wh, all_, units_);
+      Weight wx(params + at.wx, all_, width), wh(params + at.wh, all_, units_);
       for (int64_t s = time - 1; s >= 0; --s) {
         const int64_t t = d ? time - 1 - s : s, before = (d ? t + 1 : t) * n, after = (d ? t : t + 1) * n;
         Number16 *const to_x = sums + t * rows * all_, *const to_h = sums_h + t * rows * all_;
@@ -283,9 +260,9 @@ void RnnLoop::backward(const Call& call) {
 }  // namespace
 
 std::unique_ptr<Rnn> Rnn::make(const NodeAttrs& attrs, int type16) {
-  const auto given = [&](const char* key) { return word(attrs, key, "None") != "None"; };
-  if (type16 != mshadow::kBfloat16 || given("projection_size") || given("lstm_state_clip_min") ||
-      given("lstm_state_clip_max") || flag(attrs, "use_sequence_length", false))
+  const auto has = [&](const char* key) { return word(attrs, key, "None") != "None"; };
+  if (type16 != mshadow::kBfloat16 || !onednn::can_call_onednn() || has("projection_size") ||
+      has("lstm_state_clip_min") || has("lstm_state_clip_max") || flag(attrs, "use_sequence_length", false))
     return nullptr;
   return std::make_unique<RnnLoop>(attrs);
 }
