@@ -237,7 +237,7 @@ nnvm::Op& add_operator(const std::string& name, uint32_t inputs,
 
 // For tests and benchmarks: the generic operator runs instead of the hand-written kernels of these operators, their
 // names or "all".
-void use_generic(const std::string& operators);
+void use_generic(const char* operators);
 extern bool generic_only;  // of all
 
 }  // namespace gluon_amp

@@ -129,21 +129,12 @@ int start(const char* isa, int count, const char** names, const char* columns, i
 
 const char* reason() { return why; }
 
-const char* list_repairs() {
-  static const std::string rows = repair_rows();
-  return rows.c_str();
-}
-
-const char* operators() {
-  static thread_local std::string rows;
-  rows = operator_rows();
-  return rows.c_str();
-}
-
-const char* overflows() {
-  static thread_local std::string rows;
-  rows = overflow_rows();
-  return rows.c_str();
+// The rows for Python, valid until this thread's next call.
+template <std::string (*rows)()>
+const char* text() {
+  static thread_local std::string latest;
+  latest = rows();
+  return latest.c_str();
 }
 
 // The number of the settings in a text (settings.h), or -1 with the error in `reason`.
@@ -155,8 +146,6 @@ int64_t settings(const char* text) {
     return -1;
   }
 }
-
-void use_generic_code(const char* operators) { use_generic(operators); }
 
 // Whether these are dense arrays on one CPU, of this type (any if below 0). Python would need three calls of
 // MXNet for each.
@@ -210,10 +199,10 @@ int versions(int count, void** arrays, void* into, int since) {
 // clears them.
 void marks(void** weights, int64_t count, int clear, unsigned char* marked) {
   for (int64_t i = 0; i < count; ++i) {
-    int one = 0;
-    MXNDArrayGetGradState(weights[i], &one);
-    marked[i] = one != 0;
-    if (one && clear) MXNDArraySetGradState(weights[i], 0);
+    int mark = 0;
+    MXNDArrayGetGradState(weights[i], &mark);
+    marked[i] = mark != 0;
+    if (mark && clear) MXNDArraySetGradState(weights[i], 0);
   }
 }
 
@@ -273,8 +262,8 @@ int64_t number_of(const std::shared_ptr<const void>& cached) {
   static std::map<const void*, Numbered> numbers;
   static int64_t last = 0;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = numbers.find(cached.get());
-  if (found != numbers.end() && !found->second.op.expired()) return found->second.number;
+  const auto entry = numbers.find(cached.get());
+  if (entry != numbers.end() && !entry->second.op.expired()) return entry->second.number;
   for (auto at = numbers.begin(); at != numbers.end();)
     at = at->second.op.expired() ? numbers.erase(at) : std::next(at);
   numbers[cached.get()] = {cached, --last};
@@ -299,8 +288,8 @@ int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t mos
   std::set<int64_t> operators;
   for (const auto& node : recorded(losses, count)) operators.insert(number_of(node));
   int64_t written = 0;
-  for (int64_t one : operators)
-    if (written < most) into[written++] = one;
+  for (int64_t number : operators)
+    if (written < most) into[written++] = number;
   return operators.size();
 }
 
@@ -311,8 +300,8 @@ int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t mos
 void add_facts(const Outputs& outputs, const std::set<mxnet::Engine::VarHandle>& gradients, std::string* facts) {
   for (const auto& node : nodes_of(outputs)) {
     const auto add = [&](const std::string& word) { *facts += word + " " + node->attrs.name + "\n"; };
-    const auto* its = trained(node);
-    if (its && gradients.count(its->out_grads.at(0).var())) add("trained");
+    const auto* info = trained(node);
+    if (info && gradients.count(info->out_grads.at(0).var())) add("trained");
     if (ignores_incoming(node)) add("ignores");
     if (node->attrs.op && node->attrs.op->name == "_CachedOp") add(std::to_string(number_of(node)));
     for (const auto& body : bodies_of(node->attrs)) add_facts(body->outputs, gradients, facts);
@@ -375,7 +364,7 @@ std::vector<Generator*> generators() {
 // Returns its size, also for a null `bytes`.
 int64_t random_state(unsigned char* bytes, int back) {
   using mxnet::ResourceRequest;
-  auto* one = static_cast<mshadow::Random<mshadow::cpu, float>*>(mxnet::ResourceManager::Get()->Request(
+  auto* serial = static_cast<mshadow::Random<mshadow::cpu, float>*>(mxnet::ResourceManager::Get()->Request(
       mxnet::Context::CPU(), ResourceRequest(ResourceRequest::kRandom)).ptr_);
   std::vector<Generator*> parallel = generators();
   const int64_t list = parallel.size() * sizeof(Generator*);
@@ -391,7 +380,7 @@ int64_t random_state(unsigned char* bytes, int back) {
     if (bytes && !back) std::memcpy(bytes + at, state, size);
     at += size;
   };
-  move(&one->GetRndEngine(), sizeof(std::mt19937));
+  move(&serial->GetRndEngine(), sizeof(std::mt19937));
   for (Generator* each : parallel)
     move(each->GetStates(), each->kNumRandomStates * int64_t(sizeof(std::mt19937)));
   return at;
@@ -416,35 +405,6 @@ Function function(const char* name, R (*f)(A...)) {
 }
 #define FUNCTION(name) function(#name, name)
 
-// A field of a structure that Python reads: the letter of its type, or the name of a structure; how many it has.
-struct Field {
-  const char *structure, *name, *type;
-  int64_t count, offset, size;  // size: of the structure
-};
-
-template <class T> constexpr const char* kType = nullptr;
-template <> constexpr const char* kType<int64_t> = "i8";
-template <> constexpr const char* kType<double> = "f8";
-template <> constexpr const char* kType<float> = "f4";
-template <> constexpr const char* kType<Counts> = "Counts";
-
-template <class T>
-Field field(const char* structure, const char* name, int64_t offset, int64_t size) {
-  using One = std::remove_extent_t<T>;
-  return {structure, name, kType<One>, sizeof(T) / sizeof(One), offset, size};
-}
-#define FIELD(S, name) field<decltype(S::name)>(#S, #name, offsetof(S, name), sizeof(S))
-
-// The last has no name.
-const void* fields() {
-  static const Field all[] = {
-      FIELD(Counts, bins), FIELD(Counts, zero), FIELD(Counts, infinite), FIELD(Counts, overflowed),
-      FIELD(Counts, flushed), FIELD(Counts, squares), FIELD(Counts, error_squares),
-      FIELD(WatchedRow, index), FIELD(WatchedRow, backward), FIELD(WatchedRow, counts),
-      FIELD(WatchedRow, samples), FIELD(WatchedRow, sample), {}};
-  return all;
-}
-
 }  // namespace
 }  // namespace gluon_amp
 
@@ -453,14 +413,12 @@ extern "C" __attribute__((visibility("default"))) const void* gluon_amp_function
   using namespace gluon_amp;
   static const Function functions[] = {
       FUNCTION(start), FUNCTION(reason), FUNCTION(probe), FUNCTION(inputs_fit), FUNCTION(map_fits),
-      FUNCTION(description_fits), FUNCTION(dropout_fits), FUNCTION(list_repairs), FUNCTION(operators), FUNCTION(overflows),
-      FUNCTION(settings),
-      FUNCTION(settings_count), FUNCTION(use_generic_code), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
+      FUNCTION(description_fits), FUNCTION(dropout_fits), function("list_repairs", text<repair_rows>),
+      function("operators", text<operator_rows>), function("overflows", text<overflow_rows>), FUNCTION(settings),
+      FUNCTION(settings_count), function("use_generic_code", use_generic), FUNCTION(on_one_cpu), FUNCTION(versions), FUNCTION(marks),
       FUNCTION(graph_operators), FUNCTION(cached_op_number), FUNCTION(facts_on_gradients), FUNCTION(copy_all),
-      FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(fields), FUNCTION(count),
-      FUNCTION(random_state), FUNCTION(end_user_code),
-      function("keeps_layout", +[]() -> int { return keeps_layout(); }),
-      FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
+      FUNCTION(watched), FUNCTION(watched_rows), FUNCTION(watched_names), FUNCTION(count),
+      FUNCTION(random_state), FUNCTION(end_user_code), FUNCTION(keeps_layout), FUNCTION(new_calls), FUNCTION(add_call), FUNCTION(run_calls), FUNCTION(free_calls), FUNCTION(new_attributes),
       FUNCTION(free_attributes), {}};
   return functions;
 }

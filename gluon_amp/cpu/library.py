@@ -14,7 +14,6 @@ import contextlib
 import ctypes
 import functools
 import importlib
-import itertools
 import json
 import mmap
 import os
@@ -76,33 +75,28 @@ class _Function(ctypes.Structure):
     _fields_ = [("name", c_char_p), ("types", c_char_p), ("address", c_void_p)]
 
 
-class _Field(ctypes.Structure):
-    """A row of the library's list of structures' fields; the same as in entry.cc."""
-    _fields_ = [("structure", c_char_p), ("name", c_char_p), ("type", c_char_p),
-                ("count", c_int64), ("offset", c_int64), ("size", c_int64)]
-
-
 _TYPES = {"v": None, "i": c_int, "l": c_int64, "s": c_char_p, "p": c_void_p}
+
+# structures of the engine: of kernels/kernels.h and dispatch/watch.h
+COUNTS = np.dtype([
+    ("bins", "i8", 256), ("zero", "i8"), ("infinite", "i8"), ("overflowed", "i8"),
+    ("flushed", "i8"), ("squares", "f8"), ("error_squares", "f8")])
+WATCHED_ROW = np.dtype([("index", "i8"), ("backward", "i8"), ("counts", COUNTS), ("samples", "i8"),
+                        ("sample", "f4", 1024)])
 
 
 class _Functions:
-    """The library's functions, as attributes."""
+    """The library's functions, as attributes. The last row of the list has no name."""
 
     def __init__(self, rows: Any) -> None:
-        for row in _until_empty(rows):
-            types: List[Any] = [_TYPES[letter] for letter in row.types.decode()]
-            setattr(self, row.name.decode(), ctypes.CFUNCTYPE(*types)(row.address))
+        i = 0
+        while rows[i].name is not None:
+            types: List[Any] = [_TYPES[letter] for letter in rows[i].types.decode()]
+            setattr(self, rows[i].name.decode(), ctypes.CFUNCTYPE(*types)(rows[i].address))
+            i += 1
 
     def __getattr__(self, name: str) -> Any:
         raise KernelError(f"gluon_amp's CPU kernels are of another version: {PATH}. {_REBUILD}")
-
-
-def _until_empty(rows: Any) -> Iterator[Any]:
-    """Yields the rows of a list whose last row has no name."""
-    for i in itertools.count():
-        if rows[i].name is None:
-            return
-        yield rows[i]
 
 
 def choose() -> str:
@@ -163,19 +157,6 @@ def table() -> Any:
         raise KernelError(f"gluon_amp's CPU kernels are not in {PATH}. {_REBUILD}")
     library.gluon_amp_functions.restype = POINTER(_Function)
     return _Functions(library.gluon_amp_functions())
-
-
-@functools.lru_cache(maxsize=None)
-def structure(name: str) -> "np.dtype[Any]":
-    """Returns the layout of a structure of the engine."""
-    fields = [f for f in _until_empty(ctypes.cast(table().fields(), POINTER(_Field)))
-              if f.structure == name.encode()]
-    kinds = [f.type.decode() for f in fields]
-    return np.dtype({
-        "names": [f.name.decode() for f in fields],
-        "formats": [(structure(kind) if kind[0].isupper() else kind, f.count if f.count > 1 else ())
-                    for kind, f in zip(kinds, fields)],
-        "offsets": [f.offset for f in fields], "itemsize": fields[0].size})
 
 
 def _start(columns: str) -> Any:

@@ -109,7 +109,7 @@ def read_counts() -> Tuple[bytes, Any]:
     zero bytes between them, and a row for each tensor, as `WatchedRow` in watch.cc."""
     mx.nd.waitall()
     table = library.table()
-    count, row = table.watched(), library.structure("WatchedRow")
+    count, row = table.watched(), library.WATCHED_ROW
     rows: Any = np.frombuffer((ctypes.c_char * (row.itemsize * count)).from_address(
         table.watched_rows()), row).copy() if count else np.zeros(0, row)
     length = ctypes.c_int64()
@@ -121,6 +121,6 @@ def counts_of(numbers: "np.ndarray[Any, Any]", half: bool = False) -> Any:
     """Returns the engine's counts of contiguous float32 numbers; with `half`, as if they were
     rounded to float16."""
     library.load()
-    counts = np.zeros(1, library.structure("Counts"))
+    counts = np.zeros(1, library.COUNTS)
     library.table().count(numbers.ctypes.data, numbers.size, int(half), counts.ctypes.data)
     return counts

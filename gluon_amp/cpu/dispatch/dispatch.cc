@@ -4,6 +4,7 @@
 // is float16 or bfloat16, or if the node has a setting, and MXNet's function otherwise, as if nothing were replaced
 // (but see repairs.h). Sparse arrays always go to MXNet's function.
 #include <algorithm>
+#include <cstring>
 #include <set>
 #include <sstream>
 
@@ -403,8 +404,8 @@ bool engine_runs(const NodeAttrs& attrs, int type16) {
   return entry != dispatched.end() && engine_runs(*entry->second, settings_of(attrs), type16);
 }
 
-void use_generic(const std::string& operators) {
-  generic_only = operators == "all";
+void use_generic(const char* operators) {
+  generic_only = !std::strcmp(operators, "all");
   generic_operators.clear();
   std::istringstream names(generic_only ? "" : operators);
   for (std::string name; names >> name;) generic_operators.insert(dispatched.at(nnvm::Op::Get(name)));

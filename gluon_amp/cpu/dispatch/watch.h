@@ -64,7 +64,7 @@ bool count_own_kernel(const Call& call, const OwnKernel& own);
 
 // A row of the table for Python: one for each output.
 constexpr int kSamples = 1024;
-struct WatchedRow {
+struct WatchedRow {  // WATCHED_ROW in library.py
   int64_t index;     // forward: the output; backward: the input of which it is the gradient, or -1
   int64_t backward;  // 0 or 1
   Counts counts;

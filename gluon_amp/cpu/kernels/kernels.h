@@ -41,7 +41,7 @@ enum Binary { kSum, kDifference, kProduct, kQuotient };
 
 // A histogram of float32 exponents (bin 127: from 1 to below 2; bin 0: zeros and subnormals; bin 255: infinities
 // and NaNs), and the effects of rounding.
-struct Counts {
+struct Counts {  // COUNTS in cpu/library.py
   int64_t bins[256];
   int64_t zero, infinite;       // of bins 0 and 255
   int64_t overflowed, flushed;  // finite, and infinite once rounded; not 0, and 0 once rounded

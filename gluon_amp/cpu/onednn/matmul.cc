@@ -94,7 +94,7 @@ bool dot_gradient(const Call& call) {  // gradient, a, b
 
 }  // namespace
 
-bool keeps_layout() { return instructions() == Instructions::kBfloat16; }
+int keeps_layout() { return instructions() == Instructions::kBfloat16; }
 
 void onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrColumns& a, const RowsOrColumns& b,
                     float* y) {

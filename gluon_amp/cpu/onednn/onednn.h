@@ -5,7 +5,7 @@
 namespace gluon_amp {
 
 // Whether arrays between convolutions are to have the layout that those read and write.
-bool keeps_layout();
+int keeps_layout();
 
 // By oneDNN; false where it has no primitive, or the processor no instructions.
 bool onednn_convolution(const Call& call, bool backward);
