@@ -15,7 +15,6 @@
 #include "dispatch/attributes.h"
 #include "dispatch/plan.h"
 #include "dispatch/repairs.h"
-#include "dispatch/user_code.h"
 #include "dispatch/watch.h"
 #include "gpu.h"
 #include "onednn/onednn.h"

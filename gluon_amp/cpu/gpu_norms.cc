@@ -27,11 +27,9 @@ extern "C" {
 #define CUDNN(name) __attribute__((weak)) int cudnn##name
 CUDNN(GetStream)(CudnnHandle, void** stream);
 CUDNN(CreateTensorDescriptor)(Tensor*);
-CUDNN(DestroyTensorDescriptor)(Tensor);
 CUDNN(SetTensor4dDescriptor)(Tensor, int format, int type, int n, int c, int h, int w);
 CUDNN(DeriveBNTensorDescriptor)(Tensor parameters, Tensor data, int mode);
 CUDNN(CreateActivationDescriptor)(Activation*);
-CUDNN(DestroyActivationDescriptor)(Activation);
 CUDNN(SetActivationDescriptor)(Activation, int mode, int nan, double limit);
 CUDNN(AddTensor)(CudnnHandle, In alpha, Tensor ad, In a, In beta, Tensor cd, Out c);
 CUDNN(ActivationForward)(CudnnHandle, Activation, In alpha, Tensor xd, In x, In beta, Tensor yd, Out y);
@@ -215,7 +213,7 @@ void forward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in,
 
 // ---- backward pass
 
-enum { kGradient, kX, kOfY, kGamma, kBeta, kItsMean, kItsInverse, kWasKept };  // inputs
+enum { kGradient, kX, kOfY, kGamma, kBeta, kMeanOfX, kInverseOfX, kWasKept };  // inputs
 enum { kOfX, kOfGamma, kOfBeta, kOfZ };                                        // outputs
 
 // cuDNN adds both gradients of parameters, or none. Returns whether it must add.
@@ -242,7 +240,7 @@ void backward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in
                 images.tensor, in[kX].dptr_, images.tensor, in[kOfY].dptr_, images.tensor, in[kGradient].dptr_,
                 images.z(), added ? out[kOfZ].dptr_ : nullptr, images.tensor, out[kOfX].dptr_, images.parameters,
                 in[kGamma].dptr_, in[kBeta].dptr_, out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon,
-                in[kItsMean].dptr_, in[kItsInverse].dptr_, images.relu, scratch(context, bytes), bytes,
+                in[kMeanOfX].dptr_, in[kInverseOfX].dptr_, images.relu, scratch(context, bytes), bytes,
                 in[kWasKept].dptr_, images.kept);
   }
   void* const gradient = scratch(context, size(in[kX]) * sizeof(Number16));  // of the sum
@@ -254,8 +252,8 @@ void backward(const NodeAttrs& attrs, const OpContext& context, const Arrays& in
   const bool saved = context.is_train;
   CALL(BatchNormalizationBackward, norm.handle, kPersistent, &kOne, beta, &kOne, beta_p, images.as_rows, in[kX].dptr_,
        images.as_rows, gradient, images.as_rows, out[kOfX].dptr_, images.parameters, in[kGamma].dptr_,
-       out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon, saved ? in[kItsMean].dptr_ : nullptr,
-       saved ? in[kItsInverse].dptr_ : nullptr);
+       out[kOfGamma].dptr_, out[kOfBeta].dptr_, norm.epsilon, saved ? in[kMeanOfX].dptr_ : nullptr,
+       saved ? in[kInverseOfX].dptr_ : nullptr);
 }
 
 // ---- registration

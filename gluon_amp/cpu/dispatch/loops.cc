@@ -7,7 +7,7 @@
 // - If the first value of a loop variable has no gradient, MXNet does not write the variable's gradient in later
 //   iterations either, but reads it. Here it is computed. So an Embedding of a loop variable gets a request for
 //   the gradient of its indices, which is 0; MXNet raises an error.
-#include "dispatch/loops.h"
+#include "dispatch/repairs.h"
 
 namespace gluon_amp {
 namespace {

@@ -6,8 +6,6 @@
 #include <sstream>
 
 #include "dispatch/gradients.h"
-#include "dispatch/loops.h"
-#include "dispatch/user_code.h"
 #include "gpu.h"
 #include "onednn/depth.h"
 

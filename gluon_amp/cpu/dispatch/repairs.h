@@ -10,6 +10,11 @@ void repair();
 // A line for each repair: the defect, the operators, and a test, separated by tabs.
 std::string repair_rows();
 
+// Repairs in files of their own.
+void initialize_loops();
+void guard_user_code();
+void end_user_code();  // at exit: waits until no operator runs the user's Python, and lets none start
+
 // Whether calls of empty arrays without 16-bit numbers are repaired (is_empty_call in arrays.h).
 extern bool repairs_empty_calls;
 

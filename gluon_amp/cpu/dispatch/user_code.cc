@@ -6,7 +6,7 @@
 // - A process exits only when none runs. Python blocks threads that run Python during exit, for which MXNet
 //   would wait, and MXNet's shutdown of these threads expects no pending work. After that, nothing calls Python
 //   to free a user's operator.
-#include "dispatch/user_code.h"
+#include "dispatch/repairs.h"
 
 #include <atomic>
 #include <chrono>

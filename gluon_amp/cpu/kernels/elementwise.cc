@@ -96,7 +96,6 @@ void unary(Unary f, const void* x, void* y, int64_t n, float a, float b, Write w
 
 void unary_gradient(Unary f, const void* g, const void* read, void* d, int64_t n, float a, float b,
                     Write write) {
-  if (read == nullptr) read = g;  // the function's gradient reads nothing
   with_function(f, a, b, [=](auto function) {
     with_add(write, [=](auto add) {
       vectors(n, [=](int64_t i, auto lanes) {

@@ -31,10 +31,10 @@ enum Unary {  // y = f(x); gradients read what is in brackets
   kTanhOf,      //                                 [y]
   kGeluOf,      // x * (1 + erf(x / sqrt(2))) / 2  [x]
   kLeakyOf,     // x > 0 ? x : a * x               [y, with a > 0]
-  kTimes,       // x * a                           [nothing: null]
-  kPlus,        // x + a                           [nothing: null]
-  kFromOf,      // a - x                           [nothing: null]
-  kOverOf,      // x / a                           [nothing: null]
+  kTimes,       // x * a                           [nothing]
+  kPlus,        // x + a                           [nothing]
+  kFromOf,      // a - x                           [nothing]
+  kOverOf,      // x / a                           [nothing]
 };
 
 enum Binary { kSum, kDifference, kProduct, kQuotient };
