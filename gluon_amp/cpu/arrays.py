@@ -132,8 +132,9 @@ def _descents(arrays: Sequence[Any], masters: Sequence[Any], rate: float,
     the only operator of MXNet that reads and writes many arrays of both types in one launch."""
     launches = in_launches(list(zip(arrays, masters)))
     name = "multi_mp_sgd_update"
-    calls = library.Calls([(name, [one for array, master in rows for one in (array, array, master)],
-                            [array for array, _ in rows]) for rows in launches])
+    calls = library.Calls([
+        (name, [each for array, master in rows for each in (array, array, master)],
+         [array for array, _ in rows]) for rows in launches])
     return functools.partial(calls.run, [
         library.Attributes(name, num_weights=len(rows), lrs=[rate] * len(rows),
                            wds=[0.0] * len(rows), **attrs) for rows in launches])

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import (
     Any,
     Callable,
+    Collection,
     Dict,
     FrozenSet,
     Iterator,
@@ -119,9 +120,9 @@ def compiler_of(library: Path) -> bytes:
                 raise KernelError(f"{library} is not a 64-bit ELF library")
             machine = int.from_bytes(header[18:], "little")
             if machine != X86_64:
-                given = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
+                name = {183: "aarch64"}.get(machine, f"the ELF machine {machine}")
                 raise KernelError("float16 on a CPU needs MXNet's wheel for x86-64. Received: "
-                                  f"{library}, for {given}")
+                                  f"{library}, for {name}")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 at = data.rfind(b"GCC: (")  # 2 kB before the end
                 return data[at:data.find(b"\0", at)] if at >= 0 else b""
@@ -200,8 +201,8 @@ def repairs() -> List[Tuple[str, FrozenSet[str], str]]:
     return [(defect, frozenset(names.split()), test) for defect, names, test in rows]
 
 
-def _encoded(names: Sequence[str]) -> Any:
-    return (c_char_p * len(names))(*(name.encode() for name in names))
+def _encoded(texts: Collection[str]) -> Any:
+    return (c_char_p * len(texts))(*map(str.encode, texts))
 
 
 _table: Any = None  # the functions of the engine that runs
@@ -424,12 +425,12 @@ class Attributes:
     """The attributes of a call of an operator, which MXNet parses once."""
 
     def __init__(self, operator: str, **attrs: Any) -> None:
-        texts: Any = (c_char_p * len(attrs))
-        self.given = len(attrs), texts(*map(str.encode, attrs)), \
-            texts(*[str(value).encode() for value in attrs.values()])
+        self.texts = {name: str(value) for name, value in attrs.items()}
         self.parsed: Optional[int] = None
         if _table is not None:
-            self.parsed = parsed = _table.new_attributes(_operator(operator), *self.given)
+            names, values = _encoded(self.texts), _encoded(self.texts.values())
+            self.parsed = parsed = _table.new_attributes(
+                _operator(operator), len(attrs), names, values)
             mx.base.check_call(0 if parsed else -1)
             _free_with(self, _table.free_attributes, parsed)
 
@@ -444,29 +445,23 @@ class Calls:
 
     def __init__(self, calls: Sequence[Tuple[str, Sequence["mx.nd.NDArray"],
                                              Sequence["mx.nd.NDArray"]]]) -> None:
-        self._arrays = [[*inputs, *out] for _, inputs, out in calls]
-        self._rows = [(_operator(name), _handles(inputs), _handles(out))
-                      for name, inputs, out in calls]
-        self._made: Optional[int] = None
+        self._calls = calls
+        self._address: Optional[int] = None
         if _table is not None:
-            self._made = address = _table.new_calls()
+            self._address = address = _table.new_calls()
             _free_with(self, _table.free_calls, address)
-            for operator, inputs, out in self._rows:
-                _table.add_call(address, operator, inputs, len(inputs), out, len(out))
+            for name, inputs, out in calls:
+                _table.add_call(address, _operator(name), _handles(inputs), len(inputs),
+                                _handles(out), len(out))
 
     def run(self, attributes: Sequence[Attributes]) -> None:
         """Runs the calls, each with its attributes."""
-        if self._made is not None:
-            if attributes:
-                mx.base.check_call(_table.run_calls(self._made, (c_void_p * len(attributes))(
-                    *[one.parsed for one in attributes])))
-            return
-        for (operator, inputs, out), one in zip(self._rows, attributes):
-            count, names, values = one.given
-            mx.base.check_call(mx.base._LIB.MXImperativeInvokeEx(
-                operator, c_int(len(inputs)), inputs, byref(c_int(len(out))),
-                byref(ctypes.cast(out, POINTER(c_void_p))), c_int(count), names, values,
-                byref(POINTER(c_int)())))
+        if self._address is None:  # without the engine
+            for (name, inputs, out), attrs in zip(self._calls, attributes):
+                call(name, inputs, out, **attrs.texts)
+        elif attributes:
+            mx.base.check_call(_table.run_calls(self._address, (c_void_p * len(attributes))(
+                *[attrs.parsed for attrs in attributes])))
 
 
 @functools.lru_cache(maxsize=None)
