@@ -29,10 +29,10 @@ inline uint32_t exponent_of(float f) { return plain_bits(f) >> 23 & 0xff; }
 #if defined(__AVX512F__) || defined(__F16C__)
 
 // The exponents of a vector, one by one.
-inline void count_exponents(V v, Tables* made) {
+inline void count_exponents(V v, Tables* tables) {
   float numbers[W];
   store(numbers, v, Whole());
-  for (int64_t i = 0; i < W; ++i) ++made->bins[i & 3][exponent_of(numbers[i])];
+  for (int64_t i = 0; i < W; ++i) ++tables->bins[i & 3][exponent_of(numbers[i])];
 }
 
 // In each lane, the bit with the number of the exponent modulo 32.
@@ -60,22 +60,22 @@ struct Slices {
   static_assert(kVectors == 1 << kOfTile, "one carry for each tile");
   U level[kLevels] = {};
 
-  // Adds the words one(first) to one(first + 2^k - 1) to levels; returns the carry for level k.
-  template <int k, typename F> static inline U carry(const F& one, int64_t first, U* to) {
+  // Adds the words word(first) to word(first + 2^k - 1) to levels; returns the carry for level k.
+  template <int k, typename F> static inline U carry(const F& word, int64_t first, U* to) {
     if constexpr (k == 0) {
-      return one(first);
+      return word(first);
     } else {
-      const U a = carry<k - 1>(one, first, to), b = carry<k - 1>(one, first + (1 << (k - 1)), to);
+      const U a = carry<k - 1>(word, first, to), b = carry<k - 1>(word, first + (1 << (k - 1)), to);
       const U both = majority(to[k - 1], a, b);
       to[k - 1] = parity(to[k - 1], a, b);
       return both;
     }
   }
 
-  template <typename F> void add_tile(const F& one) {
-    U low[kOfTile];  // in registers: `one` may read any memory
+  template <typename F> void add_tile(const F& word) {
+    U low[kOfTile];  // in registers: `word` may read any memory
     for (int k = 0; k < kOfTile; ++k) low[k] = level[k];
-    U more = carry<kOfTile>(one, 0, low);
+    U more = carry<kOfTile>(word, 0, low);
     for (int k = 0; k < kOfTile; ++k) level[k] = low[k];
     for (int k = kOfTile; k < kLevels; ++k) {
       const U both = level[k] & more;
@@ -95,18 +95,18 @@ struct Slices {
 
 // Tiles of which all exponents, except of zeros, are within a range of 32.
 struct Run {
-  Tables* made;
+  Tables* tables;
   uint32_t lowest = 255, highest = 0;
   int64_t zero = 0, tiles = 0;
   Slices slices;
 
-  explicit Run(Tables* to) : made(to) {}
+  explicit Run(Tables* to) : tables(to) {}
 
   // Adds a tile, with its smallest number except zeros, its largest number, and its count of zeros.
   template <typename T> void add_tile(const T* tile, float small, float large, int64_t zeros) {
     const uint32_t low = exponent_of(small), high = exponent_of(large);
     if (high - low >= 32) {
-      for (int64_t i = 0; i < kTile; i += W) count_exponents(load(tile + i, Whole()), made);
+      for (int64_t i = 0; i < kTile; i += W) count_exponents(load(tile + i, Whole()), tables);
       return;
     }
     if (most(high, highest) - least(low, lowest) >= 32 || tiles == Slices::kTiles) finish();
@@ -120,20 +120,20 @@ struct Run {
   // Adds all to the tables.
   void finish() {
     if (tiles == 0) return;
-    made->bins[0][0] += static_cast<uint32_t>(zero);
-    made->bins[0][(lowest + 31) & ~31u] -= static_cast<uint32_t>(zero);  // zeros have bit 0 too
-    for (uint32_t e = lowest; e < lowest + 32; ++e) made->bins[0][e] += slices.of_bit(e % 32);
-    *this = Run(made);
+    tables->bins[0][0] += static_cast<uint32_t>(zero);
+    tables->bins[0][(lowest + 31) & ~31u] -= static_cast<uint32_t>(zero);  // zeros have bit 0 too
+    for (uint32_t e = lowest; e < lowest + 32; ++e) tables->bins[0][e] += slices.of_bit(e % 32);
+    *this = Run(tables);
   }
 };
 
 #else
 
 struct Run {
-  Tables* made;
-  explicit Run(Tables* to) : made(to) {}
+  Tables* tables;
+  explicit Run(Tables* to) : tables(to) {}
   template <typename T> void add_tile(const T* tile, float, float, int64_t) {
-    for (int64_t i = 0; i < kTile; ++i) ++made->bins[i & 3][exponent_of(load(tile + i, Whole()))];
+    for (int64_t i = 0; i < kTile; ++i) ++tables->bins[i & 3][exponent_of(load(tile + i, Whole()))];
   }
   void finish() {}
 };
@@ -144,7 +144,7 @@ struct Run {
 
 // Counts any numbers, one by one.
 template <bool rounds, typename T>
-void count_carefully(const T* numbers, int64_t n, Tables* made) {
+void count_carefully(const T* numbers, int64_t n, Tables* tables) {
   float exact[kTile], stored[kTile];
   each(0, n, [&](int64_t i, auto lanes) {
     const V v = load(numbers + i, lanes);
@@ -155,15 +155,15 @@ void count_carefully(const T* numbers, int64_t n, Tables* made) {
     const uint32_t size = plain_bits(exact[i]) & 0x7fffffffu;
     const uint32_t after = plain_bits(stored[i]) & 0x7fffffffu;
     const bool finite = size < 0x7f800000u, stays = after < 0x7f800000u;
-    ++made->bins[i & 3][size >> 23];
-    made->zero += size == 0;
-    made->infinite += size == 0x7f800000u;
-    made->overflowed += finite && !stays;
-    made->flushed += size != 0 && after == 0;
+    ++tables->bins[i & 3][size >> 23];
+    tables->zero += size == 0;
+    tables->infinite += size == 0x7f800000u;
+    tables->overflowed += finite && !stays;
+    tables->flushed += size != 0 && after == 0;
     const double v = finite ? exact[i] : 0;
     const double e = finite && stays ? static_cast<double>(exact[i]) - stored[i] : 0;
-    made->squares += v * v;
-    made->error_squares += e * e;
+    tables->squares += v * v;
+    tables->error_squares += e * e;
   }
 }
 
@@ -202,10 +202,10 @@ template <bool rounds, typename T> bool count_tile(const T* numbers, Run* run) {
   }
   const double squares = sums.pair(0, 0), errors = sums.pair(0, 1);
   const float large = highest(largest);
-  Tables* made = run->made;
+  Tables* tables = run->tables;
   if (squares == 0 && large == 0) {
-    made->zero += kTile;
-    made->bins[0][0] += kTile;
+    tables->zero += kTile;
+    tables->bins[0][0] += kTile;
     return true;
   }
   if (!(squares > 1e-25 && squares < 1e37 && errors < 1e37)) return false;
@@ -214,11 +214,11 @@ template <bool rounds, typename T> bool count_tile(const T* numbers, Run* run) {
   if (kChanges && small <= kTiny) {
     int64_t zero_after = 0;
     for (int64_t i = 0; i < kTile; i += W) zero_after += zeros_in(rounded(load(numbers + i, Whole())));
-    made->flushed += zero_after - zero;
+    tables->flushed += zero_after - zero;
   }
-  made->zero += zero;
-  made->squares += squares;
-  made->error_squares += errors;
+  tables->zero += zero;
+  tables->squares += squares;
+  tables->error_squares += errors;
   run->add_tile(numbers, small, large, zero);
   return true;
 }

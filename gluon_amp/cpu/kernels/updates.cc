@@ -129,13 +129,13 @@ template <typename L> inline void after(const Update& u, int64_t i, V v, L lanes
   if (k16Bit) store(numbers(u.weight) + i, v, lanes);
 }
 
-template <typename Made> void update_one(const Update& u, const UpdateSettings& settings) {
-  const Made rule(u, settings);
+template <typename R> void update_weight(const Update& u, const UpdateSettings& settings) {
+  const R rule(u, settings);
   vectors(u.n, [=](int64_t i, auto lanes) {
-    V states[Made::states + 1];
-    for (int k = 0; k < Made::states; ++k) states[k] = load(u.states[k] + i, lanes);
+    V states[R::states + 1];
+    for (int k = 0; k < R::states; ++k) states[k] = load(u.states[k] + i, lanes);
     const V updated = rule(before(u, i, lanes), load(u.gradient, i, lanes), states);
-    for (int k = 0; k < Made::states; ++k) store(u.states[k] + i, states[k], lanes);
+    for (int k = 0; k < R::states; ++k) store(u.states[k] + i, states[k], lanes);
     after(u, i, updated, lanes);
   });
 }
@@ -207,26 +207,26 @@ void lamb_go(const Update& u, const UpdateSettings& settings, const float* norms
 
 void lamb(const Update* updates, int count, const UpdateSettings& settings) {
   Scratch<float> norms(2 * count);
-  float* found = norms.data;
+  float* const of = norms.data;
   int64_t all = 0;
   for (int i = 0; i < count; ++i) all += updates[i].n;
-  auto work = [=, &settings](int i) { lamb_norms(updates[i], settings, found + 2 * i); };
+  auto work = [=, &settings](int i) { lamb_norms(updates[i], settings, of + 2 * i); };
 #pragma omp parallel for schedule(dynamic) if (all >= kWorthThreads)
   for (int i = 0; i < count; ++i) run(work, i);
-  for (int i = 0; i < count; ++i) lamb_go(updates[i], settings, found + 2 * i);
+  for (int i = 0; i < count; ++i) lamb_go(updates[i], settings, of + 2 * i);
 }
 
 void update(Rule rule, const Update* updates, int count, const UpdateSettings& settings) {
   if (rule == kLamb) return lamb(updates, count, settings);
-  auto one = rule == kDescent            ? update_one<Descent>
-             : rule == kNag              ? update_one<Nag>
-             : rule == kAdam             ? update_one<Adam>
-             : rule == kAdamW            ? update_one<AdamW>
-             : rule == kRmsProp          ? update_one<RmsProp>
-             : rule == kCenteredRmsProp  ? update_one<CenteredRmsProp>
-             : settings.has_momentum     ? update_one<Sgd<1>>
-                                         : update_one<Sgd<0>>;
-  for (int i = 0; i < count; ++i) one(updates[i], settings);
+  const auto by_rule = rule == kDescent           ? update_weight<Descent>
+                       : rule == kNag             ? update_weight<Nag>
+                       : rule == kAdam            ? update_weight<Adam>
+                       : rule == kAdamW           ? update_weight<AdamW>
+                       : rule == kRmsProp         ? update_weight<RmsProp>
+                       : rule == kCenteredRmsProp ? update_weight<CenteredRmsProp>
+                       : settings.has_momentum    ? update_weight<Sgd<1>>
+                                                  : update_weight<Sgd<0>>;
+  for (int i = 0; i < count; ++i) by_rule(updates[i], settings);
 }
 
 }  // namespace
