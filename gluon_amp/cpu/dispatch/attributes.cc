@@ -80,13 +80,6 @@ bool change(const Operator& op, const NodeAttrs& attrs, int type, Texts* texts) 
   return changed;
 }
 
-// A cache of nodes by operator and attributes, kept while referenced or while there are few.
-constexpr size_t kMost = 1000;
-struct Cache {
-  std::mutex lock;
-  std::map<std::string, nnvm::ObjectPtr> nodes;
-};
-
 }  // namespace
 
 float parse_float(const char* text, char** end) { return strtof_l(text, end, c_locale()); }
@@ -153,17 +146,17 @@ nnvm::ObjectPtr copy_node(const Operator& op, const NodeAttrs& attrs, int type16
 
 nnvm::ObjectPtr node_for_type16(const Operator& op, const NodeAttrs& attrs, int type16) {
   if (!op.nnvm_op->attr_parser || !change(op, attrs, type16, nullptr)) return nullptr;
-  static Cache& cache = *new Cache;
+  static auto& lock = *new std::mutex;
+  static auto& nodes = *new std::map<std::string, nnvm::ObjectPtr>;  // kept while referenced or while there are few
+  constexpr size_t kMost = 1000;
   std::string key = op.name() + '\0' + std::to_string(type16);
   for (const auto& item : attrs.dict) key += '\0' + item.first + '\0' + item.second;
-  const std::lock_guard<std::mutex> guard(cache.lock);
-  auto& node = cache.nodes[key];
-  if (!node) {
-    auto copy = copy_node(op, attrs, type16);
-    if (cache.nodes.size() > kMost) cache.nodes.clear();
-    return cache.nodes[key] = std::move(copy);
-  }
-  return node;
+  const std::lock_guard<std::mutex> guard(lock);
+  const auto entry = nodes.find(key);
+  if (entry != nodes.end()) return entry->second;
+  auto copy = copy_node(op, attrs, type16);
+  if (nodes.size() >= kMost) nodes.clear();
+  return nodes[key] = std::move(copy);
 }
 
 void add_constant(const std::string& name) { constants().insert(name); }

@@ -17,12 +17,6 @@ int overflowed = 0;
 
 namespace {
 
-bool all_nothing(const Call& call) {
-  for (auto r : call.req)
-    if (r != mxnet::kNullOp) return false;
-  return true;
-}
-
 // Whether MXNet's operator writes directly to the output's memory, not to scratch.
 bool is_direct(const Call& call, size_t i, bool onednn) {
   const TBlob& to = call.out[i];
@@ -164,7 +158,8 @@ void run(const Call& call) {
 
 void run(const Call& call, bool onednn, const std::vector<uint32_t>& mutated,
          const OpStatePtr* state, std::unique_ptr<Scratch>* kept) {
-  if (mutated.empty() && !state && all_nothing(call)) return;
+  const auto is_nothing = [](OpReqType request) { return request == mxnet::kNullOp; };
+  if (mutated.empty() && !state && std::all_of(call.req.begin(), call.req.end(), is_nothing)) return;
   const std::lock_guard<std::mutex> mine(scratch_lock());
   auto scratch = std::make_unique<Scratch>();
   Float32Run{call, onednn, mutated, state, scratch.get()}.run();

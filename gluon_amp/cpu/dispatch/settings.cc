@@ -38,45 +38,27 @@ const std::string* value_in(const NodeAttrs& attrs) {
   return nullptr;
 }
 
-// Reads a text: a line for each setting, its name and its value.
-class Reader {
- public:
-  explicit Reader(const std::string& text) {
-    std::istringstream lines(text);
-    for (std::string name, value; lines >> name && std::getline(lines >> std::ws, value);) values_[name] = value;
-  }
-
-  std::string text(const char* name) {
-    const auto entry = values_.find(name);
-    if (entry == values_.end()) return "";
-    const std::string value = entry->second;
-    values_.erase(entry);
-    return value;
-  }
-  bool flag(const char* name) { return !text(name).empty(); }
-  std::istringstream words(const char* name) { return std::istringstream(text(name)); }
-
-  void check_all_read() const {
-    if (!values_.empty()) throw dmlc::Error("no setting has this name: " + values_.begin()->first);
-  }
-
- private:
-  std::map<std::string, std::string> values_;
-};
-
+// Of a text with a line for each setting: its name and its value.
 Settings parsed(const std::string& text) {
-  Reader read(text);
+  std::map<std::string, std::string> values;
+  std::istringstream lines(text);
+  for (std::string name, value; lines >> name && std::getline(lines >> std::ws, value);) values[name] = value;
+  const auto take = [&](const char* name) {
+    const std::string value = values[name];
+    values.erase(name);
+    return value;
+  };
   Settings settings;
-  settings.in_engine = read.flag("in_engine");
-  settings.float32_parameters = read.flag("float32_parameters");
-  settings.float32_sums = read.flag("float32_sums");
-  settings.plain_weight = read.flag("plain_weight");
-  settings.loss_scale = read.flag("loss_scale");
-  settings.finite_averages = read.flag("finite_averages");
-  read.words("layouts") >> settings.layouts.inputs >> settings.layouts.outputs;
-  const std::string counts = read.text("counts");
+  settings.in_engine = !take("in_engine").empty();
+  settings.float32_parameters = !take("float32_parameters").empty();
+  settings.float32_sums = !take("float32_sums").empty();
+  settings.plain_weight = !take("plain_weight").empty();
+  settings.loss_scale = !take("loss_scale").empty();
+  settings.finite_averages = !take("finite_averages").empty();
+  std::istringstream(take("layouts")) >> settings.layouts.inputs >> settings.layouts.outputs;
+  const std::string counts = take("counts");
   if (!counts.empty()) settings.counts.what = counts == "samples" ? Counting::kSamples : Counting::kAll;
-  read.check_all_read();
+  if (!values.empty()) throw dmlc::Error("no setting has this name: " + values.begin()->first);
   return settings;
 }
 
@@ -103,9 +85,9 @@ int64_t settings_number(const std::string& text) {
 
 void set_settings(const nnvm::ObjectPtr& node, const NodeAttrs& forward, const std::string& key,
                   const Settings& settings) {
-  const std::string its = *value_in(forward), number = its.substr(0, its.find('\n'));
+  const std::string inherited = *value_in(forward), number = inherited.substr(0, inherited.find('\n'));
   const int64_t entry = number_of(number + " " + key, [&] { return settings; });
-  const std::string value = std::to_string(entry) + its.substr(number.size());
+  const std::string value = std::to_string(entry) + inherited.substr(number.size());
   annotate(node, {kSettings}, {value.c_str()});
 }
 

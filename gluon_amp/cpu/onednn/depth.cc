@@ -24,12 +24,8 @@ bool Depth::is_wrong() const {
 namespace {
 
 Depth depth_of(const NodeAttrs& attrs, const NDArray& images, const NDArray& outputs) {
-  const auto first = [&](const char* key, int64_t otherwise) {
-    const std::vector<int64_t> given = numbers(attrs, key);
-    return given.empty() ? otherwise : given[0];
-  };
-  return {images.shape()[2], outputs.shape()[2], first("kernel", 1), first("stride", 1), first("dilate", 1),
-          first("pad", 0)};
+  return {images.shape()[2], outputs.shape()[2], whole(attrs, "kernel", 1), whole(attrs, "stride", 1),
+          whole(attrs, "dilate", 1), whole(attrs, "pad", 0)};
 }
 
 // The images between planes of zeros, all that the outputs read.
