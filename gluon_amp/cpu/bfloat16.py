@@ -97,10 +97,10 @@ def _bind_without_subgraphs(name: str) -> None:
 
     @replace(mx.sym.Symbol, name)
     def bind(self: Any, *args: Any, original: Any, **kwargs: Any) -> Any:
-        given = [value for arg in (*args, *kwargs.values()) for value in (
+        values = [value for arg in (*args, *kwargs.values()) for value in (
             arg.values() if isinstance(arg, dict) else arg if isinstance(arg, list) else [])]
         low = "bfloat16" in self.tojson(remove_amp_cast=False) or any(
-            getattr(value, "dtype", value) is BFLOAT16 for value in given)
+            getattr(value, "dtype", value) is BFLOAT16 for value in values)
         groups = signature.bind(self, *args, **kwargs).arguments.get("group2ctx")
         with keeping_graphs(groups) if low else nullcontext():
             return original(self, *args, **kwargs)

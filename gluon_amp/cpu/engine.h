@@ -40,7 +40,7 @@ struct Operator {
   nnvm::FInferType types;
   mxnet::FInferShape shapes;
   nnvm::FNumVisibleOutputs visible;  // the outputs beyond them are for the backward pass
-  const struct OwnKernel* own;  // or null
+  const struct HandWritten* hand_written;  // or null
   const OperatorRow* row;
 
   const std::string& name() const { return nnvm_op->name; }
@@ -197,15 +197,15 @@ bool prefers_onednn(const Operator& op, const NodeAttrs& attrs, size_t inputs, s
 
 // A hand-written kernel for a call; false if it does not support the case: then the generic operator runs.
 constexpr uint32_t kAnyInput = ~0u;  // any output may share memory with any input
-struct OwnKernel {
+struct HandWritten {
   bool (*run)(const Call& call);
   uint32_t in_place;  // output 0 may share memory with this many of the first inputs, or kAnyInput
   // kLayout: images in oneDNN's layout, input 0 and output 0, with kAlike either both or none, else
-  // `run` returns false; kAnyOrder: calls with such arrays only. Others: see count_own_kernel in watch.h
+  // `run` returns false; kAnyOrder: calls with such arrays only. Others: see count_hand_written in watch.h
   int supports = 0;
 };
 constexpr int kFloats = 1, kNumbers = 2 | kFloats, kLayout = 4, kAlike = 8 | kLayout, kAnyOrder = 16;
-const OwnKernel* own_kernel(const std::string& name);
+const HandWritten* hand_written_kernel(const std::string& name);
 
 // A stateful RNN as our loop over time (rnn.cc).
 class Rnn {

@@ -110,6 +110,7 @@ int start(const char* isa, int count, const char** names, const char* columns, i
     bfloat16_kernels = avx512 ? kernels_for_avx512_bfloat16()
                        : avx2 ? kernels_for_avx2_bfloat16()
                               : kernels_for_portable_bfloat16();
+    instructions();  // requests AMX before any operator of MXNet runs
     read_columns(columns);
     if (repairs) repair();
     replace_gpu_functions();
@@ -220,13 +221,6 @@ std::vector<nnvm::ObjectPtr> nodes_of(const Outputs& outputs) {
   return nodes;
 }
 
-// The nodes of the graphs that autograd has recorded for these arrays.
-std::vector<nnvm::ObjectPtr> recorded(void** arrays, int64_t count) {
-  Outputs outputs;
-  for (int64_t i = 0; i < count; ++i) outputs.push_back(static_cast<NDArray*>(arrays[i])->entry_);
-  return nodes_of(outputs);
-}
-
 // Autograd's information on a node of which a backward pass writes the gradient, else null.
 mxnet::Imperative::AGInfo* trained(const nnvm::ObjectPtr& node) {
   dmlc::any& info = info_of(node.get());
@@ -281,11 +275,13 @@ int64_t number_of(const nnvm::ObjectPtr& node) {
 // `op` is the handle of MXNet's C API for a CachedOp.
 int64_t cached_op_number(const std::shared_ptr<const void>* op) { return number_of(*op); }
 
-// Writes a number for each operator in the graphs of these losses, up to `most`, to `into`. Returns how many
-// there are.
+// Writes a number for each operator in the graphs that autograd has recorded for these losses, up to `most`, to `into`.
+// Returns how many there are.
 int64_t graph_operators(void** losses, int64_t count, int64_t* into, int64_t most) {
+  Outputs outputs;
+  for (int64_t i = 0; i < count; ++i) outputs.push_back(static_cast<NDArray*>(losses[i])->entry_);
   std::set<int64_t> operators;
-  for (const auto& node : recorded(losses, count)) operators.insert(number_of(node));
+  for (const auto& node : nodes_of(outputs)) operators.insert(number_of(node));
   int64_t written = 0;
   for (int64_t number : operators)
     if (written < most) into[written++] = number;

@@ -84,9 +84,9 @@ void find_variables(GpuCalls& calls, const std::vector<nnvm::ObjectPtr>& nodes) 
     if (!written.count(variable)) calls.read.push_back(variable);
 }
 
-void run_all(void* context, void* given) {
+void run_all(void* context, void* address) {
   const auto& on = *static_cast<mxnet::RunContext*>(context);
-  const auto& run = *static_cast<Run*>(given);
+  const auto& run = *static_cast<Run*>(address);
   for (size_t i = 0; i < run.nodes.size(); ++i) {
     const GpuCall& call = run.calls->all[i];
     const OpContext with{false, false, on, mxnet::engine::CallbackOnComplete(), call.resources};
@@ -111,8 +111,8 @@ void add_call(void* calls, void* op, void** in, int64_t inputs, void** out, int6
       {static_cast<const nnvm::Op*>(op), arrays(in, inputs), arrays(out, outputs), {}, {}});
 }
 
-int run_calls(void* given, void** nodes) try {
-  const auto& calls = *static_cast<std::shared_ptr<GpuCalls>*>(given);
+int run_calls(void* address, void** nodes) try {
+  const auto& calls = *static_cast<std::shared_ptr<GpuCalls>*>(address);
   auto run = std::make_unique<Run>(Run{calls, {}});
   for (size_t i = 0; i < calls->all.size(); ++i) run->nodes.push_back(*static_cast<nnvm::ObjectPtr*>(nodes[i]));
   if (calls->written.empty()) find_variables(*calls, run->nodes);

@@ -29,7 +29,7 @@ std::set<const Operator*> generic_operators;  // those without a hand-written ke
 // ---- which calls the engine runs -----------------------------------------------------------
 
 // Whether MXNet's code of float16 arrays is as fast: the engine runs such operators only with a setting.
-bool is_fast_in_mxnet(const Operator& op) { return op.is(kMoves) || (op.is(kWidens) && !op.own); }
+bool is_fast_in_mxnet(const Operator& op) { return op.is(kMoves) || (op.is(kWidens) && !op.hand_written); }
 
 bool engine_runs(const Operator& op, const Settings& settings, int type16) {
   return type16 == mshadow::kBfloat16 || (type16 != kNoType16 && !is_fast_in_mxnet(op)) || settings.needs_engine();
@@ -52,30 +52,30 @@ void note_overflow(const Operator& op, const NodeAttrs& attrs, const OpContext& 
 // ---- one call ----------------------------------------------------------------------------
 
 // Whether an output shares memory with an input that the hand-written kernel still reads.
-bool overlaps(const Call& call, const OwnKernel& own) {
-  if (own.in_place == kAnyInput) return false;
+bool overlaps(const Call& call, const HandWritten& kernel) {
+  if (kernel.in_place == kAnyInput) return false;
   for (size_t o = 0; o < call.out.size(); ++o)
     for (size_t i = 0; i < call.in.size(); ++i) {
-      const bool in_place = call.in[i].dptr_ == call.out[o].dptr_ && o == 0 && i < own.in_place;
+      const bool in_place = call.in[i].dptr_ == call.out[o].dptr_ && o == 0 && i < kernel.in_place;
       if (call.req[o] != mxnet::kNullOp && overlap(call.in[i], call.out[o]) && !in_place) return true;
     }
   return false;
 }
 
 // Whether an operator has a hand-written kernel that may run now.
-bool may_run_own(const Call& call) {
+bool may_run_hand_written(const Call& call) {
   const Operator& op = call.op;
-  return op.own && !(generic_only && op.has_generic()) && !generic_operators.count(&op) && !overlaps(call, *op.own);
+  return op.hand_written && !(generic_only && op.has_generic()) && !generic_operators.count(&op) && !overlaps(call, *op.hand_written);
 }
 
 // Runs an operator's hand-written kernel if it supports this case, else `generic`.
 template <class F>
 void run_engine(const Call& call, const Watch& watch, F generic) {
   const Operator& op = call.op;
-  const OwnKernel* own = op.own;
-  const bool usable = may_run_own(call);
-  if (usable && watch && own->supports & kFloats && count_own_kernel(call, *own)) return;
-  if (!usable || !own->run(call)) generic();
+  const HandWritten* kernel = op.hand_written;
+  const bool usable = may_run_hand_written(call);
+  if (usable && watch && kernel->supports & kFloats && count_hand_written(call, *kernel)) return;
+  if (!usable || !kernel->run(call)) generic();
 }
 
 void run_plain(const Call& call) {
@@ -86,9 +86,9 @@ void run_plain(const Call& call) {
 
 // Runs an operator's hand-written kernel on arrays in oneDNN's layout. False if there is none for this case.
 bool run_in_layout(const Call& call) {
-  const OwnKernel* const own = call.op.own;
-  return may_run_own(call) && !watching() &&
-         (own->supports & kLayout || (own->supports & kAnyOrder && call.in_layout.all())) && own->run(call);
+  const HandWritten* const kernel = call.op.hand_written;
+  return may_run_hand_written(call) && !watching() &&
+         (kernel->supports & kLayout || (kernel->supports & kAnyOrder && call.in_layout.all())) && kernel->run(call);
 }
 
 void run_stateless(const Operator& op, const NodeAttrs& attrs, const Settings& settings, int type16,
@@ -261,7 +261,7 @@ Operator read_operator(const nnvm::Op* x) {
   op.types = attribute<nnvm::FInferType>(x, "FInferType");
   op.shapes = attribute<mxnet::FInferShape>(x, "FInferShape");
   op.visible = attribute<nnvm::FNumVisibleOutputs>(x, "FNumVisibleOutputs");
-  op.own = own_kernel(x->name);
+  op.hand_written = hand_written_kernel(x->name);
   op.row = &row_of(x->name);
   return op;
 }
@@ -291,8 +291,8 @@ std::vector<std::pair<int, int>> in_place_options(const Operator& op, const Node
   const uint32_t inputs = x->get_num_inputs ? x->get_num_inputs(attrs) : x->num_inputs;
   const uint32_t outputs = x->get_num_outputs ? x->get_num_outputs(attrs) : x->num_outputs;
   std::vector<std::pair<int, int>> options;
-  const bool any = !op.own || op.own->in_place == kAnyInput;
-  for (uint32_t in = 0; !any && in < op.own->in_place; ++in) options.emplace_back(in, 0);
+  const bool any = !op.hand_written || op.hand_written->in_place == kAnyInput;
+  for (uint32_t in = 0; !any && in < op.hand_written->in_place; ++in) options.emplace_back(in, 0);
   if (!any) return options;
   for (uint32_t out = 0; out < std::min(outputs, 8u); ++out)
     for (uint32_t in = 0; inputs != nnvm::kVarg && in < std::min(inputs, 16u); ++in)
@@ -424,9 +424,9 @@ std::string operator_rows() {
   for (const auto& pair : dispatched) {
     const Operator& op = *pair.second;
     const std::string& name = pair.first->name;
-    const int supports = op.own ? op.own->supports : 0;
+    const int supports = op.hand_written ? op.hand_written->supports : 0;
     rows << name;
-    if (op.own) rows << " own_code";
+    if (op.hand_written) rows << " own_code";
     if (supports & kAnyOrder) rows << " any_order";
     if (supports & kLayout) rows << ((supports & kAlike) == kAlike ? " alike" : " layout");
     rows << "\n";

@@ -39,10 +39,10 @@ std::set<const NodeAttrs*> run_by_the_engine(const GraphView& graph) {
   for (size_t i = 0; i < nodes->size(); ++i) {
     const auto& node = (*nodes)[i];
     if (node.source->is_variable() || (*devices)[i] != mshadow::cpu::kDevMask) continue;
-    std::vector<int> its;
-    for (uint32_t out = 0; out < node.source->num_outputs(); ++out) its.push_back(type(first[i] + out));
-    for (const auto& in : node.inputs) its.push_back(type(first[in.node_id] + in.index));
-    if (engine_runs(node.source->attrs, type16_among(its))) in_engine.insert(&node.source->attrs);
+    std::vector<int> node_types;
+    for (uint32_t out = 0; out < node.source->num_outputs(); ++out) node_types.push_back(type(first[i] + out));
+    for (const auto& in : node.inputs) node_types.push_back(type(first[in.node_id] + in.index));
+    if (engine_runs(node.source->attrs, type16_among(node_types))) in_engine.insert(&node.source->attrs);
   }
   return in_engine;
 }

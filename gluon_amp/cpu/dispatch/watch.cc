@@ -104,13 +104,13 @@ int64_t counted_at_a_time() { return omp_get_max_threads() * int64_t(1) << 16; }
 
 bool kernels_take_floats() { return floats_too; }
 
-bool count_own_kernel(const Call& call, const OwnKernel& own) {
+bool count_hand_written(const Call& call, const HandWritten& kernel) {
   if (word(call.attrs, "act_type", "") == "relu" ||  // relu is exact
       std::none_of(call.out.begin(), call.out.end(), [](const TBlob& to) { return is_16bit(to); }))
     return false;
-  if ((own.supports & kNumbers) == kNumbers &&
+  if ((kernel.supports & kNumbers) == kNumbers &&
       some_numbers_at_a_time(call, counted_at_a_time(),
-                             [&](const Call& piece) { return count_own_kernel(piece, own); }))
+                             [&](const Call& piece) { return count_hand_written(piece, kernel); }))
     return true;
   Scratch scratch;
   auto wide = [&](const TBlob& array) {
@@ -127,7 +127,7 @@ bool count_own_kernel(const Call& call, const OwnKernel& own) {
     if (is_16bit(call.out[i]) && call.write(i) == kAdd) req[i] = mxnet::kWriteTo;
   }
   floats_too = true;
-  const bool ran = own.run(call.on(in, req, out));
+  const bool ran = kernel.run(call.on(in, req, out));
   floats_too = false;
   for (size_t i = 0; ran && i < out.size(); ++i) {
     const TBlob& to = call.out[i];

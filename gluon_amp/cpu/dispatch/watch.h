@@ -54,13 +54,13 @@ inline void narrow(const float* exact, const TBlob& to, Write write) {
   }
 }
 
-// Whether hand-written kernels of 16-bit numbers run on floats: in an X-ray's float32 step, and in count_own_kernel.
+// Whether hand-written kernels of 16-bit numbers run on floats: in an X-ray's float32 step, and in count_hand_written.
 bool kernels_take_floats();
 
 // Runs a watched operator's hand-written kernel on floats (kFloats), whose results equal those of 16-bit numbers
 // before rounding, and counts them; for elementwise kernels (kNumbers) in pieces. Returns false if the kernel
 // does not support the case.
-bool count_own_kernel(const Call& call, const OwnKernel& own);
+bool count_hand_written(const Call& call, const HandWritten& kernel);
 
 // A row of the table for Python: one for each output.
 constexpr int kSamples = 1024;

@@ -10,8 +10,8 @@ namespace gluon_amp {
 std::shared_ptr<Product> Layer::product(int pass, bool with_bias) const {
   if (!supports(pass)) return nullptr;
   with_bias = with_bias && bias;
-  const Sizes none, its{images, parameters, result}, others = more();
-  return Product::find(key_of(name, pass, {&x, &w, &y, with_bias ? bias : &none, &its, &others}), [&] {
+  const Sizes none, types{images, parameters, result}, others = more();
+  return Product::find(key_of(name, pass, {&x, &w, &y, with_bias ? bias : &none, &types, &others}), [&] {
     onednn::Description hint = describe(kForward, nullptr, with_bias);
     return pass == kForward || !hint.get() ? hint : describe(pass, &hint, with_bias);
   });

@@ -109,10 +109,7 @@ void onednn_product(int64_t rows, int64_t columns, int64_t depth, const RowsOrCo
   multiplication.run(*product);
 }
 
-void add_products(Rows& rows) {
-  instructions();  // requests AMX before any operator of MXNet runs
-  rows.insert({{"dot", {product<2>, kAnyInput}}, {"batch_dot", {product<3>, kAnyInput}},
-               {"_backward_dot", {dot_gradient, kAnyInput}}});
-}
+const AddRows rows{{{"dot", {product<2>, kAnyInput}}, {"batch_dot", {product<3>, kAnyInput}},
+                    {"_backward_dot", {dot_gradient, kAnyInput}}}};
 
 }  // namespace gluon_amp

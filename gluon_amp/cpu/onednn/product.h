@@ -1,6 +1,6 @@
 // oneDNN's primitives of bfloat16 arrays, their cache, and reorders between layouts.
 #pragma once
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 

@@ -1,6 +1,6 @@
 // Broadcasting arithmetic, as in the product of a squeeze-excitation block, and its gradients, which are sums.
 // MXNet's code computes the index of each number from scratch.
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -177,21 +177,19 @@ bool gradient(const Call& call) {  // gradient; of a product x and y, too
 
 }  // namespace
 
-void add_broadcast(Rows& rows) {
-  rows.insert({
-      {"broadcast_add", {broadcast<kSum>, 2, kFloats}},
-      {"_backward_broadcast_add", {gradient<kSum>, 1}},
-      {"broadcast_sub", {broadcast<kDifference>, 2, kFloats}},
-      {"_backward_broadcast_sub", {gradient<kDifference>, 1}},
-      {"broadcast_mul", {broadcast<kProduct>, 2, kFloats}},
-      {"_backward_broadcast_mul", {gradient<kProduct>, 1}},
-      {"broadcast_div", {broadcast<kQuotient>, 2, kFloats}},
-      {"_npi_add", {broadcast<kSum>, 2, kFloats}}, {"_backward_npi_broadcast_add", {gradient<kSum>, 1}},
-      {"_npi_subtract", {broadcast<kDifference>, 2, kFloats}},
-      {"_backward_npi_broadcast_sub", {gradient<kDifference>, 1}},
-      {"_npi_multiply", {broadcast<kProduct>, 2, kFloats}},
-      {"_backward_npi_broadcast_mul", {gradient<kProduct>, 1}},
-      {"_npi_true_divide", {broadcast<kQuotient>, 2, kFloats}}});
-}
+const AddRows rows{{
+    {"broadcast_add", {broadcast<kSum>, 2, kFloats}},
+    {"_backward_broadcast_add", {gradient<kSum>, 1}},
+    {"broadcast_sub", {broadcast<kDifference>, 2, kFloats}},
+    {"_backward_broadcast_sub", {gradient<kDifference>, 1}},
+    {"broadcast_mul", {broadcast<kProduct>, 2, kFloats}},
+    {"_backward_broadcast_mul", {gradient<kProduct>, 1}},
+    {"broadcast_div", {broadcast<kQuotient>, 2, kFloats}},
+    {"_npi_add", {broadcast<kSum>, 2, kFloats}}, {"_backward_npi_broadcast_add", {gradient<kSum>, 1}},
+    {"_npi_subtract", {broadcast<kDifference>, 2, kFloats}},
+    {"_backward_npi_broadcast_sub", {gradient<kDifference>, 1}},
+    {"_npi_multiply", {broadcast<kProduct>, 2, kFloats}},
+    {"_backward_npi_broadcast_mul", {gradient<kProduct>, 1}},
+    {"_npi_true_divide", {broadcast<kQuotient>, 2, kFloats}}}};
 
 }  // namespace gluon_amp

@@ -86,7 +86,7 @@ struct Some {
 };
 
 // Runs a deconvolution on pieces of the outputs (forward) or of the inputs (backward), so that each piece has
-// its own sums. MXNet's code depends on the shapes of its arrays, not on num_filter.
+// its of_piece sums. MXNet's code depends on the shapes of its arrays, not on num_filter.
 bool run_by_channels(const Call& call, bool backward) {
   const TBlob &x = call.in[backward ? 1 : 0], &y = backward ? call.in[0] : call.out[0];
   const TBlob &weight = call.in[backward ? 2 : 1], &whole = backward ? y : x, &some_of = backward ? x : y;
@@ -107,18 +107,18 @@ bool run_by_channels(const Call& call, bool backward) {
     const Some of_data{1, first, std::min(most, channels - first)};
     const Some of_weight{backward ? 0 : 1, first, of_data.count};
     const Some of_bias{0, first, of_data.count};
-    Scratch own;
+    Scratch of_piece;
     const auto wide = [&](const Some& some, const TBlob& all) {
-      return some.widened(own.array(some.shape(all)), all);
+      return some.widened(of_piece.array(some.shape(all)), all);
     };
-    std::vector<NDArray> in{read}, out{own.array(of_data.shape(some_of))};
+    std::vector<NDArray> in{read}, out{of_piece.array(of_data.shape(some_of))};
     std::vector<OpReqType> req{call.write(0) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo};
     if (backward) in.push_back(wide(of_data, x));
     in.push_back(wide(of_weight, weight));
     for (size_t i = in.size(); i < call.in.size(); ++i)
       in.push_back(wide(backward ? Some{0, 0, call.in[i].shape_[0]} : of_bias, call.in[i]));
     for (size_t i = 1; i < call.out.size(); ++i) {  // the bias's gradient comes with the first piece
-      out.push_back(own.array(i == 1 ? of_weight.shape(weight) : call.out[i].shape_));
+      out.push_back(of_piece.array(i == 1 ? of_weight.shape(weight) : call.out[i].shape_));
       const bool wanted = call.write(i) != kNothing && (i == 1 || first == 0);
       req.push_back(wanted ? mxnet::kWriteTo : mxnet::kNullOp);
     }
@@ -164,10 +164,8 @@ bool deconvolution_backward(const Call& call) {
 
 }  // namespace
 
-void add_convolution(Rows& rows) {
-  rows.insert({{"Convolution", {forward, 1, kLayout}}, {"_backward_Convolution", {backward, 2, kLayout}},
-               {"Deconvolution", {deconvolution, 1, kLayout}},
-               {"_backward_Deconvolution", {deconvolution_backward, 2, kLayout}}});
-}
+const AddRows rows{{{"Convolution", {forward, 1, kLayout}}, {"_backward_Convolution", {backward, 2, kLayout}},
+                    {"Deconvolution", {deconvolution, 1, kLayout}},
+                    {"_backward_Deconvolution", {deconvolution_backward, 2, kLayout}}}};
 
 }  // namespace gluon_amp

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -63,7 +63,7 @@ bool as_it_is(const Call& call) {
   return true;
 }
 
-// An axis of the result of a transpose: its size, and its strides before and after.
+// An axis of the result of a transpose: source_memory size, and source_memory strides before and after.
 struct Axis {
   int64_t size, from, to;
 };
@@ -148,19 +148,19 @@ bool transpose(const Call& call) {
 
 // Copies elements of an array, or adds them to those of another.
 void copy_row(const TBlob& from, int64_t source, const TBlob& to, int64_t target, int64_t width, Write write) {
-  const void* const its = at(from, source);
+  const void* const source_memory = at(from, source);
   void* const target_memory = at(to, target);
-  if (write == kNothing || its == target_memory || width == 0) return;
-  if (write == kStore) std::memcpy(target_memory, its, width * bytes_of(to.type_flag_));
-  else kernels_of(to)->sum(&its, 1, target_memory, width, kAdd);
+  if (write == kNothing || source_memory == target_memory || width == 0) return;
+  if (write == kStore) std::memcpy(target_memory, source_memory, width * bytes_of(to.type_flag_));
+  else kernels_of(to)->sum(&source_memory, 1, target_memory, width, kAdd);
 }
 
-// The number of rows of a concatenation: the product of the sizes before its axis.
+// The number of rows of a concatenation: the product of the sizes before source_memory axis.
 int64_t rows_of(const Call& call, const char* key, const mxnet::TShape& whole) {
   return whole.ProdShape(0, axis_of(call.attrs, key, 1, whole.ndim()));
 }
 
-// A slice of an axis, and its gradient, which is padded with zeros.
+// A slice of an axis, and source_memory gradient, which is padded with zeros.
 bool slice_axis(const Call& call, const TBlob& all, const TBlob& some, bool backward) {
   if (!all_16bit(call) || size(some) == 0 || call.in[0].dptr_ == call.out[0].dptr_) return false;
   const int64_t rows = rows_of(call, "axis", all.shape_), step = size(all) / rows;
@@ -245,27 +245,25 @@ bool swap_axes(const Call& call) {
 
 }  // namespace
 
-void add_copies(Rows& rows) {
-  rows.insert({
-      {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
-      {"_backward_reshape", {copies, 1}}, {"Reshape", {copies, 1}}, {"Flatten", {copies, 1}},
-      {"expand_dims", {copies, 1}}, {"squeeze", {copies, 1}}, {"BlockGrad", {copies, 1}},
-      {"_npx_reshape", {copies, 1}}, {"_np_reshape", {copies, 1}}, {"_np_squeeze", {copies, 1}},
-      {"Cast", {cast, 0}}, {"_backward_cast", {cast, 0}},
-      {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}},
-      {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
-      {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},
-      {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
-      {"_backward_slice_axis", {slice_axis_gradient, 0}}, {"_backward_stack", {as_it_is, 0}},
-      {"reverse", {as_it_is, 0}}, {"_backward_reverse", {as_it_is, 0}}, {"repeat", {as_it_is, 0}},
-      {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
-      {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
-      {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
-      {"reset_arrays", {as_it_is, 0}},
-      {"SwapAxis", {swap_axes, 0}}, {"_backward_SwapAxis", {swap_axes, 0}},
-      {"SliceChannel", {split, 0}}, {"_backward_SliceChannel", {split_gradient, 0}},
-      {"Concat", {concat, 0, kAnyOrder}}, {"_rnn_param_concat", {concat, 0}},
-      {"_backward_Concat", {concat_gradient, 0, kAnyOrder}}});
-}
+const AddRows rows{{
+    {"_backward_add", {copies, 1}}, {"_copy", {copies, 1}}, {"_backward_copy", {copies, 1}},
+    {"_backward_reshape", {copies, 1}}, {"Reshape", {copies, 1}}, {"Flatten", {copies, 1}},
+    {"expand_dims", {copies, 1}}, {"squeeze", {copies, 1}}, {"BlockGrad", {copies, 1}},
+    {"_npx_reshape", {copies, 1}}, {"_np_reshape", {copies, 1}}, {"_np_squeeze", {copies, 1}},
+    {"Cast", {cast, 0}}, {"_backward_cast", {cast, 0}},
+    {"amp_cast", {cast, 0}}, {"_backward_amp_cast", {cast, 0}},
+    {"Embedding", {as_it_is, 0}}, {"take", {as_it_is, 0}}, {"transpose", {transpose, 0}},
+    {"slice", {as_it_is, 0}}, {"slice_axis", {slice_axis, 0}}, {"stack", {as_it_is, 0}},
+    {"tile", {as_it_is, 0}}, {"_backward_slice", {as_it_is, 0}},
+    {"_backward_slice_axis", {slice_axis_gradient, 0}}, {"_backward_stack", {as_it_is, 0}},
+    {"reverse", {as_it_is, 0}}, {"_backward_reverse", {as_it_is, 0}}, {"repeat", {as_it_is, 0}},
+    {"broadcast_to", {as_it_is, 0}}, {"broadcast_axis", {as_it_is, 0}},
+    {"broadcast_like", {as_it_is, 0}}, {"depth_to_space", {as_it_is, 0}},
+    {"space_to_depth", {as_it_is, 0}}, {"gather_nd", {as_it_is, 0}},
+    {"reset_arrays", {as_it_is, 0}},
+    {"SwapAxis", {swap_axes, 0}}, {"_backward_SwapAxis", {swap_axes, 0}},
+    {"SliceChannel", {split, 0}}, {"_backward_SliceChannel", {split_gradient, 0}},
+    {"Concat", {concat, 0, kAnyOrder}}, {"_rnn_param_concat", {concat, 0}},
+    {"_backward_Concat", {concat_gradient, 0, kAnyOrder}}}};
 
 }  // namespace gluon_amp

@@ -67,8 +67,8 @@ bool run_by_outputs(const Call& call, bool backward) {
   NDArray dx = backward ? scratch.array({rows, wide}) : all_x;
   for (int64_t first = 0; first < high; first += some) {
     const int64_t n = std::min(some, high - first);
-    Scratch own;
-    NDArray y = own.array({rows, n});
+    Scratch of_piece;
+    NDArray y = of_piece.array({rows, n});
     // of the weight or of the bias
     const auto piece = [=](const TBlob& all, bool weights) {
       return weights ? part(all, first * wide, {n, wide}) : part(all, first, mxnet::TShape(1, n));
@@ -78,7 +78,7 @@ bool run_by_outputs(const Call& call, bool backward) {
     in.push_back(all_x);
     for (size_t i = first_param; i < call.in.size(); ++i) {
       const TBlob some_of = piece(call.in[i], i == first_param);
-      in.push_back(widened_rows(own.array(some_of.shape_), some_of));
+      in.push_back(widened_rows(of_piece.array(some_of.shape_), some_of));
     }
     std::vector<OpReqType> req{mxnet::kWriteTo};
     float* const columns = floats(y.data());
@@ -97,7 +97,7 @@ bool run_by_outputs(const Call& call, bool backward) {
     std::vector<NDArray> out{dx};
     req[0] = call.write(0) == kNothing ? mxnet::kNullOp : first ? mxnet::kAddTo : mxnet::kWriteTo;
     for (size_t i = 1; i < call.out.size(); ++i) {
-      out.push_back(own.array(piece(call.out[i], i == 1).shape_));
+      out.push_back(of_piece.array(piece(call.out[i], i == 1).shape_));
       req.push_back(call.write(i) == kNothing ? mxnet::kNullOp : mxnet::kWriteTo);
     }
     call.op.adapt_requests(req);
@@ -121,8 +121,6 @@ bool backward(const Call& call) { return run_any(call, true); }
 
 }  // namespace
 
-void add_dense(Rows& rows) {
-  rows.insert({{"FullyConnected", {forward, 1}}, {"_backward_FullyConnected", {backward, 2}}});
-}
+const AddRows rows{{{"FullyConnected", {forward, 1}}, {"_backward_FullyConnected", {backward, 2}}}};
 
 }  // namespace gluon_amp

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "dispatch/watch.h"
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -72,9 +72,7 @@ bool dropout_gradient(const Call& call) {  // gradient, mask
 
 }  // namespace
 
-void add_dropout(Rows& rows) {
-  rows.insert({
-      {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1, kFloats}}});
-}
+const AddRows rows{{
+    {"Dropout", {dropout, 1}}, {"_backward_Dropout", {dropout_gradient, 1, kFloats}}}};
 
 }  // namespace gluon_amp

@@ -99,7 +99,8 @@ bool some_at_a_time(const Call& call) {
 
 }  // namespace
 
-void add_elementwise(Rows& rows) {
+Rows in_pieces() {
+  Rows rows;
   for (const char* name : {
            "abs", "_backward_abs", "sign", "round", "rint", "ceil", "floor", "trunc", "fix",
            "negative", "sqrt", "_backward_sqrt", "square", "_backward_square", "hard_sigmoid",
@@ -107,27 +108,30 @@ void add_elementwise(Rows& rows) {
            "_backward_maximum_scalar", "_minimum_scalar", "_backward_minimum_scalar", "_maximum",
            "_backward_maximum", "_minimum", "_backward_minimum", "_backward_sub", "_backward_div",
            "where", "_backward_where"})
-    rows.insert({name, {some_at_a_time, kAnyInput}});
-  constexpr int kEach = kNumbers | kAnyOrder;
-  rows.insert({
-      {"relu", {forward<kReluOf>, 1, kAnyOrder}}, {"_backward_relu", {backward<kReluOf>, 2, kAnyOrder}},
-      {"sigmoid", {forward<kSigmoidOf>, 1, kEach}}, {"_backward_sigmoid", {backward<kSigmoidOf>, 2, kEach}},
-      {"tanh", {forward<kTanhOf>, 1, kEach}}, {"_backward_tanh", {backward<kTanhOf>, 2, kEach}},
-      {"Activation", {activation, 1, kEach}}, {"_backward_Activation", {activation_gradient, 2, kEach}},
-      {"LeakyReLU", {leaky, 1, kEach}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kEach}},
-      {"clip", {clip, 1, kAnyOrder}}, {"_backward_clip", {clip_gradient, 2, kAnyOrder}},
-      {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
-      {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
-      {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
-      {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
-      {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kEach}},
-      {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kEach}},
-      {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kEach}},
-      {"elemwise_add", {binary<kSum>, 2, kEach}}, {"_grad_add", {binary<kSum>, 2, kEach}},
-      {"add_n", {sum, kAnyInput, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
-      {"elemwise_mul", {binary<kProduct>, 2, kEach}},
-      {"_backward_mul", {product_gradient, kAnyInput, kEach}},
-      {"elemwise_div", {binary<kQuotient>, 2, kEach}}});
+    rows[name] = {some_at_a_time, kAnyInput};
+  return rows;
 }
+
+constexpr int kEach = kNumbers | kAnyOrder;
+const AddRows rows_in_pieces{in_pieces()};
+const AddRows rows{{
+    {"relu", {forward<kReluOf>, 1, kAnyOrder}}, {"_backward_relu", {backward<kReluOf>, 2, kAnyOrder}},
+    {"sigmoid", {forward<kSigmoidOf>, 1, kEach}}, {"_backward_sigmoid", {backward<kSigmoidOf>, 2, kEach}},
+    {"tanh", {forward<kTanhOf>, 1, kEach}}, {"_backward_tanh", {backward<kTanhOf>, 2, kEach}},
+    {"Activation", {activation, 1, kEach}}, {"_backward_Activation", {activation_gradient, 2, kEach}},
+    {"LeakyReLU", {leaky, 1, kEach}}, {"_backward_LeakyReLU", {leaky_gradient, 2, kEach}},
+    {"clip", {clip, 1, kAnyOrder}}, {"_backward_clip", {clip_gradient, 2, kAnyOrder}},
+    {"_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+    {"_backward_mul_scalar", {with_scalar<kTimes, 1>, 1, kEach}},
+    {"_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+    {"_backward_div_scalar", {with_scalar<kOverOf, 1>, 1, kEach}},
+    {"_plus_scalar", {with_scalar<kPlus, 1>, 1, kEach}},
+    {"_minus_scalar", {with_scalar<kPlus, -1>, 1, kEach}},
+    {"_rminus_scalar", {with_scalar<kFromOf, 1>, 1, kEach}},
+    {"elemwise_add", {binary<kSum>, 2, kEach}}, {"_grad_add", {binary<kSum>, 2, kEach}},
+    {"add_n", {sum, kAnyInput, kAnyOrder}}, {"elemwise_sub", {binary<kDifference>, 2, kEach}},
+    {"elemwise_mul", {binary<kProduct>, 2, kEach}},
+    {"_backward_mul", {product_gradient, kAnyInput, kEach}},
+    {"elemwise_div", {binary<kQuotient>, 2, kEach}}}};
 
 }  // namespace gluon_amp

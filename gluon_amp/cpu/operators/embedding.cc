@@ -3,7 +3,7 @@
 #include <numeric>
 #include <tuple>
 
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -67,8 +67,6 @@ bool take_gradient(const Call& call) {
 
 }  // namespace
 
-void add_embedding(Rows& rows) {
-  rows.insert({{"_backward_Embedding", {embedding_gradient, 0}}, {"_backward_take", {take_gradient, 0}}});
-}
+const AddRows rows{{{"_backward_Embedding", {embedding_gradient, 0}}, {"_backward_take", {take_gradient, 0}}}};
 
 }  // namespace gluon_amp

@@ -1,5 +1,5 @@
 // Upsampling of 16-bit numbers.
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -63,8 +63,6 @@ bool upsample_gradient(const Call& call) {
 
 }  // namespace
 
-void add_images(Rows& rows) {
-  rows.insert({{"UpSampling", {upsample, 0}}, {"_backward_UpSampling", {upsample_gradient, 0}}});
-}
+const AddRows rows{{{"UpSampling", {upsample, 0}}, {"_backward_UpSampling", {upsample_gradient, 0}}}};
 
 }  // namespace gluon_amp

@@ -1,7 +1,7 @@
 // Norms that have code of their own: batch norm, layer norm.
 #include "dispatch/watch.h"
 #include "onednn/onednn.h"
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -115,14 +115,12 @@ bool layer_norm_gradient(const Call& call) {
 
 }  // namespace
 
-void add_norms(Rows& rows) {
-  rows.insert({
-      {"BatchNorm", {batch_norm<false>, 1, kAlike | kFloats}},
-      {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kAlike | kFloats}},
-      {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kAlike}},  // its relu is of 16-bit numbers
-      {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kAlike}},
-      {"LayerNorm", {layer_norm, 1, kFloats}},
-      {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}}});
-}
+const AddRows rows{{
+    {"BatchNorm", {batch_norm<false>, 1, kAlike | kFloats}},
+    {"_backward_BatchNorm", {batch_norm_gradient<false>, 1, kAlike | kFloats}},
+    {"_contrib_BatchNormWithReLU", {batch_norm<true>, 1, kAlike}},  // its relu is of 16-bit numbers
+    {"_backward_contrib_BatchNormWithReLU", {batch_norm_gradient<true>, 1, kAlike}},
+    {"LayerNorm", {layer_norm, 1, kFloats}},
+    {"_backward_LayerNorm", {layer_norm_gradient, 1, kFloats}}}};
 
 }  // namespace gluon_amp

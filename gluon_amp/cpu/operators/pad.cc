@@ -1,6 +1,6 @@
 // Padding, and cropping where a width is negative. MXNet's code is stateful, so the generic operator cannot replace it.
 #include "dispatch/watch.h"
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -73,11 +73,11 @@ void add_up(const Padding& p, bool more, T* sums, F row) {
   const int64_t wide = p.place_of.size(), high = p.row_of.size();
   for_all(p.planes, p.planes * high * wide, [&](int64_t plane) {
     std::vector<T> memory(wide);
-    T* const own = sums + plane * p.rows * p.width;
-    if (!more) std::fill_n(own, p.rows * p.width, T(0));
+    T* const in_plane = sums + plane * p.rows * p.width;
+    if (!more) std::fill_n(in_plane, p.rows * p.width, T(0));
     for (int64_t i = 0; i < high; ++i) {
       if (p.row_of[i] < 0) continue;
-      T* const to = own + p.row_of[i] * p.width;
+      T* const to = in_plane + p.row_of[i] * p.width;
       const T* const from = row((plane * high + i) * wide, memory.data());
       const auto add = [&](int64_t at) { if (p.place_of[at] >= 0) to[p.place_of[at]] += from[at]; };
       for (int64_t at = 0; at < p.begin; ++at) add(at);
@@ -127,8 +127,6 @@ bool backward(const Call& call) {
 
 }  // namespace
 
-void add_pad(Rows& rows) {
-  rows.insert({{"Pad", {forward, 0}}, {"_backward_Pad", {backward, 0}}});
-}
+const AddRows rows{{{"Pad", {forward, 0}}, {"_backward_Pad", {backward, 0}}}};
 
 }  // namespace gluon_amp

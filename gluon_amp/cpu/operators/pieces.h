@@ -2,7 +2,7 @@
 #pragma once
 #include <functional>
 
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 

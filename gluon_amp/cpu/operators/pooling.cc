@@ -71,8 +71,6 @@ bool backward(const Call& call) { return run_any(call, call.out[0], call.in[0]);
 
 }  // namespace
 
-void add_pooling(Rows& rows) {
-  rows.insert({{"Pooling", {forward, 0, kLayout}}, {"_backward_Pooling", {backward, 0, kLayout}}});
-}
+const AddRows rows{{{"Pooling", {forward, 0, kLayout}}, {"_backward_Pooling", {backward, 0, kLayout}}}};
 
 }  // namespace gluon_amp

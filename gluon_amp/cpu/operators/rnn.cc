@@ -62,9 +62,8 @@ class Weight {
 
 // Both biases, (2, gates, units): their sum, except in a GRU's last gate, and that of h.
 const float* biases_of(RnnMode mode, const Number16* from, int64_t all, Scratch* scratch) {
-  const float* const wide = widened(from, 2 * all, scratch);
   float* const sums = scratch->memory(2 * all);
-  std::copy_n(wide, 2 * all, sums);
+  bfloat16_kernels->widen(from, sums, 2 * all);
   const int64_t summed = mode == kGru ? all / 3 * 2 : all;
   for (int64_t i = 0; i < summed; ++i) sums[i] += sums[all + i];
   return sums;
@@ -147,14 +146,14 @@ void RnnLoop::forward(const Call& call) {
     for (int64_t d = 0; d < directions_; ++d) {
       const int64_t which = layer * directions_ + d;
       const Parameters at = parameters(which, data.shape_[2]);
-      Scratch own;
-      Scratch* const of_steps = trains ? keeps : &own;
+      Scratch of_direction;
+      Scratch* const of_steps = trains ? keeps : &of_direction;
       Kept k{};
       k.gates = of_steps->memory(time * rows * all_);
       if (all_ > units_) k.cells = keeps->memory(slots * n);
       if (mode_ == kGru) k.inside = of_steps->memory(trains ? time * n : n);
       k.states = keeps->numbers16(slots * n);
-      const float* const biases = biases_of(mode_, params + at.bx, all_, &own);
+      const float* const biases = biases_of(mode_, params + at.bx, all_, &of_direction);
       const auto slot = [&](int64_t i) { return trains ? i * n : 0; };
       const int64_t first = slot(d ? time : 0), last = slot(d ? 0 : time);
       std::copy_n(first_states + which * n, n, k.states + first);
@@ -164,7 +163,7 @@ void RnnLoop::forward(const Call& call) {
       }
       Weight(params + at.wx, all_, width).forward(time * rows, x, k.gates);
       Weight of_state(params + at.wh, all_, units_);
-      float* const hidden = own.memory(rows * all_);
+      float* const hidden = of_direction.memory(rows * all_);
       for (int64_t s = 0; s < time; ++s) {
         const int64_t t = d ? time - 1 - s : s, before = slot(d ? t + 1 : t), after = slot(d ? t : t + 1);
         of_state.forward(rows, k.states + before, hidden);
@@ -215,10 +214,10 @@ void RnnLoop::backward(const Call& call) {
       const int64_t which = layer * directions_ + d;
       const Parameters at = parameters(which, data.shape_[2]);
       const Kept& k = kept_[which];
-      Scratch own;
-      Number16* const sums = own.numbers16(steps * all_);
-      Number16* const sums_h = mode_ == kGru ? own.numbers16(steps * all_) : sums;
-      float *const back = own.memory(n), *const dh = dstates + which * n, *const dc = dcells + which * n;
+      Scratch of_direction;
+      Number16* const sums = of_direction.numbers16(steps * all_);
+      Number16* const sums_h = mode_ == kGru ? of_direction.numbers16(steps * all_) : sums;
+      float *const back = of_direction.memory(n), *const dh = dstates + which * n, *const dc = dcells + which * n;
       Weight wx(params + at.wx, all_, width), wh(params + at.wh, all_, units_);
       for (int64_t s = time - 1; s >= 0; --s) {
         const int64_t t = d ? time - 1 - s : s, before = (d ? t + 1 : t) * n, after = (d ? t : t + 1) * n;
@@ -230,7 +229,7 @@ void RnnLoop::backward(const Call& call) {
       }
       for (int64_t i = 0; i < n && time > 0; ++i) dh[i] += back[i];
       if (wants_x) {
-        float* const gradient = d ? own.memory(steps * width) : dx;
+        float* const gradient = d ? of_direction.memory(steps * width) : dx;
         wx.backward(steps, sums, gradient);
         if (d) kernels->binary(kSum, dx, gradient, dx, steps * width, kStore);
       }

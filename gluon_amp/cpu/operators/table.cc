@@ -1,30 +1,19 @@
 // The table of hand-written kernels.
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
+namespace {
 
-const Rows& all_rows() {
-  static const Rows* rows = [] {
-    auto* table = new Rows;
-    add_broadcast(*table);
-    add_convolution(*table);
-    add_copies(*table);
-    add_dense(*table);
-    add_dropout(*table);
-    add_elementwise(*table);
-    add_embedding(*table);
-    add_images(*table);
-    add_norms(*table);
-    add_pad(*table);
-    add_pooling(*table);
-    add_products(*table);
-    add_updates(*table);
-    return table;
-  }();
+Rows& all_rows() {
+  static auto* const rows = new Rows;
   return *rows;
 }
 
-const OwnKernel* own_kernel(const std::string& name) {
+}  // namespace
+
+AddRows::AddRows(const Rows& rows) { all_rows().insert(rows.begin(), rows.end()); }
+
+const HandWritten* hand_written_kernel(const std::string& name) {
   auto row = all_rows().find(name);
   return row == all_rows().end() ? nullptr : &row->second;
 }

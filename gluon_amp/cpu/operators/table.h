@@ -10,21 +10,12 @@
 
 namespace gluon_amp {
 
-using Rows = std::map<std::string, OwnKernel>;
+using Rows = std::map<std::string, HandWritten>;
 
-void add_broadcast(Rows& rows);
-void add_convolution(Rows& rows);
-void add_copies(Rows& rows);
-void add_dense(Rows& rows);
-void add_dropout(Rows& rows);
-void add_elementwise(Rows& rows);
-void add_embedding(Rows& rows);
-void add_images(Rows& rows);
-void add_norms(Rows& rows);
-void add_pad(Rows& rows);
-void add_pooling(Rows& rows);
-void add_products(Rows& rows);
-void add_updates(Rows& rows);
+// Adds rows to the table, when the library is loaded.
+struct AddRows {
+  explicit AddRows(const Rows& rows);
+};
 
 // Whether all arrays are of one 16-bit type.
 inline bool all_16bit(const Call& call) {

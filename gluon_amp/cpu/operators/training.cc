@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "dispatch/attributes.h"
-#include "operators/own.h"
+#include "operators/table.h"
 
 namespace gluon_amp {
 namespace {
@@ -162,11 +162,11 @@ bool mxnets_update(const Call& call) {
       call.op.compute(call.attrs, call.context, call.in, call.req, call.out);
       return true;
     }
-  const auto given = [&](const char* one, const char* many) {
-    return lists ? per_weight(call.attrs, many, count, true)
-                 : std::vector<float>(count, mxnets_number(call.attrs, one, 0));
+  const auto numbers_of = [&](const char* single, const char* list) {
+    return lists ? per_weight(call.attrs, list, count, true)
+                 : std::vector<float>(count, mxnets_number(call.attrs, single, 0));
   };
-  const auto rates = given("lr", "lrs"), decays = given("wd", "wds");
+  const auto rates = numbers_of("lr", "lrs"), decays = numbers_of("wd", "wds");
   std::vector<Update> updates(count);
   for (size_t i = 0; i < count; ++i) {
     const TBlob* const of = &call.in[i * stride];
@@ -223,13 +223,11 @@ void squares(const NodeAttrs&, const OpContext&, const std::vector<TBlob>& in,
 
 }  // namespace
 
-void add_updates(Rows& rows) {
-  rows.insert({{"mp_sgd_update", {mxnets_update<kDescent, false, false>, kAnyInput}},
-               {"mp_sgd_mom_update", {mxnets_update<kSgd, true, false>, kAnyInput}},
-               {"mp_nag_mom_update", {mxnets_update<kNag, true, false>, kAnyInput}},
-               {"multi_mp_sgd_update", {mxnets_update<kSgd, false, true>, kAnyInput}},
-               {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyInput}}});
-}
+const AddRows rows{{{"mp_sgd_update", {mxnets_update<kDescent, false, false>, kAnyInput}},
+                    {"mp_sgd_mom_update", {mxnets_update<kSgd, true, false>, kAnyInput}},
+                    {"mp_nag_mom_update", {mxnets_update<kNag, true, false>, kAnyInput}},
+                    {"multi_mp_sgd_update", {mxnets_update<kSgd, false, true>, kAnyInput}},
+                    {"multi_mp_sgd_mom_update", {mxnets_update<kSgd, true, true>, kAnyInput}}}};
 
 nnvm::Op& add_operator(const std::string& name, uint32_t inputs, bool (*shapes)(const NodeAttrs&, Shapes*, Shapes*),
                        bool (*types)(const NodeAttrs&, Types*, Types*), const mxnet::FCompute& compute) {
