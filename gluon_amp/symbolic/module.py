@@ -67,8 +67,6 @@ class _Module(Trained):
 
     _number = 0  # among this process's distributed Modules
     _states_file: Optional[str] = None  # loaded when the optimizer is initialized
-    # An updater and its states for the next update. Until then it has the file's numbering.
-    fitting_states: Optional[Tuple[Any, Dict[Any, Any]]] = None
     _used_scale = 1.0  # in the last backward pass
     _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
     _listed: Sequence[Gradient] = ()
@@ -249,10 +247,6 @@ class _Module(Trained):
         if not self.optimizer_initialized:
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
         gradients = self._step.take("update()")
-        if self.fitting_states:
-            updater, states = self.fitting_states
-            files.give([updater], [states], updater.optimizer)
-            self.fitting_states = None
         self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
         if self._store_updates():
             self._workers.lay_out(gradient.own for gradient in gradients)
@@ -425,8 +419,7 @@ class _Module(Trained):
             files.carry_counts(maker, [c.device_id for c in module._context],
                                lambda counts: files.renumber(counts, trained, devices))
             self._step.load(training)
-        files.give([updater], [states], maker)
-        self.fitting_states = updater, fitting
+        files.give([updater], [fitting], maker)
         for one in self._modules():
             one._optimizer = maker
 
