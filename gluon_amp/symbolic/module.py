@@ -11,7 +11,6 @@ from typing import (
     Collection,
     Dict,
     Hashable,
-    Iterable,
     List,
     Mapping,
     Optional,
@@ -101,10 +100,6 @@ class _Module(Trained):
     def _module(self) -> mx.mod.Module:
         """Returns the current module of MXNet."""
         return self
-
-    def _modules(self) -> Iterable[mx.mod.Module]:
-        """Returns all modules that share its optimizer."""
-        return [self]
 
     def _numbered(self) -> mx.mod.Module:
         """Returns the module whose parameters number the optimizer's states."""
@@ -420,8 +415,6 @@ class _Module(Trained):
                                lambda counts: files.renumber(counts, trained, devices))
             self._step.load(training)
         files.give([updater], [fitting], maker)
-        for one in self._modules():
-            one._optimizer = maker
 
     def _updater_in_use(self) -> Any:
         """Returns the updater of this process; None if servers update."""
@@ -538,9 +531,6 @@ class BucketingModule(_Module, mx.mod.BucketingModule):
 
     def _module(self) -> mx.mod.Module:
         return self._curr_module
-
-    def _modules(self) -> Iterable[mx.mod.Module]:
-        return self._buckets.values()
 
     def _numbered(self) -> mx.mod.Module:
         return self._buckets[self._default_bucket_key]

@@ -77,16 +77,17 @@ def check_here(updater: Optional[Updater]) -> None:
 
 def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]],
          optimizer: Optimizer) -> None:
-    """Sets the states and the optimizer of updaters of MXNet, on any device. A scheduler of the
-    user's class stays the script's object."""
-    mine = updaters[0].optimizer.lr_scheduler
-    if type(mine) is type(optimizer.lr_scheduler) and not is_of_mxnet(type(mine)) \
-            and hasattr(mine, "__dict__"):
-        vars(mine).update(vars(optimizer.lr_scheduler))
-        optimizer.lr_scheduler = mine
+    """Sets the states of updaters of MXNet, on any device, and the attributes of their optimizer.
+    The optimizer, and a scheduler of the user's class, stay the script's objects."""
+    mine = updaters[0].optimizer
+    scheduler = mine.lr_scheduler
+    if type(scheduler) is type(optimizer.lr_scheduler) and not is_of_mxnet(type(scheduler)) \
+            and hasattr(scheduler, "__dict__"):
+        vars(scheduler).update(vars(optimizer.lr_scheduler))
+        optimizer.lr_scheduler = scheduler
+    vars(mine).update(vars(optimizer), param_dict=mine.param_dict)
     for updater, of_updater in zip(updaters, states):
         updater.states, updater.states_synced = of_updater, dict.fromkeys(of_updater, False)
-        updater.optimizer = optimizer
 
 
 @contextmanager

@@ -623,8 +623,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
             mine._load(saved)
         self._has_compared = False
-        self._optimizer = maker
-        self._optimizer.param_dict = dict(enumerate(self._params))
 
     def _all_updaters(self) -> List[Any]:
         """Returns MXNet's updater of each device, or that of the store; [None] if servers update.
