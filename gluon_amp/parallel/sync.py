@@ -36,6 +36,7 @@ class Workers:
     Attributes:
         sums: whether all devices have the same gradient after `sum`.
         exchange: whether they can exchange values: there are several, and servers do not update.
+        updates: whether the store updates weights.
         owner: the owner of the gradients, such as "Trainer 1"; the same on all ranks.
     """
 
@@ -51,6 +52,7 @@ class Workers:
         self.sums = kvstore is not None
         self._native = isinstance(kvstore, mx.kv.KVStore)
         self.exchange = self.count > 1 and not updates
+        self.updates = updates and not self.sums_at_once
 
     @property
     def sums_at_once(self) -> bool:

@@ -77,23 +77,6 @@ class _Module(Trained):
         gradients = Gradients(self._read_gradients, marked=False, adding=self._adding)
         self._step = Step(gradients, self._workers, loss_scale, clip_norm)
 
-    @property
-    def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last update together, times `rescale_grad`.
-
-        It is unscaled and not clipped; infinite or NaN if a step was skipped for that, and None
-        before the first. Without a loss scale and `clip_norm`, reading it computes it, before the
-        next backward pass.
-
-        Raises:
-            RuntimeError: the store or servers have the sums of gradients.
-        """
-        if self._store_updates():
-            raise RuntimeError("gradient_norm needs gradients that this process sums, and the "
-                               "store sums them. Valid: a loss scale, clip_norm, or "
-                               "MXNET_UPDATE_ON_KVSTORE=0")
-        return super().gradient_norm
-
     def _decide(self) -> None:
         """loss_scale="auto" is decided when a graph that trains is bound: see `_bindable`."""
 
@@ -243,19 +226,15 @@ class _Module(Trained):
             raise RuntimeError("update() needs an optimizer: call init_optimizer before")
         gradients = self._step.take("update()")
         self._params_dirty = module._params_dirty = True  # a skipped step changed moving averages
-        if self._store_updates():
+        if self._workers.updates:
             self._workers.lay_out(gradient.own for gradient in gradients)
             super().update()
             self._step.finish()
-            return True
-        if self._workers.sums:
-            self._workers.sum(self._step)
-        self._step.apply([module._updater])
-        if self._workers.exchange and not self._has_compared:
-            self.check_ranks()
-            self._has_compared = True
-        self._step.report_overflow(self)
-        return self._step.updated
+        else:
+            if self._workers.sums:
+                self._workers.sum(self._step)
+            self._step.apply([module._updater])
+        return self._end_step()
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""
@@ -311,10 +290,6 @@ class _Module(Trained):
         return [name for name, arrays, grads in zip(group.param_names, group.param_arrays,
                                                     group.grad_arrays)
                 if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
-
-    def _store_updates(self) -> bool:
-        """Whether the store updates weights."""
-        return bool(self._module()._update_on_kvstore) and not self._workers.sums_at_once
 
     def _sums_bfloat16(self) -> bool:
         """Whether it sums bfloat16 gradients of several devices, which MXNet's stores truncate."""

@@ -17,19 +17,7 @@ which it multiplies gradients in float32.
 import enum
 import math
 from contextlib import contextmanager
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Dict,
-    Iterator,
-    List,
-    NoReturn,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Updater
@@ -72,9 +60,6 @@ class Step:
         stage: what the gradients are.
         scale: the loss scale of the gradients; 1 before the first backward pass.
     """
-
-    # `report_overflow` calls it with the Trainer or Module, and the result of `overflows`
-    after_overflow: ClassVar[Optional[Callable[[Any, List[Tuple[str, str]]], None]]] = None
 
     def __init__(self, gradients: Gradients, workers: Any, loss_scale: GivenLossScale,
                  max_norm: Optional[float]) -> None:
@@ -284,13 +269,6 @@ class Step:
         if updated:
             self.skipped_in_a_row, self._has_updated = 0, True
         self.reset()
-
-    def report_overflow(self, trained: Any) -> None:
-        """Reports the operators of forward passes that have overflowed since the last step. If this
-        step was skipped, the reason is logged already."""
-        operators = overflows()
-        if operators and self.updated and Step.after_overflow is not None:
-            Step.after_overflow(trained, operators)
 
     def _multiplier(self, rescale_grad: float) -> float:
         """Returns the factor of gradients, from that of unscaled ones."""

@@ -1,6 +1,7 @@
-"""What a Trainer and a Module show of their step."""
-from typing import Any, List, Optional, Tuple
+"""What a Trainer and a Module have in common: what they show of their step, and its end."""
+from typing import Any, Callable, ClassVar, List, Optional, Tuple
 
+from ..cpu.library import overflows
 from ..parallel import consistency
 from ..parallel.sync import Workers
 from .loss_scale import LossScale
@@ -8,8 +9,10 @@ from .step import Stage, Step
 
 
 class Trained:
-    """What a Trainer and a Module show of their step."""
+    """What a Trainer and a Module have in common."""
 
+    # called with the Trainer or Module, and the result of `overflows`
+    after_overflow: ClassVar[Optional[Callable[[Any, List[Tuple[str, str]]], None]]] = None
     _step: Step
     _workers: Workers
     _has_compared = False  # whether a step has compared ranks since the training began
@@ -59,7 +62,20 @@ class Trained:
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last step together, as the update sees them."""
+        """The norm of all gradients of the last step together, times the optimizer's
+        `rescale_grad`, which a Trainer divides by the batch size.
+
+        It is unscaled and not clipped; infinite or NaN if a step was skipped for that, and None
+        before the first. Without a loss scale and `clip_norm`, reading it computes it, before the
+        next backward pass.
+
+        Raises:
+            RuntimeError: the store or servers have the sums of gradients.
+        """
+        if self._workers.updates:
+            raise RuntimeError("gradient_norm needs gradients that this process sums, and the "
+                               "store sums them. Valid: a loss scale, clip_norm, or "
+                               f"{self._updating_here}")
         return self._step.gradient_norm
 
     def check_ranks(self) -> None:
@@ -75,3 +91,15 @@ class Trained:
         if self._workers.count > 1 and not self._workers.exchange:
             raise RuntimeError(f"check_ranks() needs {self._updating_here}")
         consistency.compare(self._workers, self._compared_state())
+
+    def _end_step(self) -> bool:
+        """Compares ranks after the first step, and reports the operators of forward passes that
+        have overflowed since the last one; the log has the reason of a skipped step already.
+        Returns whether the step updated."""
+        if self._workers.exchange and not self._has_compared:
+            self.check_ranks()
+            self._has_compared = True
+        operators = overflows()
+        if operators and self.updated and Trained.after_overflow is not None:
+            Trained.after_overflow(self, operators)
+        return self.updated

@@ -154,17 +154,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         """The loss scale with its limits; of "auto", as it would be decided now."""
         return self._decided_now(self._params)
 
-    @property
-    def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last step together, divided by the batch size.
-
-        It is unscaled and not clipped. See `Module.gradient_norm`.
-        """
-        if self._update_on_kvstore:
-            raise RuntimeError("gradient_norm needs gradients that this process sums, and servers "
-                               "sum them. Valid: a Trainer with update_on_kvstore=False")
-        return super().gradient_norm
-
     # ---- loss_scale="auto"
 
     def _decided_now(self, parameters: Sequence[Any]) -> LossScale:
@@ -355,16 +344,13 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        """Compares ranks after the first step. Returns whether the step updated."""
-        if self._workers.exchange and not self._has_compared:
-            self.check_ranks()
-            self._has_compared = True
-        self._step.report_overflow(self)
-        if self._step.updated:
+        """Also averages the weights."""
+        updated = super()._end_step()
+        if updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return self._step.updated
+        return updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
