@@ -682,11 +682,22 @@ def backward(loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool = Fal
     _backward("gluon_amp.backward()", loss, several, retain_graph)
 
 
-def _backward(call: str, loss: Arrays,
-              trainers: Sequence[Trainer], retain_graph: bool) -> None:
+def _backward(call: str, loss: Arrays, trainers: Sequence[Trainer], retain_graph: bool) -> None:
     losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    # operations on gradients are not recorded; MXNet's pass runs in one thread at a time
+    with mx.autograd.pause(), _checked_pass(call, trainers, losses) as scale, GRAPH_LOCK:
+        head_gradients = None if scale is None else [
+            _head_gradient(loss.shape, loss.ctx, loss.dtype, scale) for loss in losses]
+        mx.autograd.backward(losses, head_gradients, retain_graph)
+
+
+@contextmanager
+def _checked_pass(call: str, trainers: Sequence[Trainer],
+                  losses: List[Array]) -> Iterator[Optional[float]]:
+    """Checks a backward pass for Trainers, which begins and ends with the `with` block. Yields its
+    scale; None without a loss scale."""
     steps = [trainer._step for trainer in trainers]
-    with mx.autograd.pause(), ExitStack() as stack:  # operations on gradients are not recorded
+    with ExitStack() as stack:
         for trainer in sorted(trainers, key=id):  # one order: threads cannot block each other
             stack.enter_context(trainer._gradients.turn(call))
         for trainer in trainers:
@@ -695,10 +706,13 @@ def _backward(call: str, loss: Arrays,
             stack.enter_context(weights_unwritten(trainer._optimizer))
         scaled = steps[0].loss_scale.scales
         if scaled:
-            _prepare(trainers, losses)
+            with mx.autograd.pause():
+                _prepare(trainers, losses)
         with backward_pass(steps, losses) as scale:
-            _run_backward(losses, scale if scaled else None, retain_graph)
-            _after_pass(trainers, scale)
+            yield scale if scaled else None
+        for trainer in trainers:
+            if trainer.after_pass is not None:
+                trainer.after_pass(scale)
 
 
 def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
@@ -733,24 +747,10 @@ def _check_losses(losses: List[Any]) -> None:
                              "converted networks return float32, but under pure_float16")
 
 
-def _run_backward(losses: List[Array], scale: Optional[float], retain_graph: bool) -> None:
-    """Runs MXNet's backward pass, in one thread at a time, with head gradients of the scale."""
-    head_gradients = None if scale is None else [
-        _head_gradient(loss.shape, loss.ctx, loss.dtype, scale) for loss in losses]
-    with GRAPH_LOCK:
-        mx.autograd.backward(losses, head_gradients, retain_graph)
-
-
 @functools.lru_cache(maxsize=16)
 def _head_gradient(shape: Shape, context: Context, dtype: DType, number: float) -> Array:
     """Returns the head gradient of a loss: an array filled with a number."""
     return mx.nd.full(shape, number, context, dtype)
-
-
-def _after_pass(trainers: Sequence[Trainer], scale: float) -> None:
-    for trainer in trainers:
-        if trainer.after_pass is not None:
-            trainer.after_pass(scale)
 
 
 @contextmanager
@@ -765,19 +765,11 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
     if not isinstance(trainer, Trainer):
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
-    trainer._check_own_weights("scale_loss()")
-    trainer._decide()
-    if not trainer._step.loss_scale.scales:
-        yield loss
-        _after_pass([trainer], 1.0)
-        return
-    several = isinstance(loss, (list, tuple))
-    losses = list(loss) if several else [loss]
-    with trainer._gradients.turn("scale_loss()"), weights_unwritten(trainer._optimizer):
-        with mx.autograd.pause():
-            _prepare([trainer], losses)
-        with backward_pass([trainer._step], losses) as scale:
-            with mx.autograd.record(mx.autograd.is_training()):
-                scaled = [one * scale for one in losses]
-            yield scaled if several else scaled[0]
-        _after_pass([trainer], scale)
+    losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
+    with _checked_pass("scale_loss()", [trainer], losses) as scale:
+        if scale is None:
+            yield loss
+            return
+        with mx.autograd.record(mx.autograd.is_training()):
+            scaled = [one * scale for one in losses]
+        yield scaled if isinstance(loss, (list, tuple)) else scaled[0]
