@@ -82,7 +82,8 @@ def broadcast(workers: Workers, arrays: Sequence[Tuple[Any, str, List[Any]]],
 def agree_on_scale(workers: Workers, loss_scale: Any) -> Any:
     """Returns rank 0's dynamic loss scale; refuses ranks with different kinds of loss scale."""
     state = loss_scale.state_dict()
-    kinds = [k.decode().strip() for k in workers.gather(loss_scale.kind.encode()[:40].ljust(40))]
+    kind = "'dynamic'" if loss_scale.changes else str(loss_scale)
+    kinds = [k.decode().strip() for k in workers.gather(kind.encode()[:40].ljust(40))]
     if not _alike(kinds):
         raise RanksDifferError("ranks have different loss scales. Rank 0, 1, ...: "
                                + ", ".join(kinds))

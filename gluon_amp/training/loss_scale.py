@@ -41,16 +41,11 @@ class LossScale:
         scales: whether gradients are scaled.
         changes: whether steps change the scale.
         was_auto: whether types of gradients have decided it.
-        kind: the name in messages.
     """
     scale: float = 1.0
     scales = False
     changes = False
     was_auto = False
-
-    @property
-    def kind(self) -> str:
-        return "no loss scale"
 
     def update(self, norm: float, used: Optional[float] = None,
                parameters: Iterable[str] = ()) -> LossScale:
@@ -87,7 +82,6 @@ class LossScale:
 
 class AutoLossScale(LossScale):
     """The loss scale that fits the types of gradients, before they are decided."""
-    kind = "loss_scale='auto'"
 
     def for_types(self, types: Collection[str]) -> LossScale:
         decided = LossScale() if not types else DynamicLossScale() if "float16" in types else \
@@ -139,7 +133,6 @@ class DynamicLossScale(LossScale):
 
     scales = True
     changes = True
-    kind = "a dynamic loss scale"
 
     def __post_init__(self) -> None:
         if positive_number(self.minimum, "minimum") > positive_number(self.maximum, "maximum"):
@@ -272,11 +265,6 @@ class StaticLossScale(LossScale):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", positive_number(self.scale, "scale"))
-
-    @property
-    def kind(self) -> str:
-        """The loss scale in words."""
-        return f"the loss scale {self.scale:g}"
 
     def loss(self, cls: type, **kwargs: Any) -> Loss:
         """Returns a Gluon loss whose values and gradients are multiplied by the scale.

@@ -66,7 +66,7 @@ CHANGED = ("net_dense0_weight is not the same on rank 1 as on rank 0. Has one ra
      "ranks train different networks. Parameters of rank 0, 1, ...: 8, 10"),
     ("has_different_network", {"what": "version"}, VERSIONS),
     ("has_different_network", {"what": "scale"},
-     "ranks have different loss scales. Rank 0, 1, ...: a dynamic loss scale, the loss scale 256"),
+     "ranks have different loss scales. Rank 0, 1, ...: 'dynamic', StaticLossScale(scale=256.0)"),
     ("module_has_different_network", {"what": "shape"},
      "ranks train different networks: dense_weight, here "),
     ("module_has_different_network", {"what": "version"}, VERSIONS)])
