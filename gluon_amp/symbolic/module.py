@@ -55,18 +55,10 @@ _OF_MODULE = ("lr", "lr_scheduler", "wd", "rescale_grad", "lr_mult", "wd_mult")
 Pairs = Union[Mapping[str, Any], Sequence[Tuple[str, Any]]]
 
 
-def _wait_for_averages() -> None:
-    """Waits for batch norms, whose updates of moving averages MXNet's executors do not order with
-    what reads the averages."""
-    mx.nd.waitall()
-
-
 class _Module(Trained):
     """The mixin of `Module` and `BucketingModule`."""
 
-    _number = 0  # among this process's distributed Modules
     _states_file: Optional[str] = None  # loaded when the optimizer is initialized
-    _used_scale = 1.0  # in the last backward pass
     _grad_arrays: Any = None  # MXNet's list of arrays, and the gradients in it
     _listed: Sequence[Gradient] = ()
     _updating_here = "MXNET_UPDATE_ON_KVSTORE=0"
@@ -202,7 +194,6 @@ class _Module(Trained):
                     listed = out_grads if isinstance(out_grads, (list, tuple)) else [out_grads]
                     out_grads = [gradient * scale for gradient in listed]
             super().backward(out_grads)
-        self._used_scale = scale
 
     def get_input_grads(self, merge_multi_context: bool = True) -> Any:
         """The same as MXNet's, unscaled."""
@@ -210,8 +201,8 @@ class _Module(Trained):
         if not self._step.loss_scale.scales:
             return grads
         if merge_multi_context:
-            return [g / self._used_scale for g in grads]
-        return [[g / self._used_scale for g in on_devices] for on_devices in grads]
+            return [g / self._step.scale for g in grads]
+        return [[g / self._step.scale for g in on_devices] for on_devices in grads]
 
     @in_turn
     def update(self) -> bool:
@@ -274,10 +265,11 @@ class _Module(Trained):
             raise ValueError(f"{store.CHECKS_FIRST}, and servers update row_sparse parameters. "
                              f"Received: row_sparse{in_names(sparse)}")
         kvstore = store.shared_store(kvstore)
-        self._number = store.servers.add_module(kvstore)
+        number = store.servers.add_module(kvstore)
         if "async" in kvstore.type:
             return kvstore
         self._workers.connect(kvstore)
+        self._workers.owner = f"Module {number}"
         consistency.check_same_network(self._workers, [
             (name, arrays[0], grads[0] is not None) for name, arrays, grads in
             zip(group.param_names, group.param_arrays, group.grad_arrays)])
@@ -305,7 +297,6 @@ class _Module(Trained):
         workers.connect(module._kvstore, updates=bool(module._update_on_kvstore))
         if workers.count == 1:
             return
-        workers.owner = f"Module {self._number}"
         if workers.exchange:
             consistency.broadcast(workers, [
                 (name, name, arrays) for name, arrays in zip(group.param_names,
@@ -324,7 +315,6 @@ class _Module(Trained):
         return consistency.state_of(module._updater, self._step.state(), weights, names)
 
     def _average_statistics(self) -> None:
-        _wait_for_averages()
         module = self._module()
         self._workers.average(module._exec_group.aux_arrays)
         self._params_dirty = module._params_dirty = True
@@ -335,7 +325,7 @@ class _Module(Trained):
         Of several devices, it is the mean. MXNet computes it in the parameters' type, which would
         round or overflow.
         """
-        _wait_for_averages()
+        mx.nd.waitall()  # MXNet's engine does not track the writes of batch norms to averages
         module = self._module()
         dirty, group = self._params_dirty or module._params_dirty, module._exec_group
         args, averages = super().get_params()

@@ -17,7 +17,7 @@ which it multiplies gradients in float32.
 import enum
 import math
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Updater
@@ -53,12 +53,11 @@ class Step:
         skipped: the number of skipped steps.
         skipped_in_a_row: the number of those since the last update.
         updated: whether the last step updated.
-        checked: the operators of graphs without any loss head that ignores the loss scale.
         weights_replaced: whether rank 0's weights have replaced any worker's since the last step,
             so that gradients may belong to earlier weights.
         averages: the moving averages that the step keeps finite; None on a CPU.
         stage: what the gradients are.
-        scale: the loss scale of the gradients; 1 before the first backward pass.
+        scale: the loss scale of the last backward pass; 1 before the first.
     """
 
     def __init__(self, gradients: Gradients, workers: Any, loss_scale: GivenLossScale,
@@ -69,7 +68,6 @@ class Step:
         self.skipped = self.skipped_in_a_row = 0
         self.updated, self._has_updated = True, False
         self.weights_replaced = False
-        self.checked: Set[int] = set()
         self.averages: Optional[MovingAverages] = None
         self._adding_at: Optional[float] = None  # the scale of accumulated gradients
         # the last step's norm, and the names of gradients that are not finite
@@ -77,11 +75,12 @@ class Step:
         # or its gradients, their factor, and their counts of writes
         self._unchecked: Optional[Tuple[Sequence[Gradient], float, Optional[Array]]] = None
         overflows()  # forgets those of earlier passes, such as of a network that was given up
+        self.scale = 1.0
         self.reset()
 
     def reset(self) -> None:
         """Clears the state of the backward passes since the last step."""
-        self.stage, self.scale, self._unscaled = Stage.EMPTY, 1.0, False
+        self.stage, self._unscaled = Stage.EMPTY, False
         self._next_max_norm: Optional[float] = None  # of the next update only
         self._losses: List[Array] = []  # of the backward passes, without graphs
         self.gradients.forget()

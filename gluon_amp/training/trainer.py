@@ -34,7 +34,7 @@ from ..policy import Policy
 from . import checkpoint, masters
 from .gradients import Gradient, Gradients, in_turn, set_to_zero
 from .heads import check_graphs
-from .loss_scale import GivenLossScale, LossScale
+from .loss_scale import AutoLossScale, GivenLossScale, LossScale
 from .moving_averages import MovingAverages, Named
 from .optimizer import (
     check_rescales,
@@ -85,8 +85,6 @@ class Trainer(Trained, mx.gluon.Trainer):
     _kvstore_params: Dict[str, Any]
     # An X-ray's callback after each backward pass, with the pass's scale.
     after_pass: Optional[Callable[[float], None]] = None
-    _servers_connected = False  # only if servers update
-    _is_decided = False  # whether `_decide` has decided
     _is_scalable = False  # whether `__init__` checks that gradients may be scaled
     _compared: Optional[float] = None  # the last rescale_grad that ranks have compared
     _has_updated = False
@@ -104,6 +102,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._averaged: List[Any] = []  # `AveragedWeights`
         self._lists: List[Any] = []  # MXNet's lists of arrays, and the gradients in them
         self._listed: List[Gradient] = []
+        self._without_heads: Set[int] = set()  # operators of graphs without any loss head
         self._workers = Workers()
         self._gradients = Gradients(self._read_gradients)
         self._step = Step(self._gradients, self._workers, loss_scale, clip_norm)
@@ -157,18 +156,17 @@ class Trainer(Trained, mx.gluon.Trainer):
     # ---- loss_scale="auto"
 
     def _decided_now(self, parameters: Sequence[Any]) -> LossScale:
-        """Returns the loss scale that `_decide` would decide now."""
+        """Returns the loss scale, of "auto" the one that `_decide` would decide now."""
         loss_scale = self._step.loss_scale
-        return loss_scale if self._is_decided else loss_scale.for_types(
-            types_of_gradients(parameters))
+        return loss_scale.for_types(types_of_gradients(parameters)) \
+            if isinstance(loss_scale, AutoLossScale) else loss_scale
 
     def _decide(self) -> None:
         """Decides loss_scale="auto". If the network was converted since `__init__`, checks what
         that checks."""
-        if self._is_decided:
+        if not isinstance(self._step.loss_scale, AutoLossScale):
             return
         self._step.loss_scale = self._decided_now(self._params)
-        self._is_decided = True
         if self._step.loss_scale.scales and not self._is_scalable:
             check_scalable(self._optimizer)
             check_rescales(self._optimizer)
@@ -425,9 +423,8 @@ class Trainer(Trained, mx.gluon.Trainer):
     def _connect(self) -> None:
         """Creates the store, if there is none. The optimizer is sent to servers in the first step,
         because it cannot change there."""
-        if not self._kv_initialized and self._servers_update():
-            self._connect_servers()
-        elif not self._kv_initialized:
+        self._connect_servers()
+        if not (self._kv_initialized or self._workers.sums):
             self._init_kvstore()
 
     def _broadcast_parameters(self) -> None:
@@ -479,9 +476,8 @@ class Trainer(Trained, mx.gluon.Trainer):
         """Creates the store of servers that update. With an optimizer they can do nothing else, so
         before that, ranks compare their networks and get rank 0's parameters."""
         self._decide()
-        if self._servers_connected or not self._servers_update():
+        if self._workers.sums or not self._servers_update():
             return
-        self._servers_connected = True
         kvstore, workers = self._kvstore_params["kvstore"], self._workers
         if "async" not in kvstore.type:
             workers.connect(kvstore)
@@ -723,12 +719,13 @@ def _prepare(trainers: Sequence[Trainer], losses: List[Array]) -> None:
     steps = [trainer._step for trainer in trainers]
     operators = graph_operators(losses)
     # a graph is read if it has an operator that is in no earlier graph without any loss head
-    if scale_of_pass(steps) == 1 or all(operators <= step.checked for step in steps):
+    if scale_of_pass(steps) == 1 \
+            or all(operators <= trainer._without_heads for trainer in trainers):
         return
     gradients = [gradient.own for step in steps for gradient in step.gradients.read()]
     if not check_graphs(losses, gradients):
-        for step in steps:
-            step.checked |= operators
+        for trainer in trainers:
+            trainer._without_heads |= operators
 
 
 def _check_losses(losses: List[Any]) -> None:
