@@ -364,22 +364,16 @@ class _Module(Trained):
             ValueError: the file is damaged or does not fit. Nothing changes.
         """
         module = self._module()
-        states, maker, training = files.read(fname, module._optimizer, _OF_MODULE)
-        updater = self._updater_in_use()
-        files.check_here(updater)
+        saved = files.read(fname, module._optimizer, _OF_MODULE)
         group = self._numbered()._exec_group
         trained = [(i, name) for i, name in enumerate(group.param_names)
                    if group.grad_arrays[i][0] is not None]
         devices = 0 if module._update_on_kvstore else len(module._context)
-        with files.one_error(fname):
-            weights = self._weights() if devices else {
-                name: (name, group.param_arrays[i][0]) for i, name in trained}
-            fitting = files.fit_states(fname, files.renumber(states, trained, devices), maker,
-                                       weights)
-            files.carry_counts(maker, [c.device_id for c in module._context],
-                               lambda counts: files.renumber(counts, trained, devices))
-            self._step.load(training)
-        files.give([updater], [fitting], maker)
+        weights = self._weights() if devices else {
+            name: (name, group.param_arrays[i][0]) for i, name in trained}
+        files.load(fname, saved, [self._updater_in_use()], self._step, weights,
+                   [c.device_id for c in module._context],
+                   lambda numbered: files.renumber(numbered, trained, devices))
 
     def _updater_in_use(self) -> Any:
         """Returns the updater of this process; None if servers update."""

@@ -18,6 +18,7 @@ from .settings import restored, settings_of
 from .step import Step
 
 _LONGEST_NAME = 10 ** 4  # whose numbers are compared as numbers
+Contents = Tuple[Dict[Any, Any], Optimizer, Dict[str, Any]]
 
 
 def save(fname: str, updater: Updater, step: Step, saves_scheduler: bool = True,
@@ -39,8 +40,7 @@ def save(fname: str, updater: Updater, step: Step, saves_scheduler: bool = True,
                                              {**others, **step.state()}))
 
 
-def read(fname: str, mine: Optimizer, keep: Collection[str] = ()
-         ) -> Tuple[Dict[Any, Any], Optimizer, Dict[str, Any]]:
+def read(fname: str, mine: Optimizer, keep: Collection[str] = ()) -> Contents:
     """Reads a file of optimizer states.
 
     Args:
@@ -75,10 +75,30 @@ def check_here(updater: Optional[Updater]) -> None:
                          "MXNET_UPDATE_ON_KVSTORE=0")
 
 
-def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]],
-         optimizer: Optimizer) -> None:
-    """Sets the states of updaters of MXNet, on any device, and the attributes of their optimizer.
-    The optimizer, and a scheduler of the user's class, stay the script's objects."""
+def load(fname: str, saved: Contents, updaters: Sequence[Updater], step: Step,
+         weights: Mapping[Any, Tuple[str, Any]], devices: Sequence[int],
+         renumbered: Callable[[Dict[Any, Any]], Dict[Any, Any]] = dict) -> None:
+    """Sets the states of MXNet's updaters, the attributes of their optimizer, and the state of the
+    step. The optimizer, and a scheduler of the user's class, stay the script's objects. An error
+    changes nothing.
+
+    Args:
+        fname: the path of the file.
+        saved: the result of `read`.
+        updaters: the updater of each device, or one for all; [None] if servers update.
+        step: the step.
+        weights: for each number of a state a parameter's name and its array.
+        devices: the device ids.
+        renumbered: renumbers states and counts of updates.
+    """
+    check_here(updaters[0])
+    states, optimizer, training = saved
+    with one_error(fname):
+        _check_order(training.get("names", []), [name for name, _ in weights.values()])
+        states = _fitting(fname, renumbered(states), optimizer, weights)
+        _carry_counts(optimizer, devices, renumbered)
+        copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
+        step.load(training)
     mine = updaters[0].optimizer
     scheduler = mine.lr_scheduler
     if type(scheduler) is type(optimizer.lr_scheduler) and not is_of_mxnet(type(scheduler)) \
@@ -86,7 +106,7 @@ def give(updaters: Sequence[Updater], states: Sequence[Dict[Any, Any]],
         vars(scheduler).update(vars(optimizer.lr_scheduler))
         optimizer.lr_scheduler = scheduler
     vars(mine).update(vars(optimizer), param_dict=mine.param_dict)
-    for updater, of_updater in zip(updaters, states):
+    for updater, of_updater in zip(updaters, copies):
         updater.states, updater.states_synced = of_updater, dict.fromkeys(of_updater, False)
 
 
@@ -101,17 +121,11 @@ def one_error(fname: str) -> Iterator[None]:
         raise ValueError(f"{fname} does not fit: {error}") from error
 
 
-def fit_states(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
-               weights: Mapping[Any, Tuple[str, Any]]) -> Dict[Any, Any]:
+def _fitting(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
+             weights: Mapping[Any, Tuple[str, Any]]) -> Dict[Any, Any]:
     """Returns states for these weights. That of a float32 weight becomes one of a 16-bit weight,
-    with a master weight; any other layout than that of a new state is refused.
-
-    Args:
-        fname: the path of the file.
-        states: its states.
-        optimizer: its optimizer, which gets the types of the weights.
-        weights: for each index a parameter's name and its array.
-    """
+    with a master weight; any other layout than that of a new state is refused. The optimizer gets
+    the types of the weights."""
     copied = with_masters(copy.deepcopy(optimizer))  # it may change in `create_state`
     fitting = {}
     for i, state in states.items():
@@ -161,26 +175,20 @@ def renumber(numbered: Dict[Any, Any], trained: Sequence[Tuple[int, str]],
     return {i * devices + k: copy.deepcopy(values[i]) for i, _ in trained for k in range(devices)}
 
 
-def carry_counts(optimizer: Optimizer, devices: Sequence[int],
-                 numbered: Callable[[Dict[Any, int]], Dict[Any, int]] = dict) -> None:
+def _carry_counts(optimizer: Optimizer, devices: Sequence[int],
+                  renumbered: Callable[[Dict[Any, int]], Dict[Any, int]]) -> None:
     """Copies the counts of updates to each device. MXNet counts for each device; on a device that
-    the file lacks, Adam's step would restart at 0.
-
-    Args:
-        optimizer: the file's optimizer.
-        devices: the device ids.
-        numbered: renumbers the counts.
-    """
+    the file lacks, Adam's step would restart at 0."""
     saved = optimizer._all_index_update_counts
     together = {index: count for counts in saved.values() for index, count in counts.items()}
     optimizer._all_index_update_counts = {
-        device: numbered({**together, **saved.get(device, {})}) for device in {0, *devices}}
+        device: renumbered({**together, **saved.get(device, {})}) for device in {0, *devices}}
     optimizer._index_update_count = optimizer._all_index_update_counts[0]
 
 
-def check_order(saved: Sequence[str], names: Sequence[str]) -> None:
+def _check_order(saved: Sequence[str], names: Sequence[str]) -> None:
     """Refuses a file with the same number of parameters in another order."""
-    if len(saved) == len(names) and (max(map(len, saved)) > _LONGEST_NAME
+    if saved and len(saved) == len(names) and (max(map(len, saved)) > _LONGEST_NAME
                                      or order_of(saved) != order_of(names)):
         raise ValueError(f"it holds the parameters in another order, {', '.join(saved[:3]):.200}, "
                          f"than here, {', '.join(names[:3])}: names sort dense10 before dense9. "

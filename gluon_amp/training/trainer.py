@@ -7,7 +7,6 @@
 """
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -581,29 +580,23 @@ class Trainer(Trained, mx.gluon.Trainer):
         """
         self._check_own_weights("load_states()")
         self._decide()
-        states, maker, training = checkpoint.read(fname, self._optimizer)
+        saved = checkpoint.read(fname, self._optimizer)
         weights = {i: (p.name, (p._data or p.list_data())[0].as_nd_ndarray())  # its error
                    for i, p in enumerate(self._params)}
+        *_, training = saved
+        averages = training.get("averaged", [])
         with checkpoint.one_error(fname):
-            checkpoint.check_order(training.get("names", []), [p.name for p in self._params])
-            averaged = training.get("averaged", [])
-            if averaged and len(averaged) != len(self._averaged):
-                raise ValueError(f"it holds {counted(len(averaged), 'average')} of weights, and "
+            if averages and len(averages) != len(self._averaged):
+                raise ValueError(f"it holds {counted(len(averages), 'average')} of weights, and "
                                  f"this Trainer has {len(self._averaged)}. Create AveragedWeights "
                                  "before, as when it was saved")
-            for mine, saved in zip(self._averaged, averaged):
-                mine._check(saved)
-            states = checkpoint.fit_states(fname, states, maker, weights)
+            for averaged, state in zip(self._averaged, averages):
+                averaged._check(state)
         self._broadcast_parameters()
-        updaters = self._all_updaters()
-        checkpoint.check_here(updaters[0])
-        with checkpoint.one_error(fname):
-            checkpoint.carry_counts(maker, [c.device_id for c in self._contexts])
-            copies = [states, *(copy.deepcopy(states) for _ in updaters[1:])]
-            self._step.load(training)
-        checkpoint.give(updaters, copies, maker)
-        for mine, saved in zip(self._averaged, averaged or [None] * len(self._averaged)):
-            mine._load(saved)
+        checkpoint.load(fname, saved, self._all_updaters(), self._step, weights,
+                        [c.device_id for c in self._contexts])
+        for averaged, state in zip(self._averaged, averages or [None] * len(self._averaged)):
+            averaged._load(state)
         self._has_compared = False
 
     def _all_updaters(self) -> List[Any]:
