@@ -1,8 +1,7 @@
 """What a step refuses, and why it skips: errors and log messages."""
 import logging
 import math
-from dataclasses import dataclass
-from typing import Any, Collection, NoReturn, Sequence
+from typing import Any, Callable, Collection, NoReturn, Sequence
 
 from .._mxnet import np
 from ..checks import in_names
@@ -101,71 +100,62 @@ def log_replaced_weights() -> None:
                 "once before you create the Trainer to avoid this")
 
 
-@dataclass
-class Skip:
-    """A skipped step.
+def skip(in_a_row: int, overflowed: Sequence[str], loss_is_finite: bool, loss_scale: LossScale,
+         used: float, circumstances: Callable[[], str]) -> LossScale:
+    """Logs why a step is skipped. Returns the loss scale of the next step. Raises LossScaleError if
+    no scale helps.
 
-    Attributes:
+    Args:
         in_a_row: the number of skipped steps since the last update.
-        gradients: the gradients of the step.
-        overflowed: the names of those that are not finite.
-        scale: their loss scale.
-        losses: the losses of the backward passes, or a Module's outputs.
-        of_outputs: whether `losses` are outputs.
-        has_updated: whether any step has updated.
+        overflowed: the names of gradients that are not finite.
+        loss_is_finite: whether the losses of all ranks are finite.
+        loss_scale: the loss scale of this step.
+        used: the scale of its gradients.
+        circumstances: returns what narrows down the cause.
     """
-    in_a_row: int
-    gradients: Sequence[Any]
-    overflowed: Sequence[str]
-    scale: float
-    losses: Sequence[Any]
-    of_outputs: bool
-    has_updated: bool
+    names = in_names(overflowed)
+    if not loss_is_finite:
+        reason = "the loss itself is not finite at any loss scale: check the data. " \
+                 "gluon_amp.explain(net, batch, loss_fn) names what overflows, and states " \
+                 "if float32 is not finite either"
+    elif loss_scale.changes:
+        try:
+            lowered = loss_scale.update(math.inf, used, overflowed)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error}. {circumstances()}") from None
+        # a dynamic scale skips single steps; several in a row are worth a warning
+        several = in_a_row == _SEVERAL
+        log.log(logging.WARNING if several else logging.INFO,
+                "%s skipped%s: gradients not finite%s; loss scale %g -> %g",
+                f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
+                in_names(overflowed, most=1), used, lowered.scale)
+        return lowered
+    else:
+        reason = f"gradients are not finite{names} at the loss scale {used:g}, which " \
+                 "is static: lower it, or use loss_scale='dynamic'" if used != 1 else \
+                 f"gradients are not finite{names}, without a loss scale"
+        reason += ". gluon_amp.explain(net, batch, loss_fn, loss_scale) names the first node " \
+                  "that is not finite"
+    reason = f"{reason}. {circumstances()}"
+    if in_a_row >= PATIENCE:
+        raise LossScaleError(f"{in_a_row} steps skipped in a row: {reason}")
+    # in a row, the reason is the same: the error at the end repeats it once
+    log.log(logging.WARNING if in_a_row == 1 else logging.INFO, "step skipped: %s", reason)
+    return loss_scale
 
-    def report(self, loss_is_finite: bool, loss_scale: LossScale) -> LossScale:
-        """Logs the reason. Returns the loss scale of the next step. Raises LossScaleError if no
-        scale helps."""
-        names = in_names(self.overflowed)
-        if not loss_is_finite:
-            reason = "the loss itself is not finite at any loss scale: check the data. " \
-                     "gluon_amp.explain(net, batch, loss_fn) names what overflows, and states " \
-                     "if float32 is not finite either"
-        elif loss_scale.changes:
-            try:
-                lowered = loss_scale.update(math.inf, self.scale, self.overflowed)
-            except LossScaleError as error:
-                raise LossScaleError(f"{error}. {self._circumstances()}") from None
-            # a dynamic scale skips single steps; several in a row are worth a warning
-            several = self.in_a_row == _SEVERAL
-            log.log(logging.WARNING if several else logging.INFO,
-                    "%s skipped%s: gradients not finite%s; loss scale %g -> %g",
-                    f"{_SEVERAL} steps" if several else "step", " in a row" if several else "",
-                    in_names(self.overflowed, most=1), self.scale, lowered.scale)
-            return lowered
-        else:
-            reason = f"gradients are not finite{names} at the loss scale {self.scale:g}, which " \
-                     "is static: lower it, or use loss_scale='dynamic'" if self.scale != 1 else \
-                     f"gradients are not finite{names}, without a loss scale"
-            reason += ". gluon_amp.explain(net, batch, loss_fn, loss_scale) names the first node " \
-                      "that is not finite"
-        reason = f"{reason}. {self._circumstances()}"
-        if self.in_a_row >= PATIENCE:
-            raise LossScaleError(f"{self.in_a_row} steps skipped in a row: {reason}")
-        # in a row, the reason is the same: the error at the end repeats it once
-        log.log(logging.WARNING if self.in_a_row == 1 else logging.INFO, "step skipped: %s", reason)
-        return loss_scale
 
-    def _circumstances(self) -> str:
-        """Returns what narrows down the cause: the mean of the loss, weights that are not finite,
-        and whether the learning rate can be the cause."""
-        losses = [to_float32(loss).asnumpy().ravel() for loss in self.losses]
-        with np.errstate(invalid="ignore", over="ignore"):
-            mean = np.mean(np.concatenate(losses), dtype=np.float64) if losses else math.nan
-        dense = [g for g in self.gradients if g.weight.stype == "default"]
-        weights = not_finite([g.name for g in dense], squares([g.weight for g in dense]))
-        cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
-        if self.has_updated:
-            cause += "If the loss has grown, lower the learning rate"
-        else:
-            cause += "No step has updated the weights, so the learning rate is not the cause"
-        return f"The mean of the {'outputs' if self.of_outputs else 'loss'} is {mean:.6g}. {cause}"
+def circumstances(gradients: Sequence[Any], losses: Sequence[Any], of_outputs: bool,
+                  has_updated: bool) -> str:
+    """Returns the mean of the losses, or of a Module's outputs, weights that are not finite, and
+    whether the learning rate can be the cause: only if a step has updated."""
+    numbers = [to_float32(loss).asnumpy().ravel() for loss in losses]
+    with np.errstate(invalid="ignore", over="ignore"):
+        mean = np.mean(np.concatenate(numbers), dtype=np.float64) if numbers else math.nan
+    dense = [g for g in gradients if g.weight.stype == "default"]
+    weights = not_finite([g.name for g in dense], squares([g.weight for g in dense]))
+    cause = f"The weights are not finite{in_names(weights)}. " if weights else ""
+    if has_updated:
+        cause += "If the loss has grown, lower the learning rate"
+    else:
+        cause += "No step has updated the weights, so the learning rate is not the cause"
+    return f"The mean of the {'outputs' if of_outputs else 'loss'} is {mean:.6g}. {cause}"

@@ -283,11 +283,12 @@ class Step:
         if self.averages is not None:
             self.averages.restore()
         self.skipped_in_a_row += 1
-        skip = refusals.Skip(self.skipped_in_a_row, gradients, overflowed, self.scale,
-                             self._losses, not self.gradients.marked, self._has_updated)
         # an overflow on one worker is an overflow on all, so all exchange this
         is_finite = arrays.all_finite([arrays.to_float32(loss) for loss in self._losses])
-        self.loss_scale = skip.report(not self._workers.any(not is_finite), self.loss_scale)
+        self.loss_scale = refusals.skip(
+            self.skipped_in_a_row, overflowed, not self._workers.any(not is_finite),
+            self.loss_scale, self.scale, lambda: refusals.circumstances(
+                gradients, self._losses, not self.gradients.marked, self._has_updated))
 
     # ---- the last step
 
