@@ -441,26 +441,16 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._workers.register_trainer()
 
     def _init_params(self) -> None:
-        if not self._workers.exchange:
-            self._init_params_of_one_worker()
+        if not self._store_is_dist or self._update_on_kvstore:
+            self._workers.lay_out((array for p in self._params for array in p.list_data()),
+                                  predicted=True)
+            super()._init_params()
             return
         consistency.check_same_network(self._workers, _described(self._params))
         self._step.loss_scale = consistency.agree_on_scale(self._workers, self._step.loss_scale)
         self._step.weights_replaced = consistency.broadcast(self._workers, [
             (self._param2idx[p.name], p.name, p.list_data()) for p in self._params], False)
         self._params_to_init = []
-
-    def _init_params_of_one_worker(self) -> None:
-        if not self._store_is_dist or self._update_on_kvstore:
-            self._workers.lay_out((array for p in self._params for array in p.list_data()),
-                                  predicted=True)
-            super()._init_params()
-            return
-        ready = [p for p in self._params_to_init if not p._deferred_init]
-        if ready:
-            self._workers.broadcast([(self._param2idx[p.name], p.list_data()) for p in ready],
-                                    False)
-            self._params_to_init = [p for p in self._params_to_init if p._deferred_init]
 
     def _servers_update(self) -> bool:
         """Whether MXNet's servers update weights."""
