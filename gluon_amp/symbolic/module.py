@@ -36,10 +36,8 @@ from ..training.heads import refuse as refuse_heads
 from ..training.loss_scale import GivenLossScale
 from ..training.moving_averages import MovingAverages, Named
 from ..training.optimizer import (
-    check_rescales,
     check_scalable,
     given_optimizer,
-    is_of_mxnet,
     optimizer_class,
     weights_unwritten,
     with_masters,
@@ -136,11 +134,7 @@ class _Module(Trained):
         by_name = not isinstance(optimizer, mx.optimizer.Optimizer)
         chosen: Any = optimizer_class(optimizer) if by_name else optimizer
         if self._step.loss_scale.scales:
-            check_scalable(chosen)
-            if not by_name:
-                check_rescales(chosen)
-            elif not is_of_mxnet(chosen):
-                check_rescales(chosen(**dict(optimizer_params)))
+            check_scalable(chosen(**dict(optimizer_params)) if by_name else chosen)
         group = module._exec_group
         for name, weights in zip(group.param_names, group.param_arrays):
             # a checkpoint may have another type, which a kvstore would refuse

@@ -13,7 +13,7 @@ from ..annotations import Optimizer, Updater
 from ..checks import counted, message, order_of
 from ..cpu.arrays import dtype_name, is_16bit
 from . import old_state_file, state_file
-from .optimizer import is_of_mxnet, master_in, with_masters
+from .optimizer import check_scalable, is_of_mxnet, master_in, with_masters
 from .settings import restored, settings_of
 from .step import Step
 
@@ -94,6 +94,8 @@ def load(fname: str, saved: Contents, updaters: Sequence[Updater], step: Step,
     check_here(updaters[0])
     states, optimizer, training = saved
     with one_error(fname):
+        if step.loss_scale.scales:
+            check_scalable(optimizer)
         _check_order(training.get("names", []), [name for name, _ in weights.values()])
         states = _fitting(fname, renumbered(states), optimizer, weights)
         _carry_counts(optimizer, devices, renumbered)

@@ -249,23 +249,23 @@ def _split(optimizer: Optimizer, state: Any) -> Tuple[Array, Any]:
 
 def check_scalable(optimizer: Optimizer) -> None:
     """Refuses optimizers without support for a loss scale: LBSGD, which reads gradients before
-    `rescale_grad`, those of a static pair, and Horovod's."""
+    `rescale_grad`, those of a static pair, Horovod's, and those that ignore `rescale_grad`."""
     scale = getattr(optimizer, "static_loss_scale", None)
     if scale is not None:
         raise ValueError(f"this optimizer is one half of the static pair of {scale:g}, for "
                          "MXNet's own Trainer and Module: it would unscale the gradients twice. "
                          "Give an optimizer of gluon_amp.optimizer, or no loss_scale")
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    if issubclass(cls, mx.optimizer.LBSGD):
+    if isinstance(optimizer, mx.optimizer.LBSGD):
         raise ValueError("lbsgd adds up and measures gradients before they are unscaled, so no "
                          "loss scale fits it. Use lars or lamb. Received: lbsgd")
-    if cls.__module__.partition(".")[0] == "horovod":
+    if type(optimizer).__module__.partition(".")[0] == "horovod":
         raise ValueError("Horovod's DistributedOptimizer sums gradients within the update, which "
                          "this Trainer may skip, so that other ranks would wait: give the plain "
                          "optimizer, and kvstore='horovod'")
+    _check_rescales(optimizer)
 
 
-def check_rescales(optimizer: Optimizer) -> None:
+def _check_rescales(optimizer: Optimizer) -> None:
     """Refuses an optimizer of a user's class that ignores `rescale_grad`, and so the loss scale. A
     copy of it updates two numbers."""
     cls = _class_of_update(type(optimizer))

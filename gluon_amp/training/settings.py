@@ -13,7 +13,7 @@ from typing import Any, Collection, Dict, Mapping, Optional
 
 from .._mxnet import mx, np
 from ..annotations import Optimizer
-from .optimizer import check_scalable, is_of_mxnet
+from .optimizer import is_of_mxnet
 from .state_file import Saved, Settings
 
 _MOST = 2 ** 31 - 1  # updates
@@ -70,7 +70,6 @@ def restored(saved: Saved, mine: Optimizer, keep: Collection[str]) -> Optimizer:
          # MXNet's lr may be None with a scheduler
          {**usual, "lr": None} if optimizer.lr_scheduler is not None else usual, keep)
     optimizer.multi_precision = optimizer.multi_precision or mine.multi_precision
-    check_scalable(optimizer)
     _check_items("lr_mult", optimizer.lr_mult, _is_number)
     _check_items("wd_mult", optimizer.wd_mult, _is_number)
     for counts in optimizer._all_index_update_counts.values():

@@ -35,12 +35,7 @@ from .gradients import Gradient, Gradients, in_turn, set_to_zero
 from .heads import check_graphs
 from .loss_scale import AutoLossScale, GivenLossScale, LossScale
 from .moving_averages import MovingAverages, Named
-from .optimizer import (
-    check_rescales,
-    check_scalable,
-    given_optimizer,
-    weights_unwritten,
-)
+from .optimizer import check_scalable, given_optimizer, weights_unwritten
 from .optimizer import optimizer as make_optimizer
 from .step import Stage, Step, backward_pass, scale_of_pass
 from .trained import Trained
@@ -144,7 +139,6 @@ class Trainer(Trained, mx.gluon.Trainer):
             optimizer, optimizer_params = make_optimizer(optimizer, **optimizer_params), None
         if self._is_scalable:
             check_scalable(optimizer)
-            check_rescales(optimizer)
         super()._init_optimizer(given_optimizer(optimizer), optimizer_params)
 
     @property
@@ -168,7 +162,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._step.loss_scale = self._decided_now(self._params)
         if self._step.loss_scale.scales and not self._is_scalable:
             check_scalable(self._optimizer)
-            check_rescales(self._optimizer)
             config = self._kvstore_params
             store.check_kvstore(config["kvstore"], config["update_on_kvstore"], self._params)
             config["update_on_kvstore"] = False

@@ -200,6 +200,14 @@ def test_states_of_a_float32_module_load_in_float16(context, optimizer, tmp_path
     assert any(isinstance(state, tuple) and state[1].dtype == np.float32 for state in states)
 
 
+def test_states_that_are_saved_before_an_update_have_the_numbers_of_the_module(tmp_path):
+    mod, other = made(net(), context=TWO), made(net())
+    train(mod, 2)
+    mod.save_optimizer_states(str(tmp_path / "states"))
+    other.load_optimizer_states(str(tmp_path / "states"))
+    assert sorted(other._updater.states) == [i // 2 for i in sorted(mod._updater.states)][::2]
+
+
 def test_optimizer_object_gets_master_weights_as_name_does():
     settings = {"learning_rate": 0.01, "rescale_grad": 1 / 6}
     names = ["conv_weight", "conv_bias", "bn_gamma", "bn_beta", "fc_weight", "fc_bias"]

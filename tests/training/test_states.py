@@ -86,6 +86,28 @@ def test_loaded_trainer_continues_bitwise(name, path, tmp_path):
     assert same(everything(net, trainer), everything(other, resumed))
 
 
+def test_optimizer_of_the_script_stays_that_of_its_trainer(path):
+    net = make()
+    optimizer = mx.optimizer.Adam(learning_rate=0.01)
+    trainer = amp.Trainer(net.collect_params(), optimizer)
+    fit(net, trainer)
+    trainer.save_states(path)
+    fit(net, trainer)
+    trainer.load_states(path)
+    optimizer.set_learning_rate(0.5)
+    assert (trainer.learning_rate, optimizer.num_update) == (0.5, 3)
+    assert optimizer.param_dict[0] is trainer._params[0]
+
+
+def test_an_optimizer_for_which_there_is_no_loss_scale_loads_without_one(path):
+    net = make("float32")
+    trainer = of(net, "lbsgd", loss_scale=None)
+    fit(net, trainer)
+    trainer.save_states(path)
+    trainer.load_states(path)
+    assert trainer.optimizer.num_update == 3
+
+
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("policy", ["float16", "float32"])
 def test_file_of_gluon_trainer_loads(name, policy, path):
