@@ -118,7 +118,7 @@ def _step(net: Network, trainer: GluonTrainer, loss_fn: LossFunction,
 
 def _mean_over_ranks(trainer: Trainer, loss: float) -> float:
     """Returns the mean loss over ranks, so that all stop at the same rate and propose the same."""
-    losses = trainer._workers.gather(struct.pack("d", loss))
+    losses = trainer.gather(struct.pack("d", loss))
     return sum(struct.unpack("d", one)[0] for one in losses) / len(losses)
 
 

@@ -17,7 +17,7 @@ which it multiplies gradients in float32.
 import enum
 import math
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
 from .._mxnet import mx
 from ..annotations import Array, Updater
@@ -113,26 +113,28 @@ class Step:
         if scaled and self.gradients.marked:
             others = [g for g, is_marked in zip(gradients, self.gradients.marks()) if is_marked]
             if others:
-                self._refuse(others)
-        new = self.gradients.find_new(scaled)
+                self._refuse(refusals.other_pass, [g.name for g in others])
+        new = self.find_new()
         if len(new) < len(gradients) and not (ignore_stale and new):
             refusals.stale([gradient.name for gradient in gradients if not gradient.is_new])
         self.gradients.count_writes()
         return new
 
-    def _refuse(self, others: Sequence[Gradient]) -> NoReturn:
+    def _refuse(self, refusal: Callable[..., NoReturn], *arguments: Any) -> NoReturn:
+        """Refuses the gradients: another backward pass may begin."""
         self.reset()
-        refusals.other_pass([gradient.name for gradient in others])
+        refusal(*arguments)
 
     def guard(self) -> None:
         """Refuses later writes of other code, if the update would not use or would unscale them."""
         if self.loss_scale.scales or self._unscaled:
             self.gradients.guard()
 
-    def _refuse_written(self) -> NoReturn:
-        names, scale, unscaled = self.gradients.written(), self.scale, self._unscaled
-        self.reset()
-        refusals.written(names, scale, unscaled, self.gradients.marked)
+    def _check_unwritten(self) -> None:
+        """Refuses gradients that other code has written since `guard`."""
+        names = self.gradients.written()
+        if names:
+            self._refuse(refusals.written, names, self.scale, self._unscaled, self.gradients.marked)
 
     # ---- a backward pass
 
@@ -150,10 +152,9 @@ class Step:
         others = [g for g, is_marked in zip(gradients, self.gradients.marks(clear=is_first))
                   if self.gradients.marked and is_marked and (g.adds or not is_first)]
         if others and not (is_first and are_zero(others)):
-            self._refuse(others)
+            self._refuse(refusals.other_pass, [g.name for g in others])
         if self.stage is Stage.SUMMED and added:
-            self.reset()
-            refusals.summed("update(batch_size), or zero_grad(), before backward()")
+            self._refuse(refusals.summed, "update(batch_size), or zero_grad(), before backward()")
         if self.stage is not Stage.SCALED:  # after a pass that failed; or they were summed
             for gradient in gradients:
                 gradient.is_new = False
@@ -174,8 +175,7 @@ class Step:
         self.stage, self.scale, self._unscaled = Stage.SCALED, scale, False
         self._next_max_norm = None
         self._losses += [loss.detach() for loss in losses]
-        if self.loss_scale.scales:
-            self.gradients.guard()
+        self.guard()
 
     # ---- between the backward pass and the update
 
@@ -185,16 +185,14 @@ class Step:
             return
         # without a scale, loss.backward() may have written other gradients since
         if self.stage is Stage.SUMMED and self.loss_scale.scales or self._unscaled:
-            unscaled = self._unscaled
-            self.reset()
-            refusals.summed("update(batch_size), not step(), after it", unscaled)
+            self._refuse(refusals.summed, "update(batch_size), not step(), after it",
+                         self._unscaled)
         self.stage = Stage.SUMMED
 
     def unscale(self) -> List[Gradient]:
         """Replaces the gradients by unscaled ones, 16-bit ones in float32."""
         gradients = self.take("unscale()")
-        if self.gradients.written():
-            self._refuse_written()
+        self._check_unwritten()
         if self._unscaled:
             refusals.unscaled_twice()
         for g in gradients:
@@ -207,8 +205,7 @@ class Step:
     def clip(self, max_norm: float, rescale_grad: float) -> float:
         """Clips the gradients of the next update. Returns their norm before."""
         gradients = self.take("clip_norm()")
-        if self.gradients.written():
-            self._refuse_written()
+        self._check_unwritten()
         self.guard()
         self._next_max_norm = max_norm
         norm, _ = self.gradients.check(gradients, self.averages, self._workers.sums)()
@@ -228,7 +225,7 @@ class Step:
         rescale_grad = optimizer.rescale_grad
         multiplier = self._multiplier(rescale_grad)
         checks = self.checks_gradients or self.weights_replaced or self._next_max_norm is not None
-        gradients = self.gradients.find_new(self.loss_scale.scales)
+        gradients = self.find_new()
         checks = checks or any(gradient.array is not gradient.own for gradient in gradients)
         if checks:
             check = self.gradients.check(gradients, self.averages, self._workers.sums)
@@ -238,8 +235,7 @@ class Step:
         updates, max_norm = True, self._next_max_norm or self.max_norm
         if checks:
             norm, overflowed = check()
-            if self.gradients.written():
-                self._refuse_written()
+            self._check_unwritten()
             self._last, self._unchecked = (norm * multiplier, overflowed), None
             if self._workers.exchange:
                 norm = self._workers.largest_after_sum(norm)
