@@ -135,8 +135,7 @@ class _Module(Trained):
         chosen: Any = optimizer_class(optimizer) if by_name else optimizer
         if self._step.loss_scale.scales:
             check_scalable(chosen(**dict(optimizer_params)) if by_name else chosen)
-        group = module._exec_group
-        for name, weights in zip(group.param_names, group.param_arrays):
+        for name, weights, _ in _parameters(module):
             # a checkpoint may have another type, which a kvstore would refuse
             module._arg_params[name] = module._arg_params[name].astype(weights[0].dtype,
                                                                        copy=False)
@@ -223,15 +222,14 @@ class _Module(Trained):
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""
-        group = self._module()._exec_group
+        module = self._module()
+        group, devices = module._exec_group, len(module._context)
         if group.grad_arrays is not self._grad_arrays:  # a new list after each change
             numbers = {name: i for i, name in enumerate(self._numbered()._exec_group.param_names)}
-            devices = len(self._module()._context)
             self._grad_arrays, self._listed = group.grad_arrays, [
                 Gradient(name, numbers[name] * devices + device, name, device, weight, own, own,
                          group.grad_req[name] == "add")
-                for name, weights, grads in zip(group.param_names, group.param_arrays,
-                                                group.grad_arrays)
+                for name, weights, grads in _parameters(module)
                 if grads[0] is not None for device, (weight, own) in enumerate(zip(weights, grads))]
         return self._listed
 
@@ -253,7 +251,6 @@ class _Module(Trained):
 
     def _check_workers(self, kvstore: KVStore) -> object:
         """Connects a distributed store before MXNet initializes its parameters."""
-        group = self._module()._exec_group
         sparse = self._sparse()
         if sparse and self._step.checks_gradients:
             raise ValueError(f"{store.CHECKS_FIRST}, and servers update row_sparse parameters. "
@@ -265,23 +262,21 @@ class _Module(Trained):
         self._workers.connect(kvstore)
         self._workers.owner = f"Module {number}"
         consistency.check_same_network(self._workers, [
-            (name, arrays[0], grads[0] is not None) for name, arrays, grads in
-            zip(group.param_names, group.param_arrays, group.grad_arrays)])
+            (name, arrays[0], grads[0] is not None)
+            for name, arrays, grads in _parameters(self._module())])
         self._step.loss_scale = consistency.agree_on_scale(self._workers, self._step.loss_scale)
         return kvstore
 
     def _sparse(self) -> List[str]:
         """Returns the names of parameters with row_sparse values or gradients."""
-        group = self._module()._exec_group
-        return [name for name, arrays, grads in zip(group.param_names, group.param_arrays,
-                                                    group.grad_arrays)
+        return [name for name, arrays, grads in _parameters(self._module())
                 if {a.stype for a in (arrays[0], grads[0]) if a is not None} != {"default"}]
 
     def _sums_bfloat16(self) -> bool:
         """Whether it sums bfloat16 gradients of several devices, which MXNet's stores truncate."""
         module = self._module()
         return len(module._context) > 1 and any(is_bfloat16(weights[0].dtype)
-                                                for weights in module._exec_group.param_arrays)
+                                                for _, weights, _ in _parameters(module))
 
     def _broadcast_parameters(self) -> None:
         """Broadcasts rank 0's parameters and moving averages."""
@@ -293,8 +288,7 @@ class _Module(Trained):
             return
         if workers.exchange:
             consistency.broadcast(workers, [
-                (name, name, arrays) for name, arrays in zip(group.param_names,
-                                                             group.param_arrays)], True)
+                (name, name, arrays) for name, arrays, _ in _parameters(module)], True)
             # pending gradients belong to other weights and another scale
             self._step.weights_replaced = workers.any(self._step.stage is not Stage.EMPTY)
         workers.broadcast([(f"statistics {name}", arrays) for name, arrays in
@@ -303,8 +297,7 @@ class _Module(Trained):
 
     def _compared_state(self) -> List[Any]:
         module = self._module()
-        group = module._exec_group
-        weights = [(name, arrays[0]) for name, arrays in zip(group.param_names, group.param_arrays)]
+        weights = [(name, arrays[0]) for name, arrays, _ in _parameters(module)]
         names = {i: name for i, (name, _) in self._weights().items()}
         return consistency.state_of(module._updater, self._step.state(), weights, names)
 
@@ -359,15 +352,14 @@ class _Module(Trained):
         """
         module = self._module()
         saved = files.read(fname, module._optimizer, _OF_MODULE)
-        group = self._numbered()._exec_group
-        trained = [(i, name) for i, name in enumerate(group.param_names)
-                   if group.grad_arrays[i][0] is not None]
+        numbered = _parameters(self._numbered())
+        trained = [(i, name) for i, (name, _, grads) in enumerate(numbered) if grads[0] is not None]
         devices = 0 if module._update_on_kvstore else len(module._context)
         weights = self._weights() if devices else {
-            name: (name, group.param_arrays[i][0]) for i, name in trained}
+            name: (name, arrays[0]) for name, arrays, grads in numbered if grads[0] is not None}
         files.load(fname, saved, [self._updater_in_use()], self._step, weights,
                    [c.device_id for c in module._context],
-                   lambda numbered: files.renumber(numbered, trained, devices))
+                   lambda values: files.renumber(values, trained, devices))
 
     def _updater_in_use(self) -> Any:
         """Returns the updater of this process; None if servers update."""
@@ -377,10 +369,16 @@ class _Module(Trained):
     def _weights(self) -> Dict[int, Tuple[str, Array]]:
         """Returns names and weights by the indices of MXNet's Module."""
         module = self._numbered()
-        group, devices = module._exec_group, len(module._context)
+        devices = len(module._context)
         return {i * devices + k: (name, weight)
-                for i, (name, weights) in enumerate(zip(group.param_names, group.param_arrays))
+                for i, (name, weights, _) in enumerate(_parameters(module))
                 for k, weight in enumerate(weights)}
+
+
+def _parameters(module: mx.mod.Module) -> List[Tuple[str, List[Any], List[Any]]]:
+    """Returns the name of each parameter, and its arrays and gradients on each device."""
+    group = module._exec_group
+    return list(zip(group.param_names, group.param_arrays, group.grad_arrays))
 
 
 class Module(_Module, mx.mod.Module):
