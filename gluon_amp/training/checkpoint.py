@@ -13,7 +13,7 @@ from ..annotations import Optimizer, Updater
 from ..checks import counted, message, order_of
 from ..cpu.arrays import dtype_name, is_16bit
 from . import old_state_file, state_file
-from .optimizer import check_scalable, is_of_mxnet, master_in, with_masters
+from .optimizer import check_scalable, is_of_mxnet, master_in
 from .settings import restored, settings_of
 from .step import Step
 
@@ -64,7 +64,7 @@ def read(fname: str, mine: Optimizer, keep: Collection[str] = ()) -> Contents:
         raise ValueError(f"{fname} holds no optimizer states, or is cut short or damaged: "
                          f"{str(error) or repr(error)}") from error
     with one_error(fname):
-        return saved.states, with_masters(restored(saved, mine, keep)), saved.training
+        return saved.states, restored(saved, mine, keep), saved.training
 
 
 def check_here(updater: Optional[Updater]) -> None:
@@ -128,7 +128,7 @@ def _fitting(fname: str, states: Dict[Any, Any], optimizer: Optimizer,
     """Returns states for these weights. That of a float32 weight becomes one of a 16-bit weight,
     with a master weight; any other layout than that of a new state is refused. The optimizer gets
     the types of the weights."""
-    copied = with_masters(copy.deepcopy(optimizer))  # it may change in `create_state`
+    copied = copy.deepcopy(optimizer)  # it may change in `create_state`
     fitting = {}
     for i, state in states.items():
         if i not in weights:

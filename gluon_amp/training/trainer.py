@@ -315,9 +315,12 @@ class Trainer(Trained, mx.gluon.Trainer):
             parameter._trainer = self
 
     def _allreduce_grads(self) -> None:
-        """Sums gradients over devices and workers, once."""
+        """Sums gradients over devices and workers, once; or pushes them to servers, and pulls the
+        weights that these update."""
         if self._update_on_kvstore:
-            self._update_on_servers()
+            self._workers.lay_out(gradient for p in self._params if p.grad_req != "null"
+                                  for gradient in p.list_grad())
+            super()._allreduce_grads()
         elif self._workers.sums:
             self._workers.sum(self._step)
 
@@ -471,12 +474,6 @@ class Trainer(Trained, mx.gluon.Trainer):
                     (BROADCAST_KEYS + i, p.name, p.list_data()) for i, p in there
                     if p._stype == "default"], False)
         workers.connect(kvstore, updates=True)
-
-    def _update_on_servers(self) -> None:
-        """Pushes gradients to servers and pulls weights."""
-        trained = [p for p in self._params if p.grad_req != "null"]
-        self._workers.lay_out(g for p in trained for g in p.list_grad())
-        super()._allreduce_grads()
 
     def _check_summed(self) -> None:
         """Refuses to update with this rank's own gradients, or with another rank's batch size."""
