@@ -228,7 +228,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._check_and_rescale_grad(self._scale / batch_size)
         self._broadcast_parameters()
         if ignore_stale_grad:
-            self._zero_unreached()
+            self._reach(are_summed=False)
         self._allreduce_grads()
         self._update(ignore_stale_grad)
         return self._end_step()
@@ -247,7 +247,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         """Updates after `allreduce_grads`; otherwise the same as `step`."""
         self._check_step("update()", batch_size, ignore_stale_grad)
         if ignore_stale_grad:
-            self._reach(self._check_reached())
+            self._reach(are_summed=True)
         super().update(batch_size, ignore_stale_grad)
         return self._end_step()
 
@@ -488,16 +488,22 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._compared = rescale_grad
             consistency.check_batch_size(self._workers, rescale_grad, self._scale)
 
-    def _zero_unreached(self) -> None:
-        """Zeros gradients that only the losses of other devices or ranks reach. Otherwise only some
-        would update the parameter, with stale gradients in the sum."""
-        _, anywhere = self._reached()
-        set_to_zero(gradient.own for gradient in self._unreached(anywhere))
-        self._reach(anywhere)
-
-    def _reach(self, parameters: Set[int]) -> None:
-        """Marks all gradients of these parameters as new."""
-        for gradient in self._unreached(parameters):
+    def _reach(self, are_summed: bool) -> None:
+        """Counts gradients as new that only the losses of other devices or ranks reach. Otherwise
+        only some would update the parameter. They become 0 before the sum. After it, those of other
+        ranks are refused: the sum has stale gradients."""
+        reached = {gradient.number for gradient in self._step.find_new()}
+        flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
+        anywhere = {i for i, column in enumerate(zip(*flags)) if any(column)}
+        if are_summed and self._workers.any(reached != anywhere):
+            raise consistency.RanksDifferError(
+                "the losses of some ranks reach parameters that those of others do not, and their "
+                "stale gradients are in the sum: call step(batch_size, ignore_stale_grad=True), "
+                "which counts these gradients as zeros")
+        unreached = self._unreached(anywhere)
+        if not are_summed:
+            set_to_zero(gradient.own for gradient in unreached)
+        for gradient in unreached:
             gradient.is_new = True
             gradient.weight._fresh_grad = not self._step.loss_scale.scales
 
@@ -505,23 +511,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         """Returns the gradients of these parameters that are not new, if they will be summed."""
         return [gradient for gradient in self._gradients.read() if self._workers.sums
                 and gradient.number in parameters and not gradient.is_new]
-
-    def _check_reached(self) -> Set[int]:
-        """Returns the parameters that a loss reaches. Refuses those that only the losses of some
-        ranks reach: the sum has stale gradients."""
-        reached, anywhere = self._reached()
-        if self._workers.any(reached != anywhere):
-            raise consistency.RanksDifferError(
-                "the losses of some ranks reach parameters that those of others do not, and their "
-                "stale gradients are in the sum: call step(batch_size, ignore_stale_grad=True), "
-                "which counts these gradients as zeros")
-        return reached
-
-    def _reached(self) -> Tuple[Set[int], Set[int]]:
-        """Returns the indices of parameters with new gradients, on this and on any rank."""
-        reached = {g.number for g in self._step.find_new()}
-        flags = self._workers.gather(bytes(i in reached for i in range(len(self._params))))
-        return reached, {i for i, column in enumerate(zip(*flags)) if any(column)}
 
     # ---- files
 
