@@ -53,17 +53,14 @@ class LossScale:
         return self
 
     def for_types(self, types: Collection[str]) -> LossScale:
-        """Returns the loss scale for gradients that are computed in these 16-bit types."""
-        self.check_types(types)
-        return self
-
-    def check_types(self, types: Collection[str]) -> None:
-        """Refuses types of gradients that need more than what "auto" has become."""
+        """Returns the loss scale for gradients that are computed in these 16-bit types. Refuses
+        types that need more than what "auto" has become."""
         needed = AutoLossScale().for_types(types)
         if self.was_auto and (needed.scales, needed.changes) > (self.scales, self.changes):
             raise RuntimeError(f"loss_scale='auto' became {self} when the training began, which "
                                f"does not fit {' and '.join(sorted(types))} gradients. Valid: "
                                "convert before the first backward pass, or loss_scale='dynamic'")
+        return self
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns what changes during training."""

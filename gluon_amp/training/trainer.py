@@ -175,7 +175,7 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     def check_policy(self, policy: Policy) -> None:
         """Refuses a policy whose gradients need another loss scale than "auto" has become."""
-        self._step.loss_scale.check_types(_types_of(policy))
+        self._step.loss_scale.for_types(_types_of(policy))
 
     # ---- a backward pass
 
