@@ -98,8 +98,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._listed: List[Gradient] = []
         self._without_heads: Set[int] = set()  # operators of graphs without any loss head
         self._workers = Workers()
-        self._gradients = Gradients(self._read_gradients)
-        self._step = Step(self._gradients, self._workers, loss_scale, clip_norm)
+        self._step = Step(Gradients(self._read_gradients), self._workers, loss_scale, clip_norm)
         # MXNet's lists of arrays, and the moving averages in them
         self._lists_of_averages: List[Any] = []
         self._named_averages: Named = []
@@ -236,7 +235,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     @in_turn
     def allreduce_grads(self) -> None:
         """Sums gradients over devices and workers, before `unscale`, `clip_norm` and `update`."""
-        self._gradients.count_writes()
+        self._step.gradients.count_writes()
         reached = {gradient.number for gradient in self._step.find_new()}
         set_to_zero(gradient.own for gradient in self._unreached(reached))
         super().allreduce_grads()
@@ -258,7 +257,7 @@ class Trainer(Trained, mx.gluon.Trainer):
         For each parameter's name they are a list over devices. `update` uses these arrays, with
         your changes. The 16-bit gradients stay scaled.
         """
-        low = [g.name for g in self._gradients.read() if is_16bit(g.own.dtype)]
+        low = [g.name for g in self._step.gradients.read() if is_16bit(g.own.dtype)]
         if low and not self._optimizer.multi_precision:
             raise RuntimeError("unscale() returns float32 gradients, which need an optimizer with "
                                "master weights: multi_precision=True. Received: multi_precision="
@@ -509,7 +508,7 @@ class Trainer(Trained, mx.gluon.Trainer):
 
     def _unreached(self, parameters: Set[int]) -> List[Gradient]:
         """Returns the gradients of these parameters that are not new, if they will be summed."""
-        return [gradient for gradient in self._gradients.read() if self._workers.sums
+        return [gradient for gradient in self._step.gradients.read() if self._workers.sums
                 and gradient.number in parameters and not gradient.is_new]
 
     # ---- files
@@ -657,7 +656,7 @@ def _checked_pass(call: str, trainers: Sequence[Trainer],
     steps = [trainer._step for trainer in trainers]
     with ExitStack() as stack:
         for trainer in sorted(trainers, key=id):  # one order: threads cannot block each other
-            stack.enter_context(trainer._gradients.turn(call))
+            stack.enter_context(trainer._step.gradients.turn(call))
         for trainer in trainers:
             trainer._check_own_weights(call)
             trainer._decide()
