@@ -22,7 +22,7 @@ from .training.loss_scale import DynamicLossScale, LossScaleError, StaticLossSca
 from .training.lr_find import lr_find
 from .training.optimizer import optimizer
 from .training.resume import load_checkpoint, save_checkpoint
-from .training.trained import Trained
+from .training.step import Step
 from .training.trainer import Trainer, backward, scale_loss
 from .version import __version__ as __version__
 
@@ -30,7 +30,7 @@ library.start(engine_columns())
 wrap_mxnet()
 wrap_load_parameters()
 refuse_in_feed_forward()
-Trained.after_overflow = overflows.warn
+Step.after_overflow = overflows.warn
 
 __all__ = ["AveragedWeights", "BucketingModule", "DynamicLossScale", "LossScaleError", "Module",
            "Monitor", "Policy", "StaticLossScale", "Trainer", "backward", "convert",

@@ -218,7 +218,11 @@ class _Module(Trained):
             if self._workers.sums:
                 self._workers.sum(self._step)
             self._step.apply([module._updater])
-        return self._end_step()
+        if self._workers.exchange and not self._has_compared:
+            self.check_ranks()
+            self._has_compared = True
+        self._step.report_overflow(self)
+        return self._step.updated
 
     def _read_gradients(self) -> Sequence[Gradient]:
         """Returns the gradients of trained parameters."""

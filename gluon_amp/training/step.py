@@ -60,6 +60,9 @@ class Step:
         scale: the loss scale of the last backward pass; 1 before the first.
     """
 
+    # `report_overflow` calls it with the Trainer or Module, and the result of `overflows`
+    after_overflow: Optional[Callable[[Any, List[Tuple[str, str]]], None]] = None
+
     def __init__(self, gradients: Gradients, workers: Any, loss_scale: GivenLossScale,
                  max_norm: Optional[float]) -> None:
         self.gradients, self._workers = gradients, workers
@@ -114,7 +117,7 @@ class Step:
             others = [g for g, is_marked in zip(gradients, self.gradients.marks()) if is_marked]
             if others:
                 self._refuse(refusals.other_pass, [g.name for g in others])
-        new = self.find_new()
+        new = self.gradients.find_new(scaled)
         if len(new) < len(gradients) and not (ignore_stale and new):
             refusals.stale([gradient.name for gradient in gradients if not gradient.is_new])
         self.gradients.count_writes()
@@ -175,7 +178,8 @@ class Step:
         self.stage, self.scale, self._unscaled = Stage.SCALED, scale, False
         self._next_max_norm = None
         self._losses += [loss.detach() for loss in losses]
-        self.guard()
+        if self.loss_scale.scales:
+            self.gradients.guard()
 
     # ---- between the backward pass and the update
 
@@ -225,7 +229,7 @@ class Step:
         rescale_grad = optimizer.rescale_grad
         multiplier = self._multiplier(rescale_grad)
         checks = self.checks_gradients or self.weights_replaced or self._next_max_norm is not None
-        gradients = self.find_new()
+        gradients = self.gradients.find_new(self.loss_scale.scales)
         checks = checks or any(gradient.array is not gradient.own for gradient in gradients)
         if checks:
             check = self.gradients.check(gradients, self.averages, self._workers.sums)
@@ -264,6 +268,13 @@ class Step:
         if updated:
             self.skipped_in_a_row, self._has_updated = 0, True
         self.reset()
+
+    def report_overflow(self, trained: Any) -> None:
+        """Reports the operators of forward passes that have overflowed since the last step. If this
+        step was skipped, the reason is logged already."""
+        operators = overflows()
+        if operators and self.updated and Step.after_overflow is not None:
+            Step.after_overflow(trained, operators)
 
     def _multiplier(self, rescale_grad: float) -> float:
         """Returns the factor of gradients, from that of unscaled ones."""

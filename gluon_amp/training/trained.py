@@ -1,7 +1,6 @@
-"""What a Trainer and a Module have in common: what they show of their step, and its end."""
-from typing import Any, Callable, ClassVar, List, Optional, Tuple
+"""What a Trainer and a Module show of their step."""
+from typing import Any, List, Optional, Tuple
 
-from ..cpu.library import overflows
 from ..parallel import consistency
 from ..parallel.sync import Workers
 from .loss_scale import LossScale
@@ -9,10 +8,8 @@ from .step import Stage, Step
 
 
 class Trained:
-    """What a Trainer and a Module have in common."""
+    """What a Trainer and a Module show of their step."""
 
-    # called with the Trainer or Module, and the result of `overflows`
-    after_overflow: ClassVar[Optional[Callable[[Any, List[Tuple[str, str]]], None]]] = None
     _step: Step
     _workers: Workers
     _has_compared = False  # whether a step has compared ranks since the training began
@@ -91,15 +88,3 @@ class Trained:
         if self._workers.count > 1 and not self._workers.exchange:
             raise RuntimeError(f"check_ranks() needs {self._updating_here}")
         consistency.compare(self._workers, self._compared_state())
-
-    def _end_step(self) -> bool:
-        """Compares ranks after the first step, and reports the operators of forward passes that
-        have overflowed since the last one; the log has the reason of a skipped step already.
-        Returns whether the step updated."""
-        if self._workers.exchange and not self._has_compared:
-            self.check_ranks()
-            self._has_compared = True
-        operators = overflows()
-        if operators and self.updated and Trained.after_overflow is not None:
-            Trained.after_overflow(self, operators)
-        return self.updated

@@ -291,9 +291,9 @@ class Trainer(Trained, mx.gluon.Trainer):
         return self._step.clip(max_norm, rescale_grad)
 
     def _check_step(self, call: str, batch_size: object, ignore_stale_grad: bool) -> None:
-        positive_number(batch_size, "batch_size")
         self._check_own_weights(call)
         self._take_parameters(call)
+        positive_number(batch_size, "batch_size")
         if not self._update_on_kvstore:
             self._step.take(call, ignore_stale_grad)
 
@@ -336,13 +336,16 @@ class Trainer(Trained, mx.gluon.Trainer):
             self._optimizer.rescale_grad = self._scale  # the given value, for its next Trainer
 
     def _end_step(self) -> bool:
-        """Also averages the weights."""
-        updated = super()._end_step()
-        if updated:
+        """Compares ranks after the first step. Returns whether the step updated."""
+        if self._workers.exchange and not self._has_compared:
+            self.check_ranks()
+            self._has_compared = True
+        self._step.report_overflow(self)
+        if self._step.updated:
             self._has_updated = True
             for averaged in self._averaged:
                 averaged._note_update()
-        return updated
+        return self._step.updated
 
     def _averages(self) -> Named:
         """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
