@@ -18,12 +18,11 @@ class MovingAverages:
     """The moving averages of a Trainer or a Module.
 
     Args:
-        read: returns the averages on GPUs; the same list again if nothing has changed.
+        read: returns the averages on GPUs.
     """
 
-    def __init__(self, read: Callable[[], Named] = list) -> None:
+    def __init__(self, read: Callable[[], Named]) -> None:
         self._read = read
-        self._named: Named = []  # the list of the last `_find`
         self._devices: List[_OnDevice] = []
 
     def begin(self) -> None:
@@ -62,9 +61,7 @@ class MovingAverages:
     def _find(self) -> None:
         """Finds averages that were initialized since the last step, or moved."""
         named = self._read()
-        if named is self._named:
-            return
-        self._named, arrays = named, _by_device(named)
+        arrays = _by_device(named)
         if [list(map(id, some)) for some in arrays] == \
                 [list(map(id, device.arrays)) for device in self._devices]:
             return

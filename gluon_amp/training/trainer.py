@@ -99,9 +99,6 @@ class Trainer(Trained, mx.gluon.Trainer):
         self._without_heads: Set[int] = set()  # operators of graphs without any loss head
         self._workers = Workers()
         self._step = Step(Gradients(self._read_gradients), self._workers, loss_scale, clip_norm)
-        # MXNet's lists of arrays, and the moving averages in them
-        self._lists_of_averages: List[Any] = []
-        self._named_averages: Named = []
         if not parameters:
             raise ValueError("a Trainer needs parameters. Received: none")
         counts = Counter(one for one in parameters if isinstance(one, Parameter))
@@ -348,14 +345,9 @@ class Trainer(Trained, mx.gluon.Trainer):
         return self._step.updated
 
     def _averages(self) -> Named:
-        """Returns the moving averages on GPUs, which the step keeps finite; the same list again if
-        nothing has changed."""
-        lists = [part for p in self._params for part in (p._data, p._grad_req)]
-        if not same_objects(lists, self._lists_of_averages):
-            self._lists_of_averages, self._named_averages = lists, [
-                (p.name, p.list_data()) for p in self._params
+        """Returns the moving averages on GPUs, which the step keeps finite."""
+        return [(p.name, p.list_data()) for p in self._params
                 if p.grad_req == "null" and p._data is not None and _is_average(p)]
-        return self._named_averages
 
     # ---- master weights
 
