@@ -307,15 +307,17 @@ class MasterSync:
         self._counted: Dict[Hashable, Tuple[Sequence[Any], Any]] = {}
 
     def sync(self, indices: Sequence[Any], masters: Sequence[Any], weights: Sequence[Any]) -> None:
-        """Updates master weights before an update if others have written the weights."""
+        """Updates master weights before an update if others have written the weights, and records
+        the writes."""
         arrays = [*masters, *weights]
-        before, counts = self._counted.pop(_key(indices, weights), ((), None))
+        before, counts = self._counted.get(_key(indices, weights), ((), None))
         writes: Sequence[int] = [1] * len(arrays)  # unknown
         if counts is not None and same_objects(before, arrays):
             writes = library.read(library.versions(arrays, counts))
         for master, weight, *written in zip(masters, weights, writes, writes[len(weights):]):
             if any(written):
                 sync_master(master, weight)
+        self.record(indices, masters, weights)  # also if the step is skipped
 
     def record(self, indices: Sequence[Any], masters: Sequence[Any],
                weights: Sequence[Any]) -> None:
@@ -415,7 +417,6 @@ class Launches:
         """Synchronizes master weights, and widens gradients."""
         if self._with_masters[0]:
             self._optimizer._master_sync.sync(*self._with_masters)
-            self.record()  # if the step is skipped
         if self._widened:
             wide = widen_all([grad for grad, *_ in self._widened])
             self._calls_of_widened = library.Calls([
@@ -441,10 +442,6 @@ class Launches:
             self._calls_of_widened.run(attributes[at:])
             self._narrow()
             self._calls_of_widened = library.Calls([])  # frees the widened gradients
-        self.record()
-
-    def record(self) -> None:
-        """Records that master weights and weights agree."""
         if self._with_masters[0]:
             self._optimizer._master_sync.record(*self._with_masters)
 
@@ -499,14 +496,13 @@ def _prepared(updater: Updater, indices: Sequence[int], grads: Sequence[Array],
     optimizer, states = updater.optimizer, updater.states
     if isinstance(optimizer, _WithMasters) and optimizer._row.rules \
             and weights[0].ctx.device_type == "gpu":
-        new = [pair for pair in zip(indices, weights) if pair[0] not in states]
-        for index, weight in new:
-            states[index] = optimizer.create_state_multi_precision(index, weight.as_nd_ndarray())
-            updater.states_synced[index] = True
+        for index, weight in zip(indices, weights):
+            if index not in states:
+                states[index] = optimizer.create_state_multi_precision(index,
+                                                                       weight.as_nd_ndarray())
+                updater.states_synced[index] = True
         launches = optimizer._launches_of(indices, grads, weights, [states[i] for i in indices])
         if launches is not None and all(updater.states_synced[index] for index in indices):
-            if len(new) == len(indices):
-                launches.record()
             launches.begin()
             return launches.run
     return functools.partial(updater, indices, grads, weights)
