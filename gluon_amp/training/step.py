@@ -19,7 +19,6 @@ import math
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence, Tuple
 
-from .._mxnet import mx
 from ..annotations import Array, Updater
 from ..checks import positive_number, whole_number
 from ..cpu import arrays
@@ -341,11 +340,10 @@ class Step:
 @contextmanager
 def backward_pass(steps: Sequence[Step], losses: Sequence[Array]) -> Iterator[float]:
     """Yields the scale of the backward pass in the `with` block, which belongs to these steps and
-    starts at these losses."""
+    starts at these losses. Autograd must not record when the block begins."""
     scale = scale_of_pass(steps)
-    with mx.autograd.pause():  # operations on gradients are not recorded
-        for step in steps:
-            step.begin(scale)
+    for step in steps:
+        step.begin(scale)
     ended: Optional[Sequence[Array]] = None
     try:
         yield scale

@@ -658,8 +658,7 @@ def _checked_pass(call: str, trainers: Sequence[Trainer],
             stack.enter_context(weights_unwritten(trainer._optimizer))
         scaled = steps[0].loss_scale.scales
         if scaled:
-            with mx.autograd.pause():
-                _prepare(trainers, losses)
+            _prepare(trainers, losses)
         with backward_pass(steps, losses) as scale:
             yield scale if scaled else None
         for trainer in trainers:
@@ -719,7 +718,9 @@ def scale_loss(loss: Arrays, trainer: Trainer) -> Iterator[Any]:
         raise TypeError("scale_loss takes a gluon_amp.Trainer. Received: "
                         f"{type(trainer).__module__}.{type(trainer).__name__}")
     losses = list(loss) if isinstance(loss, (list, tuple)) else [loss]
-    with _checked_pass("scale_loss()", [trainer], losses) as scale:
+    with ExitStack() as stack:
+        with mx.autograd.pause():
+            scale = stack.enter_context(_checked_pass("scale_loss()", [trainer], losses))
         if scale is None:
             yield loss
             return
