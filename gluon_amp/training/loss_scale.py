@@ -53,8 +53,10 @@ class LossScale:
         return self
 
     def for_types(self, types: Collection[str]) -> LossScale:
-        """Returns the loss scale for gradients that are computed in these 16-bit types. Refuses
-        types that need more than what "auto" has become."""
+        """Returns the loss scale for gradients that are computed in these 16-bit types.
+
+        Refuses types that need more than what "auto" has become.
+        """
         needed = AutoLossScale().for_types(types)
         if self.was_auto and (needed.scales, needed.changes) > (self.scales, self.changes):
             raise RuntimeError(f"loss_scale='auto' became {self} when the training began, which "

@@ -59,12 +59,11 @@ class Trained:
 
     @property
     def gradient_norm(self) -> Optional[float]:
-        """The norm of all gradients of the last step together, times the optimizer's
-        `rescale_grad`, which a Trainer divides by the batch size.
+        """The norm of all gradients of the last step together, times `rescale_grad`.
 
-        It is unscaled and not clipped; infinite or NaN if a step was skipped for that, and None
-        before the first. Without a loss scale and `clip_norm`, reading it computes it, before the
-        next backward pass.
+        A Trainer divides the optimizer's `rescale_grad` by the batch size. The norm is unscaled and
+        not clipped; infinite or NaN if a step was skipped for that, and None before the first.
+        Without a loss scale and `clip_norm`, reading it computes it, before the next backward pass.
 
         Raises:
             RuntimeError: the store or servers have the sums of gradients.
