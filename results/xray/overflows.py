@@ -1,7 +1,7 @@
 """Counts warnings of a forward pass that overflows, in trainings of the fifty networks of zoo.py.
 
 None of these networks has a fault, so each warning is a false alarm. A training ends after 100
-steps, or after 120 seconds of CPU time.
+steps, or after 600 seconds of CPU time.
 
     python results/xray/overflows.py [--networks NAME ...] [--output CSV]
 """
@@ -13,7 +13,7 @@ import gluon_amp as amp
 from common import last, losses, tabulate
 from zoo import LOSS, NETWORKS, made
 
-STEPS, PART, SECONDS = 100, 10, 120
+STEPS, PART, SECONDS = 100, 10, 600
 
 
 class Warnings(logging.Handler):
