@@ -29,13 +29,13 @@ def get_symbol(network, num_classes, image_shape, dtype, **flags):
     """
     file, fixed = NETWORKS[network]
     function = import_module(f"{__name__}.{file}").get_symbol
-    taken = set(inspect.signature(function).parameters) - set(fixed)
-    given = {name: value for name, value in flags.items() if value is not None}
-    for name in given:
-        if name not in taken:
-            valid = [f"--{flag}".replace("_", "-") for flag in flags if flag in taken]
+    accepted = set(inspect.signature(function).parameters) - set(fixed)
+    options = {name: value for name, value in flags.items() if value is not None}
+    for name in options:
+        if name not in accepted:
+            valid = [f"--{flag}".replace("_", "-") for flag in flags if flag in accepted]
             raise ValueError(f"{network} has no --{name.replace('_', '-')}. "
                              f"Valid: {', '.join(valid) or 'none'}")
-    if "image_shape" in taken:
-        given["image_shape"] = image_shape
-    return function(num_classes, dtype=dtype, **fixed, **given)
+    if "image_shape" in accepted:
+        options["image_shape"] = image_shape
+    return function(num_classes, dtype=dtype, **fixed, **options)

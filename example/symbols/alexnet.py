@@ -6,7 +6,7 @@ weird trick for parallelizing convolutional neural networks" (2014).
 """
 import mxnet as mx
 
-from .layers import conv, hidden_layers, narrow, pool, relu, softmax
+from .layers import cast_data, conv, hidden_layers, pool, relu, softmax
 
 # Filters, kernel, stride and pad of each convolution, and whether pooling follows it.
 CONVOLUTIONS = ((64, 11, 4, 2, True), (192, 5, 1, 2, True), (384, 3, 1, 1, False),
@@ -19,7 +19,7 @@ def get_symbol(num_classes, dtype="float32"):
     Args:
         dtype: "float32" or "float16".
     """
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     for i, (filters, kernel, stride, pad, pooled) in enumerate(CONVOLUTIONS, 1):
         net = conv(net, filters, kernel, f"conv{i}", stride, pad, bias=True)
         net = relu(net, f"relu{i}")

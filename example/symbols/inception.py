@@ -8,7 +8,7 @@ pooling.
 """
 import mxnet as mx
 
-from .layers import conv, narrow, norm, pool, pool_all, relu, softmax
+from .layers import cast_data, conv, norm, pool, pool_all, relu, softmax
 
 # Filters of each block: 1x1 branch; 3x3 branch; 5x5 branch; after pooling. None: pooling by 2
 # between two blocks.
@@ -38,7 +38,7 @@ def get_symbol(num_classes, version="v3", dtype="float32"):
     networks = {"googlenet": _googlenet, "bn": _bn, "v3": _v3}
     if version not in networks:
         raise ValueError(f"unknown version. Valid: {', '.join(networks)}. Received: {version!r}")
-    net = networks[version](narrow(mx.sym.Variable("data"), dtype))
+    net = networks[version](cast_data(mx.sym.Variable("data"), dtype))
     net = mx.sym.FullyConnected(net, num_hidden=num_classes, name="fc")
     return softmax(net, dtype)
 
@@ -55,13 +55,13 @@ def _googlenet(net):
         if block is None:
             net = pool(net, "max", 3, 2, f"{name}_pool", convention="full")
             continue
-        one, (reduce3, three), (reduce5, five), behind = block
+        one, (reduce3, three), (reduce5, five), pooled_filters = block
         net = _concat(name, [
             _chain(net, f"{name}_1x1", (one, 1), bias=True),
             _chain(net, f"{name}_3x3", (reduce3, 1), (three, 3), bias=True),
             _chain(net, f"{name}_5x5", (reduce5, 1), (five, 5), bias=True),
-            _chain(pool(net, "max", 3, 1, f"{name}_pool", pad=1), f"{name}_pooled", (behind, 1),
-                   bias=True)])
+            _chain(pool(net, "max", 3, 1, f"{name}_pool", pad=1), f"{name}_pooled",
+                   (pooled_filters, 1), bias=True)])
     return mx.sym.Dropout(pool_all(net, "pool"), p=0.4, name="dropout")
 
 
@@ -71,14 +71,14 @@ def _bn(net):
     net = _layer(net, 64, 1, "conv2_reduce")
     net = _layer(net, 192, 3, "conv2")
     net = pool(net, "max", 3, 2, "pool2", convention="full")
-    for i, (one, (reduce3, three), (reduce5, five), behind, kind) in enumerate(BN, 1):
+    for i, (one, (reduce3, three), (reduce5, five), pooled_filters, kind) in enumerate(BN, 1):
         name, stride = f"mixed{i}", 1 if one else 2
         branches = [_chain(net, f"{name}_3x3", (reduce3, 1), (three, 3, stride)),
                     _chain(net, f"{name}_double", (reduce5, 1), (five, 3), (five, 3, stride))]
         pooled = pool(net, kind, 3, stride, f"{name}_pool", pad=1)
         if one:
             branches.insert(0, _chain(net, f"{name}_1x1", (one, 1)))
-            pooled = _chain(pooled, f"{name}_pooled", (behind, 1))
+            pooled = _chain(pooled, f"{name}_pooled", (pooled_filters, 1))
         net = _concat(name, [*branches, pooled])
     return pool_all(net, "pool")
 
@@ -88,8 +88,8 @@ def _v3(net):
     net = pool(net, "max", 3, 2, "pool1")
     net = _chain(net, "conv2", (80, 1), (192, 3, 1, 0))
     net = pool(net, "max", 3, 2, "pool2")
-    for i, behind in enumerate((32, 64, 64), 1):
-        net = _v3_35(net, behind, f"mixed{i}")
+    for i, pooled_filters in enumerate((32, 64, 64), 1):
+        net = _v3_35(net, pooled_filters, f"mixed{i}")
     net = _v3_to_17(net, "mixed4")
     for i, inside in enumerate((128, 160, 160, 192), 5):
         net = _v3_17(net, inside, f"mixed{i}")
@@ -99,13 +99,13 @@ def _v3(net):
     return mx.sym.Dropout(pool_all(net, "pool"), p=0.5, name="dropout")
 
 
-def _v3_35(net, behind, name):
+def _v3_35(net, pooled_filters, name):
     """A block on 35 x 35 positions."""
     return _concat(name, [
         _chain(net, f"{name}_1x1", (64, 1)),
         _chain(net, f"{name}_5x5", (48, 1), (64, 5)),
         _chain(net, f"{name}_double", (64, 1), (96, 3), (96, 3)),
-        _behind_pool(net, behind, name)])
+        _pool_branch(net, pooled_filters, name)])
 
 
 def _v3_to_17(net, name):
@@ -123,7 +123,7 @@ def _v3_17(net, inside, name):
         _chain(net, f"{name}_7x7", (inside, 1), (inside, row), (192, column)),
         _chain(net, f"{name}_double", (inside, 1), (inside, column), (inside, row),
                (inside, column), (192, row)),
-        _behind_pool(net, 192, name)])
+        _pool_branch(net, 192, name)])
 
 
 def _v3_to_8(net, name):
@@ -140,10 +140,10 @@ def _v3_8(net, name):
         chain = _chain(net, f"{name}_{end}", *convolutions)
         branches += [_layer(chain, 384, (1, 3), f"{name}_{end}_row"),
                      _layer(chain, 384, (3, 1), f"{name}_{end}_column")]
-    return _concat(name, [*branches, _behind_pool(net, 192, name)])
+    return _concat(name, [*branches, _pool_branch(net, 192, name)])
 
 
-def _behind_pool(net, filters, name):
+def _pool_branch(net, filters, name):
     return _chain(pool(net, "avg", 3, 1, f"{name}_pool", pad=1), f"{name}_pooled", (filters, 1))
 
 

@@ -13,7 +13,7 @@ def check_dtype(dtype):
         raise ValueError(f"unknown dtype. Valid: float32, float16. Received: {dtype!r}")
 
 
-def narrow(net, dtype):
+def cast_data(net, dtype):
     """Returns the data, cast to float16 for a float16 network."""
     check_dtype(dtype)
     return mx.sym.Cast(net, dtype="float16") if dtype == "float16" else net

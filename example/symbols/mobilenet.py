@@ -6,7 +6,7 @@ convolution.
 """
 import mxnet as mx
 
-from .layers import conv, narrow, norm, pool_all, relu, softmax
+from .layers import cast_data, conv, norm, pool_all, relu, softmax
 
 # Filters and stride of each unit.
 UNITS = ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2),
@@ -24,7 +24,7 @@ def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
         raise ValueError(f"invalid multiplier. Valid: numbers above 0. Received: {multiplier!r}")
 
     channels = _scaled(32, multiplier)
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     net = _conv_relu(net, channels, 3, 2, "conv0")
     for i, (filters, stride) in enumerate(UNITS, 1):
         net = _conv_relu(net, channels, 3, stride, f"unit{i}_depthwise", groups=channels)

@@ -6,7 +6,7 @@ with another 1x1 convolution without ReLU.
 """
 import mxnet as mx
 
-from .layers import conv, narrow, norm, pool_all, softmax
+from .layers import cast_data, conv, norm, pool_all, softmax
 
 # Expansion factor, filters, units, and stride of the first unit of each stage.
 STAGES = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1),
@@ -25,7 +25,7 @@ def get_symbol(num_classes, multiplier=1.0, dtype="float32"):
         raise ValueError(f"invalid multiplier. Valid: numbers above 0. Received: {multiplier!r}")
 
     before = _scaled(32, multiplier)
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     net = _conv_relu6(net, before, 3, "conv0", 2)
     for i, (expand, filters, units, first) in enumerate(STAGES, 1):
         filters = _scaled(filters, multiplier)

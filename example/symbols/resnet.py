@@ -7,7 +7,7 @@ pixels get the small variant for CIFAR, with projection shortcuts.
 """
 import mxnet as mx
 
-from .layers import conv, narrow, norm, pool, pool_all, relu, softmax
+from .layers import cast_data, conv, norm, pool, pool_all, relu, softmax
 
 UNITS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3),
          152: (3, 8, 36, 3)}
@@ -37,7 +37,7 @@ def get_symbol(num_classes, num_layers=50, image_shape="3,224,224", version=1, d
     net = mx.sym.Variable("data")
     if version == 2:  # before the cast, so that pixels of any scale fit into float16
         net = norm(net, "data_bn", fix_gamma=True)
-    net = narrow(net, dtype)
+    net = cast_data(net, dtype)
     net = conv(net, width, 3 if small else 7, "conv0", 1 if small else 2)
     if version == 1 or not small:
         net = relu(norm(net, "bn0"), "relu0")

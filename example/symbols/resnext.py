@@ -5,7 +5,7 @@ Xie, Girshick, Dollar, Tu, He: "Aggregated Residual Transformations for Deep Neu
 """
 import mxnet as mx
 
-from .layers import conv, narrow, norm, pool, pool_all, relu, softmax
+from .layers import cast_data, conv, norm, pool, pool_all, relu, softmax
 from .resnet import unit_v1
 
 UNITS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -25,7 +25,7 @@ def get_symbol(num_classes, num_layers=50, num_group=32, group_width=4, dtype="f
         raise ValueError("unknown num_layers. Valid: "
                          f"{', '.join(map(str, UNITS))}. Received: {num_layers!r}")
 
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     net = relu(norm(conv(net, 64, 7, "conv0", 2), "bn0"), "relu0")
     net = pool(net, "max", 3, 2, "pool0", pad=1)
     for i, units in enumerate(UNITS[num_layers], 1):

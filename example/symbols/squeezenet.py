@@ -7,7 +7,7 @@ classifier is a convolution with global average pooling, without a fully connect
 """
 import mxnet as mx
 
-from .layers import conv, narrow, pool, pool_all, relu, softmax
+from .layers import cast_data, conv, pool, pool_all, relu, softmax
 
 # Filters and kernel of the first convolution; the fire units with pooling after them.
 VERSIONS = {"1.0": (96, 7, (3, 7)), "1.1": (64, 3, (2, 4))}
@@ -25,7 +25,7 @@ def get_symbol(num_classes, version="1.1", dtype="float32"):
         raise ValueError(f"unknown version. Valid: 1.0, 1.1. Received: {version!r}")
     filters, kernel, pooled = VERSIONS[version]
 
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     net = relu(conv(net, filters, kernel, "conv1", 2, pad=0, bias=True), "relu1")
     net = pool(net, "max", 3, 2, "pool1", convention="full")
     for i, squeezed in enumerate(SQUEEZED, 1):

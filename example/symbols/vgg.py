@@ -5,7 +5,7 @@ with or without batch norms, which are a later addition.
 """
 import mxnet as mx
 
-from .layers import conv, hidden_layers, narrow, norm, pool, relu, softmax
+from .layers import cast_data, conv, hidden_layers, norm, pool, relu, softmax
 
 FILTERS = (64, 128, 256, 512, 512)  # convolutions of each stage, before a pooling
 CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3),
@@ -24,7 +24,7 @@ def get_symbol(num_classes, num_layers=16, batch_norm=False, dtype="float32"):
         raise ValueError("unknown num_layers. Valid: "
                          f"{', '.join(map(str, CONVOLUTIONS))}. Received: {num_layers!r}")
 
-    net = narrow(mx.sym.Variable("data"), dtype)
+    net = cast_data(mx.sym.Variable("data"), dtype)
     for i, (count, filters) in enumerate(zip(CONVOLUTIONS[num_layers], FILTERS), 1):
         for j in range(1, count + 1):
             net = conv(net, filters, 3, f"conv{i}_{j}", bias=True)
