@@ -23,7 +23,7 @@ RATIOS = (1.0, 2.0, 0.5)
 ANCHORS = len(SIZES[0]) + len(RATIOS) - 1  # anchors at each position
 
 
-def drawn(rng, count, size):
+def draw(rng, count, size):
     """Returns images, and for each image three rows of class, left, top, right and bottom. Rows of
     -1 are padding."""
     images = rng.normal(0.0, 0.3, (count, 3, size, size)).astype(np.float32)
@@ -134,8 +134,9 @@ def main(arguments=None):
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
     if len(args.gpus) > 1:
         parser.error("--gpus: this script uses one GPU")
-    (device,), rng = recipes.devices_of(args.gpus), np.random.RandomState(args.seed)
+    device, = recipes.devices_of(args.gpus)
     recipes.seed_all(args.seed)
+    rng = np.random.RandomState(args.seed)  # of the images
 
     # The network, in the type of --dtype. Convert before the Trainer is created
     net = SSD(args.width)
@@ -155,7 +156,7 @@ def main(arguments=None):
 
     total, start = 0.0, time.time()
     for step in range(1, args.steps + 1):
-        images, labels = drawn(rng, args.batch_size, args.image_size)
+        images, labels = draw(rng, args.batch_size, args.image_size)
         data, label = nd.array(images, device), nd.array(labels, device)
         with autograd.record():
             anchors, scores, boxes = net(data)
@@ -181,7 +182,7 @@ def main(arguments=None):
 
     # Detections in validation images
     rng = np.random.RandomState(args.seed + 1)
-    images, labels = drawn(rng, args.validation_images, args.image_size)
+    images, labels = draw(rng, args.validation_images, args.image_size)
     detections = []
     for begin in range(0, len(images), args.batch_size):
         anchors, scores, boxes = net(nd.array(images[begin:begin + args.batch_size], device))

@@ -76,7 +76,7 @@ def test_detector_learns_to_find_objects(dtype, tmp_path, capsys):
 
 
 def test_boxes_match_their_objects():
-    images, labels = object_detection.drawn(np.random.RandomState(0), 8, 64)
+    images, labels = object_detection.draw(np.random.RandomState(0), 8, 64)
     for image, label in zip(images, labels):
         boxes = label[label[:, 0] >= 0, 1:]
         assert 1 <= len(boxes) <= object_detection.MAX_OBJECTS
