@@ -50,7 +50,8 @@ def lr_schedule(args, steps):
         decays = [int(epoch * steps) for epoch in args.lr_decay_epoch] or [1 << 60]  # never
         return mx.lr_scheduler.MultiFactorScheduler(decays, args.lr_decay, args.lr, **warmup)
     if args.lr_decay_epoch:
-        raise ValueError("--lr-decay-epoch is for --lr-mode step. Received: --lr-mode cosine")
+        raise ValueError("--lr-decay-epoch is for --lr-mode step. Received: --lr-mode cosine, "
+                         "which needs --lr-decay-epoch ''")
     if warmup_steps >= args.epochs * steps:
         raise ValueError("no epochs are left to the cosine: --warmup-epochs must be below the "
                          f"{args.epochs} epochs of the training. Received: {args.warmup_epochs:g}")

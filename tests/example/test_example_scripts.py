@@ -259,7 +259,7 @@ def test_schedule_warms_up_and_decays():
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: rates([1], "--lr-mode cosine --lr-decay-epoch 2"),
-     r"--lr-decay-epoch is for --lr-mode step\. Received: --"),
+     r"--lr-decay-epoch is for --lr-mode step\. Received: --.* needs --lr-decay-epoch ''"),
     (lambda: rates([1], "--warmup-epochs 4"),
      r"below the 4 epochs of the training\. Received: 4"),
     (lambda: rates([], "--lr-decay-epoch 2,1"), "must be an increasing"),
