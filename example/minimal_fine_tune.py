@@ -2,8 +2,8 @@
 
     python minimal_fine_tune.py photos/train photos/test
 
-Each of them has a folder of images for each class. The pretrained weights are downloaded. A second
-run continues the first.
+Both folders have a folder of images for each class. The pretrained weights are downloaded. A
+second run continues the first.
 """
 import sys
 
@@ -14,6 +14,8 @@ from mxnet import autograd, gluon
 from mxnet.gluon.data.vision import ImageFolderDataset, transforms
 
 NAME, DTYPE, EPOCHS, FOLDER = "mobilenetv2_1.0", "float16", 3, "runs/minimal_fine_tune"
+if len(sys.argv) != 3:
+    raise SystemExit(__doc__)
 mx.random.seed(0)
 np.random.seed(0)
 
@@ -21,8 +23,6 @@ np.random.seed(0)
 prepare = transforms.Compose([
     transforms.Resize(256, keep_ratio=True), transforms.CenterCrop(224), transforms.ToTensor(),
     transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
-if len(sys.argv) != 3:
-    raise SystemExit(__doc__)
 training, test = map(ImageFolderDataset, sys.argv[1:])
 if test.synsets != training.synsets:
     raise SystemExit(f"classes differ: {training.synsets} in training, {test.synsets} in the test")
@@ -46,15 +46,15 @@ for epoch in range(position.epoch, EPOCHS):
     for data, label in position.batches(loader):
         with autograd.record():
             loss = loss_fn(net(data), label)
-        trainer.backward(loss)
-        trainer.step(len(label))
+        trainer.backward(loss)  # of the scaled loss
+        trainer.step(len(label))  # unscales; skips the update if a gradient overflowed
     accuracy = mx.metric.Accuracy()
     for data, label in test_loader:
         accuracy.update(label, net(data))
     print(f"epoch {epoch}: test accuracy {accuracy.get()[1]:.3f}")
     amp.save_checkpoint(FOLDER, net, trainer, position)
 
-# Prediction
+# Prediction of the first images of the test
 for (image, label), (path, _) in zip(test.transform_first(prepare), test.items[:3]):
     predicted = int(net(image.expand_dims(0)).argmax(axis=1).asscalar())
     print(path, "predicted", training.synsets[predicted], "label", test.synsets[label])

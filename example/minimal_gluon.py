@@ -40,8 +40,8 @@ for epoch in range(position.epoch, EPOCHS):
     for data, label in position.batches(training):
         with autograd.record():
             loss = loss_fn(net(data), label)
-        trainer.backward(loss)
-        trainer.step(len(label))
+        trainer.backward(loss)  # of the scaled loss
+        trainer.step(len(label))  # unscales; skips the update if a gradient overflowed
     accuracy = mx.metric.Accuracy()
     for data, label in validation:
         accuracy.update(label, net(data))
