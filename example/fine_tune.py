@@ -187,10 +187,11 @@ def main(arguments=None):
                  rank=workers.rank)
 
     for epoch in range(position.epoch, args.epochs):
-        sampler.epoch = epoch
+        sampler.epoch = epoch  # another order of the images
         if args.xray and workers.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)  # dropout, augmentation
+        # Dropout and augmentation do not depend on earlier epochs, which a resumed run lacks
+        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)
         mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
         metric, start = mx.metric.Accuracy(), time.time()
         last_log = start

@@ -56,34 +56,38 @@ def add_flags(parser, save_dir="runs/image_classification"):
     flag("--image-size", "--input-size", type=cli.positive_int,
          help="height and width (default: the dataset's; 224 for a folder or a .rec)")
     flag("--crop-ratio", type=crop_ratio, default=1.0,
-         help="center crop in validation, a share of each side")
+         help="share of each side that the center crop of validation keeps")
     flag("--random-crop", action="store_true",
-         help="crop that share in training (default: 40 to 100 %%; of up to 32 pixels all)")
+         help="random crops of that share in training (default: 40 to 100 %% of the area; "
+         "whole images up to 32 pixels)")
     flag("--num-workers", "--num-data-workers", "-j", type=cli.non_negative_int, default=0,
          help="processes that load images")
-    flag("--rgb-mean", type=cli.channel_means, default=[114.75], help="one number or three, to 255")
+    flag("--rgb-mean", type=cli.channel_means, default=[114.75],
+         help="mean of pixels from 0 to 255, one number or three")
     flag("--rgb-std", type=cli.channel_deviations, default=[63.75], help="standard deviation")
     cli.add_training_flags(parser)
     flag = parser.add_argument_group("precision and regularization").add_argument
     flag("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
-         help="type; bfloat16: CPUs only")
+         help="type of the network; bfloat16: CPUs only")
     flag("--policy", choices=POLICIES, help="policy of gluon_amp.convert, in place of --dtype")
-    flag("--mode", choices=("hybrid", "imperative"), default="hybrid", help="as a graph, or not")
+    flag("--mode", choices=("hybrid", "imperative"), default="hybrid",
+         help="run a float32 network as a graph, or not")
     flag("--no-wd", action="store_true", help="no weight decay for biases and batch norms")
     flag("--label-smoothing", type=cli.fraction, default=0, nargs="?", const=0.1,
          help="amount of label smoothing; 0.1 for the flag without a number")
     flag("--mixup", action="store_true", help="train on weighted sums of two images and labels")
-    flag("--mixup-alpha", type=cli.positive_float, default=0.2, help="of the beta distribution")
-    flag("--mixup-off-epoch", type=cli.non_negative_int, default=0, help="last epochs without")
+    flag("--mixup-alpha", type=cli.positive_float, default=0.2, help="of mixup's beta distribution")
+    flag("--mixup-off-epoch", type=cli.non_negative_int, default=0, help="last epochs without it")
     flag("--teacher", help="also train on this network's outputs (distillation)")
     flag("--teacher-params", help="parameters of the teacher (default: the model zoo's)")
-    flag("--temperature", type=cli.positive_float, default=20.0, help="divisor with teacher")
-    flag("--hard-weight", type=cli.fraction, default=0.5, help="of the labels with teacher")
+    flag("--temperature", type=cli.positive_float, default=20.0, help="divisor of logits (teacher)")
+    flag("--hard-weight", type=cli.fraction, default=0.5, help="share of the labels (teacher)")
     flag = parser.add_argument_group("output and resuming").add_argument
     flag("--benchmark", action="store_true", help="random images; prints samples/s and memory")
     flag("--logging-file", help="write the log to this file, too")
     flag("--save-dir", default=save_dir, help="folder for all files of the run")
-    flag("--save-period", "--save-frequency", type=cli.positive_int, help="epochs of kept files")
+    flag("--save-period", "--save-frequency", type=cli.positive_int,
+         help="keep the files of each Nth epoch, besides those of the last one")
     flag("--resume", action="store_true", help="continue the run in --save-dir, if there is one")
     flag("--resume-params", help="start with this file of parameters")
     flag("--resume-states", help="start with this file of states of the Trainer")
@@ -114,7 +118,7 @@ def make_teacher(args, devices):
 
 
 def convert(args, net):
-    """Converts a network to the type of the flags, after hybridizing: float16 runs as a graph."""
+    """Converts a network to the type of the flags. In 16 bits it runs as a graph in each --mode."""
     if args.mode == "hybrid":
         net.hybridize(static_alloc=True, static_shape=True)
     return amp.convert(net, args.policy or args.dtype)
@@ -193,10 +197,11 @@ def main(arguments=None):
                  rank=workers.rank)
 
     for epoch in range(position.epoch, args.epochs):
-        sampler.epoch = epoch
+        sampler.epoch = epoch  # another order of the images
         if args.xray and workers.rank == 0:
             recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)  # dropout, augmentation
+        # Dropout and augmentation do not depend on earlier epochs, which a resumed run lacks
+        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)
         mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
         metric, start = mx.metric.Accuracy(), time.time()
         last_log = start

@@ -65,14 +65,14 @@ def main(arguments=None):
 
     # The training of image_classification.py, before its first step
     _, loader, _ = images.image_loaders(args, workers)
-    net = convert(args, make_network(args, [device]))  # before the Trainer, see there
+    net = convert(args, make_network(args, [device]))  # before the Trainer is created
     net(next(iter(loader))[0].as_in_context(device))  # allocates all parameters
     trainer, loss_fn = make_trainer(args, net, workers.store), make_loss(args)
     batches = Batches(args, loader, device)
     if args.xray and workers.rank == 0:
         recipes.xray_epoch(args, 0, net, batches, loss_fn)
 
-    # It restores the network, the Trainer and its loss scale at the end
+    # lr_find restores the network, the Trainer and its loss scale at the end
     sweep = amp.lr_find(net, trainer, loss_fn, batches, args.start, args.end, args.steps)
     if workers.rank:
         return
