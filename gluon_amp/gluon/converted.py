@@ -64,7 +64,7 @@ from ..policy import Policy
 from ..record import Record, put_record, save_arrays
 from ..training.masters import trainers_of
 from .parameter import cast, complete_copy, constant_fits, value_of
-from .records import check_file, float32_numbers, kept_in_blocks, record_of, write_masters
+from .records import check_file, float32_numbers, record_of, write_masters
 
 log = logging.getLogger("gluon_amp")
 
@@ -449,7 +449,10 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
             for name in self._cached_graph[1].list_inputs():  # MXNet's order of random numbers
                 if name in parameters:
                     parameters[name]._finish_deferred_init()
-        kept |= operator_names(clean) if self._amp.keep else self._amp.kept.in_graph(clean)
+        if self._amp.keep:
+            kept |= operator_names(clean)
+        elif any(self._amp.kept):
+            kept |= self._amp.kept.in_graph(clean)
         return Trace(self._cached_graph, clean, self._in_format, self._out_format,
                      kept=frozenset(kept), devices=devices_that_wait(clean))
 
@@ -496,7 +499,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         # MXNet's `forward` has set the current device to the first array's
         device = mx.context.current_context().device_type
         on_gpu, types = device == "gpu", tuple([dtype_name(a.dtype) for a in arrays])
-        if autograd.is_training() and not on_gpu:
+        if trace.devices > 1 and autograd.is_training() and not on_gpu:
             check_trains_on_cpus(trace.devices)
         if self._amp.stand_in is not None:
             return self._amp.stand_in(self, (on_gpu, types), arrays)
@@ -544,7 +547,7 @@ class ConvertedHybridBlock(PolicyHybridBlock, ConvertedBlock):
         """Returns the nodes of the current graph that stay float32 by `keep=`."""
         of_trace = [trace.kept for trace in self._amp.traces.values()
                     if trace.graph is self._cached_graph]
-        return kept_in_blocks(blocks_in(self)).nodes.union(*of_trace)
+        return frozenset().union(*of_trace, *(state.kept.nodes for state in _states(self)))
 
     def with_casts(self, clean: Graph, types: Mapping[str, str],
                    also: Iterable[str] = ()) -> Graph:
