@@ -435,6 +435,7 @@ def test_sphinx_builds_without_warnings(built):
         assert "system-message" not in text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", NOTEBOOKS, ids=lambda page: page.stem)
 def test_notebook_can_be_downloaded_from_its_page(built, page):
     text = (built / "tutorial" / f"{page.stem}.html").read_text()
@@ -449,6 +450,7 @@ def test_notebook_can_be_downloaded_from_its_page(built, page):
             assert picture.startswith("data:image/png;base64,")
 
 
+@pytest.mark.thorough
 def test_links_to_included_pages_stay_in_site(built):
     """Links between pages stay in the site, and links to scripts download them."""
     readme = (built / "readme.html").read_text()
@@ -458,6 +460,7 @@ def test_links_to_included_pages_stay_in_site(built):
     assert 'href="readme.html' in (built / "index.html").read_text()
 
 
+@pytest.mark.thorough
 def test_every_picture_has_a_dark_variant(built):
     for page in "index", "tensor_core_results", "tutorial/ten_minutes", "imagenet":
         images = re.findall(r'<img[^>]*class="([^"]*)"', (built / f"{page}.html").read_text())
@@ -472,6 +475,7 @@ def test_notebook_lines_fit_80_columns(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 80] == []
 
 
+@pytest.mark.thorough
 def test_first_page_shows_an_xray(built):
     tensor = "net_batch_dot0_amp_cast_float16"
     first = (built / "index.html").read_text()
@@ -483,6 +487,7 @@ def test_first_page_shows_an_xray(built):
     assert str(ROOT) not in page
 
 
+@pytest.mark.thorough
 def test_every_public_name_is_in_reference(built):
     reference = "".join(page.read_text() for page in (built / "api").glob("*.html"))
     for name in gluon_amp.__all__:
