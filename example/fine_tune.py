@@ -12,27 +12,22 @@ those that select a network.
 """
 import logging
 import os
-import resource
-import time
 import warnings
 
 import command_line as cli
 import gluon_amp as amp  # before mxnet
 import images
 import mxnet as mx
-import recipes
-from gluon_amp.parallel import average_statistics
-from gluon_amp.reports import Log
 from image_classification import (
     add_flags,
     convert,
     make_loss,
     make_teacher,
-    make_trainer,
-    mixup,
+    prepare,
+    train,
 )
 from model_zoo import zoo_network
-from mxnet import autograd, gluon
+from mxnet import gluon
 from mxnet.gluon import nn
 from symbolic_fine_tune import first_layers, without_head
 
@@ -154,16 +149,8 @@ def main(arguments=None):
         parser.error("pass a network: --pretrained NAME, or --pretrained-symbol NET-symbol.json "
                      "--pretrained-params NET-0000.params")
 
-    # Several workers train one network, on a part of the images each. Rank 0 writes the files
-    workers = recipes.Workers(args)
-    devices, images_per_step = workers.devices, args.batch_size * workers.count
-    if workers.rank == 0 and not args.benchmark:
-        os.makedirs(args.save_dir, exist_ok=True)
-    if workers.rank == 0 and args.logging_file:
-        logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
-    sampler, loader, val_loader = images.image_loaders(args, workers)
-    log.info("%s", args)
-    recipes.seed_all(args.seed)
+    workers, loaders = prepare(args)
+    devices, (_, _, val_loader) = workers.devices, loaders
 
     # Only the head is new. It learns faster with --head-lr-mult
     features = pretrained_features(args, devices)
@@ -179,60 +166,7 @@ def main(arguments=None):
     teacher, loss_fn = make_teacher(args, devices), make_loss(args)
     log.info("before: err-top1=%f err-top5=%f",
              *images.validate(net, val_loader, devices, loss_fn)[:2])
-    trainer = make_trainer(args, net, workers.store,
-                           lr_scheduler=recipes.lr_schedule(args, len(loader)))
-    position = recipes.resume(args, net, trainer, len(loader))
-    record = Log(None if args.benchmark else os.path.join(args.save_dir, "log.jsonl"), args,
-                 interval=args.log_interval, tensorboard=args.tensorboard, begin=position,
-                 rank=workers.rank)
-
-    for epoch in range(position.epoch, args.epochs):
-        sampler.epoch = epoch  # another order of the images
-        if args.xray and workers.rank == 0:
-            recipes.xray_epoch(args, epoch, net, loader, loss_fn)
-        # Dropout and augmentation do not depend on earlier epochs, which a resumed run lacks
-        recipes.seed_all(args.seed + 1 + epoch + 1_000_000 * workers.rank)
-        mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
-        metric, start = mx.metric.Accuracy(), time.time()
-        last_log = start
-        for i, (data, label) in enumerate(position.batches(loader)):
-            data, target = mixup(args, data, label) if mixes else (data, label)
-            datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
-                                      for x in (data, label, target))  # a part for each GPU
-            teacher_outs = [teacher(x) if teacher else None for x in datas]
-            with autograd.record():
-                outputs = [net(x) for x in datas]
-                losses = [loss_fn(*each) for each in zip(outputs, targets, teacher_outs)]
-            # Scales the losses, so that small gradients do not become 0 in float16
-            trainer.backward(losses)
-            # Unscales the gradients. If one overflowed, skips the update and lowers the scale
-            trainer.step(images_per_step)
-
-            metric.update(labels, outputs)
-            if record.step(trainer, losses, images_per_step):
-                speed = images_per_step * args.log_interval / (time.time() - last_log)
-                log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f"
-                         "\tloss-scale=%g\tskipped=%d", epoch, i, speed, metric.get()[1],
-                         trainer.learning_rate, trainer.loss_scale, trainer.skipped)
-                last_log = time.time()
-        seconds = time.time() - start
-        if workers.count > 1:
-            average_statistics(trainer)  # of batch norms: each worker has those of its own images
-        top1, top5, validation_loss = images.validate(net, val_loader, devices, loss_fn)
-        accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
-        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
-        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
-        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f\tloss-scale=%g\tskipped=%d",
-                 epoch, top1, top5, trainer.loss_scale, trainer.skipped)
-        record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
-                     validation_loss=validation_loss, samples_per_second=speed)
-        if args.benchmark:
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            log.info("%.1f samples/s, peak memory of the process %.0f MB", speed, memory)
-        else:
-            recipes.save(args, net, trainer, position, record)
-    record.close()
-    return [line for line in record.lines if "batch" not in line]
+    return train(args, workers, loaders, net, teacher, loss_fn)
 
 
 if __name__ == "__main__":

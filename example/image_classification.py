@@ -163,32 +163,24 @@ def mixup(args, data, label):
 
 # ---- training
 
-def main(arguments=None):
-    """Trains with the flags. Returns the epochs' lines of log.jsonl."""
-    parser = cli.Parser(__doc__)
-    add_network_flags(parser)
-    add_flags(parser)
-    args = parser.parse_args(arguments)
-
+def prepare(args):
+    """Returns the workers, and what `images.image_loaders` returns. Seeds random numbers."""
     # Several workers train one network, on a part of the images each. Rank 0 writes the files
     workers = recipes.Workers(args)
-    devices, images_per_step = workers.devices, args.batch_size * workers.count
     if workers.rank == 0 and not args.benchmark:
         os.makedirs(args.save_dir, exist_ok=True)
     if workers.rank == 0 and args.logging_file:
         logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
-    sampler, loader, val_loader = images.image_loaders(args, workers)
+    loaders = images.image_loaders(args, workers)
     log.info("%s", args)
     recipes.seed_all(args.seed)
+    return workers, loaders
 
-    # Convert before the Trainer is created, which keeps float32 copies of 16-bit weights: updates
-    # are often too small for float16
-    net = convert(args, make_network(args, devices))
-    out = net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates all parameters
-    if out.shape[1] != images.number_of_classes(args):
-        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data "
-                         f"{images.number_of_classes(args)}: fine_tune.py replaces the head")
-    teacher, loss_fn = make_teacher(args, devices), make_loss(args)
+
+def train(args, workers, loaders, net, teacher, loss_fn):
+    """Trains a converted network. Returns the epochs' lines of log.jsonl."""
+    sampler, loader, val_loader = loaders
+    devices, images_per_step = workers.devices, args.batch_size * workers.count
     trainer = make_trainer(args, net, workers.store,
                            lr_scheduler=recipes.lr_schedule(args, len(loader)))
     position = recipes.resume(args, net, trainer, len(loader))
@@ -243,6 +235,27 @@ def main(arguments=None):
             recipes.save(args, net, trainer, position, record)
     record.close()
     return [line for line in record.lines if "batch" not in line]
+
+
+def main(arguments=None):
+    """Trains with the flags. Returns the epochs' lines of log.jsonl."""
+    parser = cli.Parser(__doc__)
+    add_network_flags(parser)
+    add_flags(parser)
+    args = parser.parse_args(arguments)
+
+    workers, loaders = prepare(args)
+
+    # Convert before the Trainer is created, which keeps float32 copies of 16-bit weights: updates
+    # are often too small for float16
+    net = convert(args, make_network(args, workers.devices))
+    data, _ = next(iter(loaders[-1]))
+    out = net(data[:1].as_in_context(workers.devices[0]))  # allocates all parameters
+    if out.shape[1] != images.number_of_classes(args):
+        raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data "
+                         f"{images.number_of_classes(args)}: fine_tune.py replaces the head")
+    teacher, loss_fn = make_teacher(args, workers.devices), make_loss(args)
+    return train(args, workers, loaders, net, teacher, loss_fn)
 
 
 if __name__ == "__main__":

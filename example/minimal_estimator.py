@@ -2,7 +2,7 @@
 
     python minimal_estimator.py
 
-It saves no checkpoint: each run starts anew.
+It saves no checkpoint, so each run starts from the beginning.
 """
 import gluon_amp as amp  # before mxnet
 import mxnet as mx

@@ -145,7 +145,7 @@ class Trainer(Trained, mx.gluon.Trainer):
     # ---- loss_scale="auto"
 
     def _decided_now(self, parameters: Sequence[Any]) -> LossScale:
-        """Returns the loss scale, of "auto" the one that `_decide` would decide now."""
+        """Returns the loss scale; for "auto", that of the types of gradients now."""
         loss_scale = self._step.loss_scale
         return loss_scale.for_types(types_of_gradients(parameters)) \
             if isinstance(loss_scale, AutoLossScale) else loss_scale
