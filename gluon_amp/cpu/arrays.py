@@ -161,6 +161,7 @@ def sync_master(master: "mx.nd.NDArray", weight: "mx.nd.NDArray") -> None:
     else:
         unchanged = master.astype("float16") == weight
         mx.nd.where(unchanged, master, weight.astype("float32"), out=master)
+        master.wait_to_read()  # so that few weights have temporary arrays at a time
 
 
 def _on_cpu(array: "mx.nd.NDArray") -> bool:

@@ -413,10 +413,11 @@ class Launches:
         """Whether these are its rule and its arrays."""
         return rule is self._rule and same_objects(self._arrays, [*grads, *weights, *states])
 
-    def begin(self) -> None:
-        """Synchronizes master weights, and widens gradients."""
+    def begin(self, is_first: bool = False) -> None:
+        """Synchronizes master weights, unless the states are new, and widens gradients."""
         if self._with_masters[0]:
-            self._optimizer._master_sync.sync(*self._with_masters)
+            masters = self._optimizer._master_sync
+            (masters.record if is_first else masters.sync)(*self._with_masters)
         if self._widened:
             wide = widen_all([grad for grad, *_ in self._widened])
             self._calls_of_widened = library.Calls([
@@ -496,6 +497,7 @@ def _prepared(updater: Updater, indices: Sequence[int], grads: Sequence[Array],
     optimizer, states = updater.optimizer, updater.states
     if isinstance(optimizer, _WithMasters) and optimizer._row.rules \
             and weights[0].ctx.device_type == "gpu":
+        is_first = states.keys().isdisjoint(indices)
         for index, weight in zip(indices, weights):
             if index not in states:
                 states[index] = optimizer.create_state_multi_precision(index,
@@ -503,7 +505,7 @@ def _prepared(updater: Updater, indices: Sequence[int], grads: Sequence[Array],
                 updater.states_synced[index] = True
         launches = optimizer._launches_of(indices, grads, weights, [states[i] for i in indices])
         if launches is not None and all(updater.states_synced[index] for index in indices):
-            launches.begin()
+            launches.begin(is_first)
             return launches.run
     return functools.partial(updater, indices, grads, weights)
 

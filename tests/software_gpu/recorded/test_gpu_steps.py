@@ -134,6 +134,11 @@ def test_scale_loss_costs_as_backward():
     assert counted(calls_of(step))["copies"] == 1
 
 
+def test_first_step_compares_no_weights():
+    training = Training(layers(2))
+    assert not comparisons(calls_of(lambda: training.step(DATA)))
+
+
 def test_overflow_skips_update_and_lowers_scale_and_the_next_step_compares_no_weights():
     training = Training(layers(2), loss_scale=settled_scale()).after(3, DATA)
     scale = training.trainer.loss_scale
