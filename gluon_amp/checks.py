@@ -97,15 +97,14 @@ def did_you_mean(name: str, names: Sequence[str]) -> str:
 
     If no whole name is, last parts are compared, such as dense0_fwd of net0_dense0_fwd.
     """
-    typed = name.lstrip("-")  # the dashes would make all flags similar
-    whole = {one.lstrip("-"): one for one in names}
-    parts = {bare[match.end():]: one for bare, one in whole.items()
-             for match in re.finditer("[._]", bare)}
+    whole = {other: other for other in names}
+    parts = {other[match.end():]: other for other in names
+             for match in re.finditer("[._]", other)}
     for candidates in (whole, parts):
-        found = [bare for bare in candidates if typed and bare.startswith(typed)] \
-            or difflib.get_close_matches(typed, list(candidates), n=3)
-        if found:
-            close = dict.fromkeys(candidates[bare] for bare in found[:3])
+        similar = [part for part in candidates if name and part.startswith(name)] \
+            or difflib.get_close_matches(name, list(candidates), n=3)
+        if similar:
+            close = dict.fromkeys(candidates[part] for part in similar[:3])
             return f". Did you mean {' or '.join(close)}?"
     return ""
 
@@ -117,38 +116,15 @@ def order_of(names: Sequence[str]) -> List[int]:
     return sorted(range(len(names)), key=parts)
 
 
-def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yields all flags, those of subcommands included."""
-    for action in parser._actions:
-        yield from action.option_strings
-        if isinstance(action.choices, dict):
-            for sub in action.choices.values():
-                if isinstance(sub, argparse.ArgumentParser):
-                    yield from _flags(sub)
-
-
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with errors of one line that suggest a correction of a mistyped flag or
-    choice. It does not accept abbreviated flags."""
+    """An ArgumentParser with errors of one line. It does not accept abbreviated flags."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Exits with argparse's message, without the usage."""
-        start = "unrecognized arguments: "
-        if message.startswith(start):
-            flags = list(_flags(self))
-            unknown = message[len(start):].split()[0].partition("=")[0]
-            message += did_you_mean(unknown, flags)
         self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")
-
-    def _check_value(self, action: argparse.Action, value: object) -> None:
-        try:
-            super()._check_value(action, value)
-        except argparse.ArgumentError as error:
-            hint = did_you_mean(str(value), list(map(str, action.choices or ())))
-            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> List[str]:

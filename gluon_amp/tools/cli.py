@@ -231,21 +231,23 @@ def _xray_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", metavar="NAME", help="loss for a symbol without one: softmax, sigmoid, l1 or "
         "l2 (softmax, the cross entropy of logits)")
     add("--policy", metavar="NAME", help="a policy of convert, such as mixed_float16 (float16)")
-    add("--batch-size", type=positive, metavar="N", help="split each file into batches of N, "
-        "without an incomplete last batch")
     add("--steps", type=positive, metavar="N", help="maximum number of batches (20)")
     add("-o", "--output", metavar="DIR", help="new folder for xray.html and its tables (xray)")
 
 
 def _xray(options: argparse.Namespace) -> None:
-    names = ("params", "data", "label", "loss", "policy", "batch_size", "steps", "output")
+    names = ("params", "data", "label", "loss", "policy", "steps", "output")
     values = {name: getattr(options, name) for name in names if getattr(options, name)}
     if not options.path.endswith(".json"):
         if values:
             flags = ", ".join("--" + name.replace("_", "-") for name in values)
             raise ValueError(f"{flags}: only for a new X-ray, whose PATH is an exported symbol, "
                              f"such as net-symbol.json. Received: {options.path}")
-        _saved_xray(options)
+        from ..formats import get_format
+        from ..inspection import saved
+        format_ = None if options.format is None else get_format(options.format, "--format")
+        shows_text = format_ is None and not os.path.isfile(options.path)
+        print(saved.summary(options.path) if shows_text else saved.draw(options.path, format_))
         return
     if options.format:
         raise ValueError("--format is for a saved X-ray; a new one takes --policy. Received: "
@@ -259,16 +261,6 @@ def _xray(options: argparse.Namespace) -> None:
     from .xray_files import xray_files
     view = xray_files(options.path, **values)
     print(f"{view}\n{view.save(output)}")
-
-
-def _saved_xray(options: argparse.Namespace) -> None:
-    from ..formats import get_format
-    from ..inspection import saved
-    format_ = None if options.format is None else get_format(options.format, "--format")
-    if format_ is None and not os.path.isfile(options.path):
-        print(saved.summary(options.path))
-    else:
-        print(saved.draw(options.path, format_))
 
 
 def _cuda_arguments(parser: argparse.ArgumentParser) -> None:
@@ -321,8 +313,8 @@ COMMANDS = (
     ), _demo_arguments, _demo),
     _Command("xray", "show the effect of a format on every tensor of a model, new or saved", (
         "gluon-amp xray net-symbol.json --params net-0000.params --data batch.npz",
-        "gluon-amp xray net-symbol.json --params net-0000.params --data train.npz "
-        "--batch-size 32 --policy mixed_float16 -o folder",
+        "gluon-amp xray net-symbol.json --params net-0000.params --data 0.npz 1.npz "
+        "--policy mixed_float16 -o folder",
         "gluon-amp xray FOLDER",
         "gluon-amp xray FOLDER --format bfloat16",
         "gluon-amp xray statistics.jsonl",

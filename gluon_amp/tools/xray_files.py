@@ -1,10 +1,9 @@
 """X-rays of files: an exported symbol, its parameters, and batches in numpy files."""
-import itertools
 import os
 import re
 import zipfile
 import zlib
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -46,8 +45,7 @@ class _Model(NamedTuple):
 
 
 def xray_files(model: str, params: str, data: Sequence[str], label: str = "label",
-               loss: Optional[str] = None, policy: str = "float16",
-               batch_size: Optional[int] = None, steps: int = 20) -> View:
+               loss: Optional[str] = None, policy: str = "float16", steps: int = 20) -> View:
     """Returns the X-ray of a model in files. `gluon-amp xray --help` describes the arguments."""
     chosen = get_policy(policy)
     if chosen.is_float32:
@@ -59,8 +57,7 @@ def xray_files(model: str, params: str, data: Sequence[str], label: str = "label
     if loss and loaded.has_loss:
         raise ValueError("--loss is for a symbol without a loss, and this one has its own: "
                          f"{listed(loaded.symbol.list_outputs())}. Received: --loss {loss}")
-    batches = list(itertools.islice((batch for path in data for batch in
-                                     _batches(path, loaded, label, batch_size)), steps))
+    batches = [_batch(path, loaded, label) for path in data[:steps]]
     if loaded.has_loss:
         view = _of_module(loaded, batches, chosen)
     else:
@@ -142,9 +139,8 @@ def _described(arrays: Arrays) -> str:
     return listed([f"{name} {array.shape}" for name, array in arrays.items()]) or "no arrays"
 
 
-def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
-             ) -> Iterator[Tuple[List[Any], List[Any]]]:
-    """Yields data and labels of each batch in a file."""
+def _batch(path: str, model: _Model, label: str) -> Tuple[List[Any], List[Any]]:
+    """Returns the data and the labels in a file."""
     arrays = _read(path)
     by_name = dict(arrays)
     wanted = model.labels or ([] if model.has_loss else [label])
@@ -156,19 +152,9 @@ def _batches(path: str, model: _Model, label: str, batch_size: Optional[int]
         also = f" or {label}" if len(wanted) == 1 and wanted[0] != label else ""
         raise ValueError(f"{path} must have arrays called {', '.join(model.inputs + wanted)}{also}"
                          f". Received: {_described(arrays)}")
-    parts = [by_name]
-    if batch_size is not None:
-        lengths = {array.shape[0] if array.ndim else 0 for array in by_name.values()}
-        length = lengths.pop()
-        if lengths or length < batch_size:
-            raise ValueError(f"{path}: --batch-size needs arrays of equal length, {batch_size} or "
-                             f"more. Received: {_described(arrays)}")
-        parts = [{name: array[begin:begin + batch_size] for name, array in by_name.items()}
-                 for begin in range(0, length - batch_size + 1, batch_size)]
-    for part in parts:
-        converted = {name: mx.nd.array(array) for name, array in part.items()}
-        yield [converted[name] for name in model.inputs], \
-            [converted[name] for name in wanted if name in converted]
+    converted = {name: mx.nd.array(array) for name, array in by_name.items()}
+    return [converted[name] for name in model.inputs], \
+        [converted[name] for name in wanted if name in converted]
 
 
 # ---- X-rays -------------------------------------------------------------------------------------

@@ -135,12 +135,12 @@ def test_help_of_subcommand_has_valid_examples(name, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["train"], "train"), (["doctr"], "Did you mean doctor?"),
+    (["train"], "train"), (["doctr"], "doctor"),
     (["doctor", "--image-shape", "3,x"], "--image-shape: must be an integer >= 1. Received: 'x'"),
     (["doctor", "--image-shape", "3,,4"], "--image-shape: must be an integer >= 1. Received: ''"),
     (["demo", "--epochs", "-1"], "an integer >= 1. Received: '-1'"),
     (["demo", "--epochs", "many"], "an integer >= 1. Received: 'many'"),
-    (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8. Did you mean --epochs? ")])
+    (["demo", "--epoch", "8"], "unrecognized arguments: --epoch 8 ")])
 def test_bad_usage_is_reported_in_one_line(arguments, said, capsys):
     with pytest.raises(SystemExit) as end:
         main(arguments)
@@ -235,8 +235,7 @@ def files(tmp_path_factory):
             "column": {"data": rows, "softmax_label": classes[:, None]},
             "target": {"data": rows, "target": rng.standard_normal((40, 4))},
             "data": {"data": rows}, "image": {"image": rows, "label": classes},
-            "text": {"data": np.array(["a"]), "label": classes},
-            "apart": {"data": rows, "label": classes[:8]}}.items():
+            "text": {"data": np.array(["a"]), "label": classes}}.items():
         np.savez(folder / f"{name}.npz", **arrays)
     return folder
 
@@ -256,10 +255,9 @@ def steps_in(folder):
 
 @pytest.mark.parametrize(("model", "data", "others", "steps"), [
     ("net", "batch", "", 1), ("net", "batch short", "", 2),
-    ("net", "batch", "--batch-size 12 --policy mixed_float16", 3),
-    ("net", "batch", "--batch-size 4 --steps 5", 5),
+    ("net", "batch short", "--steps 1 --policy mixed_float16", 1),
     ("net", "target", "--label target --loss l2", 1),
-    ("module", "batch", "--batch-size 20", 2), ("module", "column", "", 1)])
+    ("module", "batch batch", "", 2), ("module", "column", "", 1)])
 def test_xray_of_files_prints_verdict_and_writes_page(
         model, data, others, steps, files, tmp_path, capsys):
     assert main([*xray(files, tmp_path, model, data), *others.split()]) == 0
@@ -286,8 +284,6 @@ def test_xray_of_files_prints_nodes_to_keep(files, tmp_path, capsys):
     ("net", "batch", "--label target", "must have arrays called data, target. Received: data"),
     ("module", "data", "", "must have arrays called data, softmax_label or label. Received: data"),
     ("net", "text", "", "arrays must hold numbers. Received: data of <U1"),
-    ("net", "apart", "--batch-size 4", "needs arrays of equal length"),
-    ("net", "short", "--batch-size 5", "length, 5 or more. Received: data (4, 6), label (4,)"),
     ("net", "none", "", "does not exist"),
     ("net", "batch", "--loss l3", "--loss is one of softmax, sigmoid, l1, l2. Received: l3"),
     ("module", "batch", "--loss l2", "this one has its own: softmax_output. Received: --loss l2"),
