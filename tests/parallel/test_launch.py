@@ -197,14 +197,16 @@ def test_hosts_file_is_read_and_ssh_starts_workers(tmp_path, monkeypatch, capfd)
     (tmp_path / "hosts").write_text("# ours\nlocalhost  # the first\nuser@localhost\n")
     ssh = tmp_path / "ssh"  # replaces ssh: runs the command here, and records the host
     ssh.write_text('#!/bin/sh\necho "$@" | cut -d" " -f4 >> "$(dirname "$0")/asked"\n'
-                   'shift 4\nexec sh -c "$*"\n')
+                   'shift 4\nexec env -i sh -c "$*"\n')
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     hosts = read_hosts(str(tmp_path / "hosts"))
     assert hosts == ["localhost", "user@localhost"]
-    monkeypatch.setenv("GLUON_AMP_ISA", "avx2")
+    passed = {"GLUON_AMP_ISA": "avx2", "DNNL_MAX_CPU_ISA": "AVX2", "NVIDIA_TF32_OVERRIDE": "0"}
+    for name, value in passed.items():
+        monkeypatch.setenv(name, value)
     program = "import os, sys; sys.exit(os.environ['DMLC_ROLE'] == 'worker' and " \
-        "os.environ['GLUON_AMP_ISA'] == 'avx2' and 4)"
+        f"{passed}.items() <= os.environ.items() and 4)"
     assert launch([sys.executable, "-c", program], workers=2, hosts=hosts) == 4
     assert set((tmp_path / "asked").read_text().split()) <= set(hosts)
 
