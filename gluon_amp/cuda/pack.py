@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 from .. import files
+from ..checks import counted
 from ..version import __version__
 from . import fatbin
 from .wheel import cache
@@ -82,6 +83,12 @@ class Pack:
     def serves(self, capability: int) -> bool:
         """Whether its code runs on GPUs of a capability, such as 90."""
         return runs_on(self.arch, self.kind, capability)
+
+    def __str__(self) -> str:
+        kernels = len({name for part in self.parts for name in part.kernels()})
+        code = "PTX" if self.kind == "ptx" else "machine code"
+        return f"{self.path}: {counted(kernels, 'kernel')}, {code} for compute capability " \
+               f"{self.arch // 10}.{self.arch % 10}"
 
     def verify(self) -> None:
         """Compares the content of all parts with their check sums.

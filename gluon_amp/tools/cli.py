@@ -15,7 +15,7 @@ from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
-from ..checks import Parser, counted, positive
+from ..checks import Parser, positive
 from ..cpu.library import KernelError
 from ..files import replace_text
 from ..version import __version__
@@ -286,10 +286,7 @@ def _cuda(options: argparse.Namespace) -> None:
         build(options.arch or ["90"], options.source, options.jobs, options.output)
     else:
         from ..cuda.install import install
-        pack = install(options.file)
-        kernels = len({name for part in pack.parts for name in part.kernels()})
-        print(f"{pack.path}: {counted(kernels, 'kernel')} for compute capability "
-              f"{pack.arch // 10}.{pack.arch % 10}{' and later' * (pack.kind == 'ptx')}")
+        print(install(options.file))
 
 
 COMMANDS = (

@@ -208,10 +208,7 @@ def _cuda() -> Iterator[Tuple[str, str]]:
     for name, path in choice.paths.items():
         yield "", f"{name}: {path}"
     for pack in load.prepared.packs:
-        kernels = sum(len(part.kernels()) for part in pack.parts)
-        yield "GPU kernels", f"{pack.path}: {kernels:,} kernels, " \
-                             f"{'PTX' if pack.kind == 'ptx' else 'machine code'} for " \
-                             f"{pack.arch // 10}.{pack.arch % 10}"
+        yield "GPU kernels", str(pack)
     for problem in load.prepared.problems:
         yield "problem", problem
 

@@ -34,7 +34,7 @@ def test_pack_is_installed(compressed, cache, tmp_path, capsys):
         file = file.rename(tmp_path / "kernels.pack.xz")
     assert main(["cuda", "install", str(file)]) == 0
     assert capsys.readouterr().out == \
-        f"{cache}/kernels/90.pack: 1 kernel for compute capability 9.0\n"
+        f"{cache}/kernels/90.pack: 1 kernel, machine code for compute capability 9.0\n"
     assert [part.kernels() for part in pack.installed(90).parts] == [["a"]]
     assert [path.name for path in (cache / "kernels").iterdir()] == ["90.pack"]
 
