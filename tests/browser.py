@@ -4,6 +4,7 @@ import shutil
 import subprocess
 
 import pytest
+from gluon_amp.parallel.launch import ending_with_parent
 
 CHROMIUM = shutil.which("chromium")
 IN_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt install chromium)")
@@ -15,7 +16,8 @@ def browse(page, profile, *arguments, size="1000,3000"):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
          "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}",
          f"--window-size={size}", *arguments, page.as_uri()],
-        capture_output=True, text=True, timeout=100, check=True).stdout
+        capture_output=True, text=True, timeout=100, check=True,
+        preexec_fn=ending_with_parent()).stdout
 
 
 def title_after(page, script, folder, **options):
