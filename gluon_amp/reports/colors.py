@@ -7,7 +7,7 @@ import re
 
 INK = "#1f2329"  # of text and axes
 COLORS = {"float32": INK, "float16": "#0072b2", "bfloat16": "#009e73",
-          "tf32": "#cc79a7", "other": "#e69f00", "error": "#d55e00"}
+          "tf32": "#cc79a7", "other": "#e69f00", "error": "#b85000"}
 DARK = {"float32": "#e4e6ea", "float16": "#4ea8de", "bfloat16": "#2fc79b",
         "tf32": "#e0a3c4", "other": "#f0b840", "error": "#f08c4a"}
 GREY = "#808080"  # of grids and leaders, on either paper
