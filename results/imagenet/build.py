@@ -144,7 +144,7 @@ def draw_nvidia(rows):
                                        (0.2, "mixed", color("float16"))):
                 speed = float(row[column]) / int(row["gpus"])
                 axes.barh(i + shift, speed, 0.36, color=ink)
-                axes.text(speed, i + shift, f" {speed:,.0f}", va="center", fontsize=8, color=ink)
+                axes.text(speed, i + shift, f" {speed:,.0f}", va="center", fontsize=8)
         axes.set_yticks(range(len(rows)),
                         [f"{row['hardware']}, {row['gpus']} used" for row in rows])
         axes.invert_yaxis()
