@@ -37,7 +37,7 @@ extensions = ["myst_nb"]
 exclude_patterns = ["_build", "figures"]
 
 html_theme = "furo"
-pygments_style = "tango"          # removed lines red, added ones green
+pygments_style = "default"         # removed lines red, added ones green; contrasts of at least 4.5
 pygments_dark_style = "monokai"
 html_title = f"gluon_amp {version}"
 html_static_path = ["_static"]
