@@ -5,14 +5,14 @@ import numpy as np
 from mxnet import autograd, gluon
 
 run = common.Run(__doc__)
-from object_detection import CLASSES, SSD, average_precision, drawn  # noqa: E402
+from object_detection import CLASSES, SSD, average_precision, draw  # noqa: E402
 
 SIZE, BATCH, STEPS, VALIDATION = 64, 16, 400, 128
 
 
 def cluttered(rng, count):
     """Returns images with lines, beside the shapes to detect, and their labels."""
-    images, labels = drawn(rng, count, SIZE)
+    images, labels = draw(rng, count, SIZE)
     for image in images:
         for _ in range(4):
             x, y = rng.randint(SIZE - 2, size=2)

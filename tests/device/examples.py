@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(EXAMPLE)]
 import gluon_amp  # noqa: E402, F401  (before mxnet)
 import mxnet as mx  # noqa: E402
 import numpy as np  # noqa: E402
-from object_detection import drawn  # noqa: E402
+from object_detection import draw  # noqa: E402
 from PIL import Image  # noqa: E402
 from rows import add  # noqa: E402
 
@@ -27,7 +27,7 @@ SIZE = 32
 
 def records(path, count, seed):
     """Writes images of one shape each, with its class."""
-    images, labels = drawn(np.random.RandomState(seed), count, SIZE)
+    images, labels = draw(np.random.RandomState(seed), count, SIZE)
     writer = mx.recordio.MXIndexedRecordIO(str(path.with_suffix(".idx")), str(path), "w")
     for i, (image, label) in enumerate(zip(images, labels)):
         pixels = np.clip(128 + 40 * image.transpose(1, 2, 0), 0, 255).astype(np.uint8)
