@@ -2,7 +2,7 @@
 
     python minimal_estimator.py
 
-It saves no checkpoint, so each run starts from the beginning.
+A second run continues the first.
 """
 import gluon_amp as amp  # before mxnet
 import mxnet as mx
@@ -11,9 +11,10 @@ from gluon_amp.training.estimator import BatchProcessor
 from mxnet import gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.estimator import Estimator
+from mxnet.gluon.contrib.estimator.event_handler import EpochEnd
 from sklearn.datasets import load_digits
 
-DTYPE, EPOCHS = "float16", 5
+DTYPE, EPOCHS, FOLDER = "float16", 5, "runs/minimal_estimator"
 mx.random.seed(0)
 np.random.seed(0)
 
@@ -33,12 +34,25 @@ net.initialize(mx.init.Xavier())
 amp.convert(net, DTYPE)
 net.hybridize(static_alloc=True, static_shape=True)
 
-# Training. This batch processor scales the loss, which MXNet's own does not
+trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+
+
+class SaveCheckpoint(EpochEnd):
+    """Saves the training after each epoch. MXNet's CheckpointHandler fails after the last one."""
+
+    def epoch_end(self, estimator, *args, **kwargs):
+        position.epoch += 1
+        amp.save_checkpoint(FOLDER, net, trainer, position)
+
+
+# Training, from the last checkpoint if there is one. This batch processor scales the loss
+position = amp.load_checkpoint(FOLDER, net, trainer)
 estimator = Estimator(net, gluon.loss.SoftmaxCrossEntropyLoss(), mx.metric.Accuracy(),
-                      trainer=amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01}),
-                      batch_processor=BatchProcessor())
-estimator.fit(training, validation, epochs=EPOCHS)
-print(dict(metric.get() for metric in estimator.val_metrics))
+                      trainer=trainer, batch_processor=BatchProcessor())
+if position.epoch < EPOCHS:
+    estimator.fit(training, validation, epochs=EPOCHS - position.epoch,
+                  event_handlers=[SaveCheckpoint()])
+    print(dict(metric.get() for metric in estimator.val_metrics))
 
 # Prediction
 data = mx.nd.array(images[order[:10]])
