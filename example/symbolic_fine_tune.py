@@ -18,14 +18,20 @@ import re
 import command_line as cli
 import gluon_amp as amp  # before mxnet
 import mxnet as mx
+import numpy as np
 import train_imagenet
 from model_zoo import zoo_network
 
 # ---- the network without its head
 
+def layer_of(parameter):
+    """Returns the name of a parameter's layer: conv0 for conv0_weight."""
+    return parameter.rsplit("_", 1)[0]
+
+
 def first_layers(parameters, count):
     """Returns the names of the first layers of parameters in the order of a network."""
-    return list(dict.fromkeys(name.rsplit("_", 1)[0] for name in parameters))[:count]
+    return list(dict.fromkeys(map(layer_of, parameters)))[:count]
 
 
 def without_head(symbol, layer=None, bn_momentum=None, freeze=0):
@@ -47,7 +53,7 @@ def without_head(symbol, layer=None, bn_momentum=None, freeze=0):
             if bn_momentum is not None:
                 attributes["momentum"] = str(bn_momentum)
             gamma = nodes[node["inputs"][1][0]]["name"]
-            if gamma.rsplit("_", 1)[0] in frozen:
+            if layer_of(gamma) in frozen:
                 attributes["use_global_stats"] = "True"
     outputs = mx.sym.load_json(json.dumps(graph)).get_internals()
     if layer:
@@ -93,16 +99,28 @@ def load(name):
     if os.path.exists(f"{prefix}-symbol.json"):
         params = f"{prefix}-{int(epoch or 0):04d}.params"
         if not os.path.exists(params):
-            raise SystemExit(f"{params} does not exist")
+            raise ValueError(f"{params} does not exist")
         return mx.model.load_checkpoint(prefix, int(epoch or 0))
     try:
         net = zoo_network(prefix, pretrained=True)
     except ValueError as error:
-        raise SystemExit(f"{prefix}-symbol.json does not exist, and {error}") from None
+        raise ValueError(f"{prefix}-symbol.json does not exist, and {error}") from None
     symbol = net(mx.sym.var("data"))
     arrays = {name: parameter.data() for name, parameter in net.collect_params().items()}
     aux_params = {name: arrays.pop(name) for name in symbol.list_auxiliary_states()}
     return symbol, arrays, aux_params
+
+
+def parameters_of(features, arrays, args):
+    """Returns the arrays of the features: arguments, which are trained, and moving averages."""
+    arguments = [name for name in features.list_arguments() if name != "data"]
+    averages = features.list_auxiliary_states()
+    missing = sorted({*arguments, *averages} - set(arrays))
+    if missing:
+        raise ValueError(f"{args.pretrained_model} lacks parameters: {', '.join(missing[:10])}")
+    if args.dtype == "float32" and any(arrays[name].dtype is np.float16 for name in arguments):
+        raise ValueError(f"{args.pretrained_model} is in float16: --dtype float16")
+    return tuple({name: arrays[name] for name in names} for names in (arguments, averages))
 
 
 def main(arguments=None):
@@ -112,33 +130,28 @@ def main(arguments=None):
     flag("--pretrained-model", required=True, metavar="PREFIX[,EPOCH]",
          help="a checkpoint, or a network of the model zoo")
     flag("--layer-before-fullc", help="the layer before the head (default: detected)")
-    flag("--freeze", type=int, choices=(0, 1), default=0, help="1: train the new head only")
+    flag("--freeze", type=cli.non_negative_int, default=0,
+         help="number of layers to freeze, counted from the input")
     flag("--bn-momentum", type=cli.fraction, help="momentum of all batch norms")
     train_imagenet.add_arguments(parser)
     parser.set_defaults(epochs=3, lr=0.01, lr_decay_epoch=[2], batch_size=32)
     args = train_imagenet.parse_flags(parser, arguments)
 
-    # The pretrained features, and a new head without parameters
+    # The pretrained features. The Module freezes a batch norm's averages with its parameters
     symbol, arg_params, aux_params = load(args.pretrained_model)
     features = without_head(symbol, args.layer_before_fullc, args.bn_momentum)
+    arg_params, aux_params = parameters_of(features, {**arg_params, **aux_params}, args)
+    layers = first_layers(arg_params, args.freeze)
+    frozen = [name for name in arg_params if layer_of(name) in layers]
+
+    # A new head. Its parameters are initialized, because they are not in arg_params
     head = mx.sym.FullyConnected(features, num_hidden=args.num_classes, name="new_fc")
     symbol = mx.sym.SoftmaxOutput(head, name="softmax")
 
-    # The parameters of the features: arguments are trained, auxiliary states are moving averages
-    arguments = set(features.list_arguments()) - {"data"}
-    averages = features.list_auxiliary_states()
-    missing = sorted({*arguments, *averages} - {*arg_params, *aux_params})
-    if missing:
-        raise SystemExit(f"{args.pretrained_model} lacks parameters: {', '.join(missing[:10])}")
-    if args.dtype == "float32" and "float16" in {v.dtype.__name__ for v in arg_params.values()}:
-        raise SystemExit(f"{args.pretrained_model} is in float16: --dtype float16")
-
-    # Adds the casts, also the one to float32 before the softmax. The Module keeps float32 copies
-    # of float16 weights, and scales the loss
+    # convert_symbol adds the casts, also the one to float32 before the softmax. The Module keeps
+    # float32 copies of float16 weights, and scales the loss
     symbol = amp.convert_symbol(symbol, args.dtype)
-    train_imagenet.fit(args, symbol, {name: arg_params[name] for name in arguments},
-                       {name: aux_params[name] for name in averages},
-                       frozen=sorted(arguments) if args.freeze else None)
+    train_imagenet.fit(args, symbol, arg_params, aux_params, frozen)
 
 
 if __name__ == "__main__":
