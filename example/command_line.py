@@ -8,8 +8,6 @@ import re
 import gluon_amp as amp  # before mxnet
 import mxnet as mx
 
-DISTRIBUTED = ("dist_sync", "dist_device_sync", "horovod")  # values of --kvstore for many workers
-
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     """Prints a script's docstring as it is, and the defaults of flags that have one."""
@@ -28,12 +26,9 @@ class Parser(argparse.ArgumentParser):
                          allow_abbrev=False)
 
     def error(self, message):
-        flag = re.match(r"unrecognized arguments: ([^\s=]+)", message)
-        choice = re.match(r"argument (\S+?)[/:].*invalid choice: '(.*?)'", message)
-        if flag:
-            message += did_you_mean(flag[1], self._option_string_actions)
-        elif choice:
-            message += did_you_mean(choice[2], self._option_string_actions[choice[1]].choices)
+        unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+        if unknown:
+            message += did_you_mean(unknown[1], self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")
 
 
@@ -61,11 +56,6 @@ def first_line(error):
              if line.strip() and not line.startswith(("Traceback", "  File"))]
     text = lines[0] if lines else type(error).__name__
     return re.sub(r"^MXNetError: |\[[\d:]+\] \S+: ", "", text).rstrip(" .")
-
-
-def must_exist(path):
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"{path} does not exist")
 
 
 # ---- types of flags: the `type=` of `add_argument`
@@ -143,7 +133,8 @@ def add_training_flags(parser):
     flag("--warmup-lr", type=non_negative_float, default=0.0, help="where the warm-up starts")
     flag("--warmup-strategy", choices=("linear", "constant"), default="linear",
          help="constant stays at --warmup-lr")
-    flag("--kvstore", "--kv-store", choices=("local", "device", *DISTRIBUTED), default="device",
+    flag("--kvstore", "--kv-store", default="device",
+         choices=("local", "device", "dist_sync", "dist_device_sync", "horovod"),
          help="all-reduce in this process, or over many workers (docs/distributed.md)")
     flag = parser.add_argument_group("logs and X-rays").add_argument
     flag("--log-interval", "--disp-batches", type=positive_int, default=20,

@@ -3,12 +3,10 @@
     python image_classification.py --dataset digits --dtype float16
     python image_classification.py --dataset cifar10 --model cifar_resnet20_v1 --dtype float16 \\
         --batch-size 128 --epochs 60 --lr-mode cosine --warmup-epochs 2 --gpus 0
-    python image_classification.py --dataset train.rec --val test.rec --model resnet18_v1
 
 For a network of your own change `make_network`, for other data `image_loaders` in images.py. Log
-lines have GluonCV's format, followed by the loss scale and the number of skipped steps;
-SAVE_DIR/log.jsonl is for programs (docs/recipes.md describes it). After an interruption, --resume
-continues from the last complete epoch, bit for bit with --num-workers 0.
+lines have GluonCV's format; docs/recipes.md describes SAVE_DIR/log.jsonl. After an interruption,
+--resume continues from the last complete epoch, bit for bit with --num-workers 0.
 """
 import logging
 import os
@@ -25,10 +23,6 @@ from gluon_amp.parallel import average_statistics
 from gluon_amp.reports import Log
 from model_zoo import zoo_network
 from mxnet import autograd, gluon
-
-log = logging.getLogger("image_classification")
-POLICIES = ("float32", "float16", "mixed_float16", "pure_float16", "bfloat16", "mixed_bfloat16",
-            "tf32", "O0", "O1", "O2", "O3")
 
 
 def add_network_flags(parser):
@@ -57,9 +51,8 @@ def add_flags(parser, save_dir="runs/image_classification"):
          help="height and width (default: the dataset's; 224 for a folder or a .rec)")
     flag("--crop-ratio", type=crop_ratio, default=1.0,
          help="share of each side that the center crop of validation keeps")
-    flag("--random-crop", action="store_true",
-         help="random crops of that share in training (default: 40 to 100 %% of the area; "
-         "whole images up to 32 pixels)")
+    flag("--random-crop", action="store_true", help="random crops of that share in training "
+         "(default: 40 to 100 %% of the area; whole images up to 32 pixels)")
     flag("--num-workers", "--num-data-workers", "-j", type=cli.non_negative_int, default=0,
          help="processes that load images")
     flag("--rgb-mean", type=cli.channel_means, default=[114.75],
@@ -69,7 +62,7 @@ def add_flags(parser, save_dir="runs/image_classification"):
     flag = parser.add_argument_group("precision and regularization").add_argument
     flag("--dtype", choices=("float32", "float16", "bfloat16"), default="float32",
          help="type of the network; bfloat16: CPUs only")
-    flag("--policy", choices=POLICIES, help="policy of gluon_amp.convert, in place of --dtype")
+    flag("--policy", help="policy of gluon_amp.convert, in place of --dtype")
     flag("--mode", choices=("hybrid", "imperative"), default="hybrid",
          help="run a float32 network as a graph, or not")
     flag("--no-wd", action="store_true", help="no weight decay for biases and batch norms")
@@ -107,9 +100,7 @@ def make_network(args, devices):
 
 
 def make_teacher(args, devices):
-    """Returns the network of --teacher; None without."""
-    if not args.teacher:
-        return None
+    """Returns the network of --teacher."""
     if not args.teacher_params:
         return convert(args, zoo_network(args.teacher, pretrained=True, ctx=devices))
     net = zoo_network(args.teacher, classes=images.number_of_classes(args))
@@ -128,7 +119,7 @@ def make_trainer(args, net, kvstore="device", **schedule):
     """Returns the Trainer, which scales the loss and updates float32 copies of 16-bit weights."""
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
-    options = {"learning_rate": args.lr, "wd": args.wd, **recipes.momentum_of(args), **schedule}
+    options = {**recipes.optimizer_options(args), **schedule}
     return amp.Trainer(net.collect_params(), args.optimizer, options, kvstore,
                        loss_scale=args.loss_scale)
 
@@ -165,22 +156,23 @@ def mixup(args, data, label):
 
 def prepare(args):
     """Returns the workers, and what `images.image_loaders` returns. Seeds random numbers."""
-    # Several workers train one network, on a part of the images each. Rank 0 writes the files
     workers = recipes.Workers(args)
     if workers.rank == 0 and not args.benchmark:
         os.makedirs(args.save_dir, exist_ok=True)
     if workers.rank == 0 and args.logging_file:
         logging.getLogger().addHandler(logging.FileHandler(args.logging_file))
     loaders = images.image_loaders(args, workers)
-    log.info("%s", args)
+    logging.info("%s", args)
     recipes.seed_all(args.seed)
     return workers, loaders
 
 
-def train(args, workers, loaders, net, teacher, loss_fn):
-    """Trains a converted network. Returns the epochs' lines of log.jsonl."""
+def train(args, workers, loaders, net):
+    """Trains a converted network."""
     sampler, loader, val_loader = loaders
     devices, images_per_step = workers.devices, args.batch_size * workers.count
+    teacher = make_teacher(args, devices) if args.teacher else None
+    loss_fn = make_loss(args)
     trainer = make_trainer(args, net, workers.store,
                            lr_scheduler=recipes.lr_schedule(args, len(loader)))
     position = recipes.resume(args, net, trainer, len(loader))
@@ -209,36 +201,33 @@ def train(args, workers, loaders, net, teacher, loss_fn):
             trainer.backward(losses)
             # Unscales the gradients. If one overflowed, skips the update and lowers the scale
             trainer.step(images_per_step)
-
             metric.update(labels, outputs)
             if record.step(trainer, losses, images_per_step):
                 speed = images_per_step * args.log_interval / (time.time() - last_log)
-                log.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f"
-                         "\tloss-scale=%g\tskipped=%d", epoch, i, speed, metric.get()[1],
-                         trainer.learning_rate, trainer.loss_scale, trainer.skipped)
+                logging.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f"
+                             "\tloss-scale=%g\tskipped=%d", epoch, i, speed, metric.get()[1],
+                             trainer.learning_rate, trainer.loss_scale, trainer.skipped)
                 last_log = time.time()
         seconds = time.time() - start
-        if workers.count > 1:
-            average_statistics(trainer)  # of batch norms: each worker has those of its own images
+        average_statistics(trainer)  # of batch norms, over all devices of all workers
         top1, top5, validation_loss = images.validate(net, val_loader, devices, loss_fn)
         accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
-        log.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
-        log.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
-        log.info("[Epoch %d] validation: err-top1=%f err-top5=%f\tloss-scale=%g\tskipped=%d",
-                 epoch, top1, top5, trainer.loss_scale, trainer.skipped)
+        logging.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
+        logging.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
+        logging.info("[Epoch %d] validation: err-top1=%f err-top5=%f\tloss-scale=%g\tskipped=%d",
+                     epoch, top1, top5, trainer.loss_scale, trainer.skipped)
         record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
                      validation_loss=validation_loss, samples_per_second=speed)
         if args.benchmark:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-            log.info("%.1f samples/s, peak memory of the process %.0f MB", speed, memory)
+            logging.info("%.1f samples/s, peak memory of the process %.0f MB", speed, memory)
         else:
             recipes.save(args, net, trainer, position, record)
     record.close()
-    return [line for line in record.lines if "batch" not in line]
 
 
 def main(arguments=None):
-    """Trains with the flags. Returns the epochs' lines of log.jsonl."""
+    """Trains with the flags."""
     parser = cli.Parser(__doc__)
     add_network_flags(parser)
     add_flags(parser)
@@ -254,8 +243,7 @@ def main(arguments=None):
     if out.shape[1] != images.number_of_classes(args):
         raise ValueError(f"{args.model} has {out.shape[1]} classes, and the data "
                          f"{images.number_of_classes(args)}: fine_tune.py replaces the head")
-    teacher, loss_fn = make_teacher(args, workers.devices), make_loss(args)
-    return train(args, workers, loaders, net, teacher, loss_fn)
+    train(args, workers, loaders, net)
 
 
 if __name__ == "__main__":

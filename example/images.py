@@ -4,7 +4,6 @@ import logging
 import math
 import os
 import random
-import struct
 
 import command_line as cli
 import gluon_amp  # noqa: F401  (before mxnet)
@@ -14,8 +13,6 @@ import recipes
 from mxnet import gluon
 from mxnet.gluon.data import vision
 from mxnet.gluon.data.dataloader import default_batchify_fn
-
-log = logging.getLogger("images")
 
 SHAPES = {"digits": (1, 8, 8), "mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
 CLASSES = {"digits": 10, "mnist": 10, "cifar10": 10, "caltech101": 101, "imagenet": 1000}
@@ -90,11 +87,11 @@ def image_datasets(args):
         if not os.path.exists(name):
             raise ValueError(f"{name} does not exist. --dataset takes {DATASETS} file")
         if not args.val:
-            log.warning("no --val: validation uses the training data")
+            logging.warning("no --val: validation uses the training data")
         read = records if name.endswith(".rec") else folders
         data = read(args, name, args.val or name)
     size = args.image_size or SHAPES.get(name, (3, 224, 224))[1]
-    log.info("images of %d x %d pixels (--image-size)", size, size)
+    logging.info("images of %d x %d pixels (--image-size)", size, size)
     return [part.transform_first(image_transform(args, size, train))
             for part, train in zip(data, (True, False))]
 
@@ -103,18 +100,18 @@ class Folder(vision.ImageFolderDataset):
     """The images of a folder with a folder for each class, in the order of `classes`."""
 
     def __init__(self, path, classes=None):
-        cli.must_exist(path)
         super().__init__(path)
-        names = [name for name in self.synsets if not name.startswith(".")]
-        items = [(file, self.synsets[label]) for file, label in self.items]
-        items = [(file, name) for file, name in items if name in names]
-        self.synsets = classes or names
-        other = {name for _, name in items} - set(self.synsets)
-        if not items or other:
-            raise ValueError(f"{path} has " + (
-                f"the classes {', '.join(sorted(other))}, which the training data lacks" if other
-                else "no images: it must have a folder for each class, with .jpg or .png files"))
-        self.items = [(file, self.synsets.index(name)) for file, name in items]
+        names = self.synsets
+        self.synsets = classes or [name for name in names if name[0] != "."]
+        files = [(file, names[label]) for file, label in self.items if names[label][0] != "."]
+        other = {name for _, name in files} - set(self.synsets)
+        if other:
+            raise ValueError(f"{path} has the classes {', '.join(sorted(other))}, which the "
+                             "training data lacks")
+        if not files:
+            raise ValueError(f"{path} has no images: it must have a folder for each class, with "
+                             ".jpg or .png files")
+        self.items = [(file, self.synsets.index(name)) for file, name in files]
 
     def __getitem__(self, i):
         try:
@@ -145,6 +142,23 @@ def records(args, *paths):
             raise ValueError(f"{path} needs an index next to it: {beside}. Received: {index}")
     return [vision.ImageRecordDataset(path).transform(
         lambda image, label: (image, np.float32(label).item())) for path in paths]
+
+
+def check_records(path, classes):
+    """Returns the number of images in a RecordIO file. Refuses labels that are not classes."""
+    records, valid, count = mx.recordio.MXRecordIO(path, "r"), set(range(classes)), 0
+    try:
+        for record in iter(records.read, None):
+            labels = np.ravel(mx.recordio.unpack(record)[0].label)
+            if labels.size != 1 or labels[0] not in valid:
+                raise ValueError(f"{path} has a label {', '.join(map('{:g}'.format, labels))}, and "
+                                 f"the network {classes} classes, from 0 on: --num-classes")
+            count += 1
+    except mx.MXNetError as error:
+        raise ValueError(f"{path} is damaged: {cli.first_line(error)}") from None
+    if not count:
+        raise ValueError(f"{path} is empty")
+    return count
 
 
 def downloaded(name, folder):
@@ -211,48 +225,3 @@ def validate(net, loader, devices, loss_fn):
             count += len(correct)
             loss += float(loss_fn(out, label).sum().asscalar())
     return 1 - top1 / count, 1 - top5 / count, loss / count
-
-
-# ---- RecordIO files
-
-_RECORD = 0xCED7230A  # the first bytes of each record
-# The first bytes of images that OpenCV reads: JPEG, PNG, BMP, WebP, TIFF, JPEG 2000, PNM, EXR,
-# HDR, Sun.
-_IMAGES = (b"\xff\xd8", b"\x89PNG", b"BM", b"RIFF", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP", b"P1",
-           b"P2", b"P3", b"P4", b"P5", b"P6", b"v/1\x01", b"#?R", b"\x59\xa6\x6a\x95")
-
-
-def check_records(path, classes):
-    """Returns the number of images in a RecordIO file, from its headers alone. Refuses a damaged
-    file, records that are no images, and labels that are not classes."""
-    cli.must_exist(path)
-    size, at, count = os.path.getsize(path), 0, 0
-    if size == 0:
-        raise ValueError(f"{path} is empty")
-    with open(path, "rb") as file:
-        while at < size:
-            file.seek(at)
-            header = file.read(64).ljust(64, b"\0")
-            start, length, labels, label = struct.unpack("<IIIf", header[:16])
-            if start != _RECORD:
-                raise ValueError(f"{path} is not a RecordIO file, or damaged: no record starts at "
-                                 f"byte {at}")
-            part, length = length >> 29, length & (1 << 29) - 1
-            if part in (0, 1):  # a whole record or its first part
-                count += 1
-                if labels > 1:
-                    raise ValueError(f"{path} has labels of {labels} numbers; a classifier takes "
-                                     "one")
-                if labels:
-                    label, = struct.unpack("<f", header[32:36])
-                if not (0 <= label < classes and label == int(label)):
-                    raise ValueError(f"{path} has a label {label:g}, and the network {classes} "
-                                     "classes, from 0 on: --num-classes")
-                image = header[32 + 4 * labels:] if length > 24 else b""
-                if at + 8 + length <= size and not image.startswith(_IMAGES):
-                    raise ValueError(f"{path} has a record at byte {at} that is not an image "
-                                     "that MXNet can read")
-            at += 8 + (length + 3) // 4 * 4
-    if at > size:
-        raise ValueError(f"{path} is truncated: {at - size} bytes of its last record are missing")
-    return count

@@ -8,11 +8,8 @@ from mxnet.gluon import nn
 
 
 def zoo_network(name, **options):
-    """Returns `small`, a network of MXNet's model zoo, or else of gluoncv's.
-
-    Args:
-        options: those of the network, such as `classes=10` or `pretrained=True`.
-    """
+    """Returns `small`, a network of MXNet's model zoo, or else of gluoncv's. Options are those of
+    the network, such as `classes=10` or `pretrained=True`."""
     get_model, names = gluon.model_zoo.vision.get_model, ["small", *mxnet_names()]
     if name.lower() not in names:
         try:
@@ -29,10 +26,6 @@ def zoo_network(name, **options):
         return small_network(**options) if name == "small" else get_model(name, **options)
     except TypeError as error:
         raise ValueError(f"{name} does not take all of {', '.join(options)}: {error}") from None
-    except (OSError, RuntimeError) as error:
-        if not options.get("pretrained"):
-            raise
-        raise OSError(f"{name} could not be downloaded ({type(error).__name__})") from None
 
 
 def small_network(classes):

@@ -1,22 +1,15 @@
 """What the training scripts do alike: learning rates, workers, checkpoints, and X-rays."""
-import glob
-import inspect
 import json
 import logging
 import os
 import random
 
-import command_line as cli
 import gluon_amp as amp  # before mxnet
 import mxnet as mx
 import numpy as np
-from gluon_amp.parallel import Horovod
 from gluon_amp.reports import Log
 from gluon_amp.training.resume import Position
 from mxnet import gluon
-
-log = logging.getLogger("recipes")
-
 
 # ---- devices, random numbers and learning rates
 
@@ -34,10 +27,12 @@ def seed_all(seed):
     random.seed(seed)
 
 
-def momentum_of(args):
-    """Returns the optimizer's argument `momentum`, if it has one."""
-    parameters = inspect.signature(type(amp.optimizer(args.optimizer))).parameters
-    return {"momentum": args.momentum} if "momentum" in parameters else {}
+def optimizer_options(args):
+    """Returns the optimizer's learning rate, its weight decay, and its momentum if it has one."""
+    options = {"learning_rate": args.lr, "wd": args.wd}
+    if hasattr(amp.optimizer(args.optimizer), "momentum"):
+        options["momentum"] = args.momentum
+    return options
 
 
 def lr_schedule(args, steps):
@@ -71,15 +66,13 @@ class Workers:
 
     def __init__(self, args, log_format="%(message)s"):
         self.store, self.rank, self.count, gpus = args.kvstore, 0, 1, args.gpus
-        if args.kvstore in cli.DISTRIBUTED:
+        if args.kvstore not in ("local", "device"):
             if args.kvstore != "horovod" and "DMLC_PS_ROOT_URI" not in os.environ:
                 raise ValueError(f"--kvstore {args.kvstore} needs a scheduler and servers: start "
                                  "the script as gluon-amp launch -n 2 python ...")
-            # Servers that update would not see overflows: the workers update
-            os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"
             self.store = mx.kv.create(args.kvstore)
             self.rank, self.count = self.store.rank, self.store.num_workers
-        if gpus and isinstance(self.store, Horovod):
+        if gpus and args.kvstore == "horovod":
             import horovod.mxnet as hvd
             if hvd.local_size() > len(gpus):
                 raise ValueError(f"--gpus: Horovod runs {hvd.local_size()} processes here, and "
@@ -115,13 +108,12 @@ MAY_DIFFER = ("resume", "save_dir", "log_interval", "num_workers", "gpus", "data
 def check_same_flags(path, args, may_differ=MAY_DIFFER):
     """Refuses flags of a resumed run that differ from those in the log of the original run. Only a
     run that has ended may get more epochs."""
-    cli.must_exist(path)
     before, lines = Log.read(path)
     now = json.loads(json.dumps(vars(args)))
     completed = max((line["epoch"] + 1 for line in lines if "batch" not in line), default=0)
     if before.get("epochs") == completed < now.get("epochs", 0):
-        log.info("completed epochs: %d; remaining: %d, with the schedule of %d epochs", completed,
-                 now["epochs"] - completed, now["epochs"])
+        logging.info("completed epochs: %d; remaining: %d, with the schedule of %d epochs",
+                     completed, now["epochs"] - completed, now["epochs"])
         may_differ = (*may_differ, "epochs")
     differ = [f"{name} was {before.get(name, 'unset')}, is {now.get(name, 'unset')}"
               for name in {**before, **now} if name not in may_differ
@@ -132,10 +124,7 @@ def check_same_flags(path, args, may_differ=MAY_DIFFER):
 
 def resume(args, net, trainer, steps):
     """Loads the checkpoint of --save-dir, or the files of --resume-params and --resume-states.
-
-    Returns the position in the training, for `position.batches(loader)`. An epoch has so many
-    `steps`.
-    """
+    Returns the position in the training, whose epochs have so many steps."""
     schedule = trainer.optimizer.lr_scheduler  # may have more epochs than the checkpoint's
     if not args.benchmark and os.path.exists(os.path.join(args.save_dir, "checkpoint.json")):
         if not args.resume:
@@ -144,10 +133,10 @@ def resume(args, net, trainer, steps):
         check_same_flags(os.path.join(args.save_dir, "log.jsonl"), args)
         position = amp.load_checkpoint(args.save_dir, net, trainer)
         if position.epoch >= args.epochs:
-            log.info("no epochs are left to train; --epochs above %d continues", args.epochs)
+            logging.info("no epochs are left to train; --epochs above %d continues", args.epochs)
     else:
         if args.resume:
-            log.info("nothing to resume in %s", args.save_dir)
+            logging.info("nothing to resume in %s", args.save_dir)
         if args.resume_epoch >= args.epochs:
             raise ValueError(f"--resume-epoch {args.resume_epoch} leaves none of the {args.epochs} "
                              "epochs to train: --epochs includes earlier epochs")
@@ -177,19 +166,6 @@ def save(args, net, trainer, position, record):
     amp.save_checkpoint(args.save_dir, net, trainer, position, record)
 
 
-def last_whole_epoch(prefix):
-    """Returns the last epoch that a Module saved with this prefix; it writes the states last."""
-    epochs = {kind: {int(path[-len(f"0000{kind}"):-len(kind)]) for path in
-                     glob.glob(f"{glob.escape(prefix)}-[0-9][0-9][0-9][0-9]{kind}")}
-              for kind in (".params", ".states")}
-    whole = epochs[".params"] & epochs[".states"]
-    if epochs[".params"] and not whole:
-        last = max(epochs[".params"])
-        raise SystemExit(f"{prefix}-{last:04d}.states does not exist, which --resume needs: "
-                         f"--load-epoch {last} continues with a new optimizer")
-    return max(whole, default=0)
-
-
 # ---- X-rays
 
 def xray_epoch(args, epoch, net, batches, loss_fn=None):
@@ -197,6 +173,5 @@ def xray_epoch(args, epoch, net, batches, loss_fn=None):
     folder = os.path.join(args.xray, f"epoch-{epoch}")
     if os.path.exists(folder):  # of a run that was resumed
         return
-    os.makedirs(args.xray, exist_ok=True)
     view = amp.xray(net, batches, loss_fn, steps=args.xray_steps)
-    log.info("X-ray of epoch %d: %s\n%s", epoch, view.save(folder), view)
+    logging.info("X-ray of epoch %d: %s\n%s", epoch, view.save(folder), view)

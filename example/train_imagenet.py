@@ -41,8 +41,7 @@ AUGMENTATION = {
     "min-crop-size": (-1, "min_crop_size"), "max-crop-size": (-1, "max_crop_size"),
     "brightness": (0.0, "brightness"), "contrast": (0.0, "contrast"),
     "saturation": (0.0, "saturation"), "pca-noise": (0.0, "pca_noise")}
-# The defaults with --use-imagenet-data-augmentation: random crops of 8 to 100 % of an image,
-# mirroring, color jitter, and normalization.
+# The defaults with --use-imagenet-data-augmentation.
 IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.08,
             "min_random_aspect_ratio": 3 / 4, "max_random_aspect_ratio": 4 / 3,
             "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "pca_noise": 0.1,
@@ -59,8 +58,8 @@ def add_arguments(parser):
     flag("--dtype", choices=("float32", "float16"), default="float32", help="type of the network")
     flag("--macrobatch-size", type=cli.positive_int, help="images of an update over all workers: "
          "gradients of several batches accumulate (default: one batch)")
-    flag("--gc-type", choices=("none", "2bit"), default="none",
-         help="only none: MXNet cannot compress float16")
+    flag("--gc-type", type=cli.flag_type(str, lambda kind: kind == "none", "must be none: MXNet "
+         "cannot compress float16 gradients"), default="none", help="compression of gradients")
     flag("--gc-threshold", type=float, default=0.5, help="threshold of --gc-type 2bit")
     flag("--initializer", default="default", choices=("default", *INITIALIZERS), help="of weights "
          "(default: normal for alexnet, xavier for vgg, else Gaussian xavier by fan-in)")
@@ -121,38 +120,41 @@ def iterators(args, part=0, parts=1, begin=0):
         part, parts: the worker, which reads its part of the training data, and the number of them.
         begin: the number of completed epochs, whose random numbers are not repeated.
     """
-    shape = tuple(args.image_shape)
     if args.benchmark:
         count = args.num_examples or 100 * args.batch_size
-        batch = mx.io.NDArrayIter(mx.nd.random.uniform(-1, 1, (args.batch_size, *shape)),
-                                  np.random.randint(0, args.num_classes, args.batch_size),
-                                  args.batch_size)
+        batch = mx.io.NDArrayIter(
+            mx.nd.random.uniform(-1, 1, (args.batch_size, *args.image_shape)),
+            np.random.randint(0, args.num_classes, args.batch_size), args.batch_size)
         return mx.io.ResizeIter(batch, max(1, count // args.batch_size)), None, count, 0
     if not args.data_train:
-        raise SystemExit("--data-train FILE.rec is needed, or --benchmark 1 for random images")
+        raise ValueError("--data-train FILE.rec is needed, or --benchmark 1 for random images")
     count = images.check_records(args.data_train, args.num_classes)
     if count < args.batch_size * parts:
-        raise SystemExit(f"{args.data_train} has {count} images, fewer than one batch of "
+        raise ValueError(f"{args.data_train} has {count} images, fewer than one batch of "
                          f"{args.batch_size} for each of {parts} workers")
-    mean, std = (values * 3 if len(values) == 1 else values
-                 for values in (args.rgb_mean, args.rgb_std))
-    options = {"data_shape": shape, "batch_size": args.batch_size, "label_width": 1,
-               "preprocess_threads": args.data_nthreads,
-               **dict(zip(("mean_r", "mean_g", "mean_b"), mean)),
-               **dict(zip(("std_r", "std_g", "std_b"), std))}
-    augmentation = {argument: getattr(args, name.replace("-", "_"))
-                    for name, (_, argument) in AUGMENTATION.items()}
     val, val_count = None, 0
     if args.data_val:
         val_count = images.check_records(args.data_val, args.num_classes)
         val = mx.io.ImageRecordIter(path_imgrec=args.data_val, path_imgidx=args.data_val_idx,
-                                    round_batch=False, **options)
+                                    round_batch=False, **preprocessing(args))
+    augmentation = {argument: getattr(args, name.replace("-", "_"))
+                    for name, (_, argument) in AUGMENTATION.items()}
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
         seed=(args.seed + begin) % 2**31, seed_aug=(args.seed + begin) % 2**31,
         num_parts=parts, part_index=part, min_aspect_ratio=args.min_random_aspect_ratio,
-        **augmentation, **options)
+        **augmentation, **preprocessing(args))
     return train, val, min(args.num_examples or count, count), val_count
+
+
+def preprocessing(args):
+    """Returns the arguments of an iterator that training and validation share."""
+    options = {"data_shape": tuple(args.image_shape), "batch_size": args.batch_size,
+               "preprocess_threads": args.data_nthreads}
+    for name, values in (("mean", args.rgb_mean), ("std", args.rgb_std)):
+        red, green, blue = values * 3 if len(values) == 1 else values
+        options.update({f"{name}_r": red, f"{name}_g": green, f"{name}_b": blue})
+    return options
 
 
 def without_padding(batches, count, least=1):
@@ -167,10 +169,64 @@ def without_padding(batches, count, least=1):
                               [array[:size] for array in batch.label], pad=0)
 
 
-def copy_of(batch):
-    """Returns a copy of a batch, whose arrays the iterator may use again for the next one."""
-    return mx.io.DataBatch([array.copy() for array in batch.data],
-                           [array.copy() for array in batch.label], batch.pad)
+def time_reading(args, train):
+    """Reads all images of an epoch, and logs the speed."""
+    start = last_log = time.time()
+    for i, _ in enumerate(train, 1):
+        if i % args.log_interval == 0:
+            logging.info("Batch [%d]\tSpeed: %.2f samples/sec", i,
+                         args.log_interval * args.batch_size / (time.time() - last_log))
+            last_log = time.time()
+    logging.info("%d batches in %.3f s", i, time.time() - start)
+
+
+# ---- network
+
+def make_module(args, symbol, workers, begin, frozen):
+    """Returns the Module of a symbol, or of the checkpoint after `begin` epochs, with the
+    optimizer's states if there are any."""
+    check_network(symbol, args.image_shape, args.model_prefix if begin else None)
+    options = {"context": workers.devices, "loss_scale": args.loss_scale,
+               "fixed_param_names": frozen}
+    if not begin:
+        return amp.Module(symbol, **options)
+    path = f"{args.model_prefix}-{begin:04d}"
+    has_states = os.path.exists(f"{path}.states")
+    if not has_states:
+        logging.warning("%s.states does not exist: the optimizer starts with new states", path)
+    try:
+        return amp.Module.load(args.model_prefix, begin, has_states, **options)
+    except mx.MXNetError as error:
+        raise ValueError(f"{path}.params is damaged: {cli.first_line(error)}") from None
+
+
+def check_network(symbol, image_shape, prefix=None):
+    """Raises an error if a network does not support images of this shape, or its checkpoint is of
+    another network or type."""
+    try:
+        expected = signature(symbol, image_shape)
+    except mx.MXNetError as error:
+        raise ValueError("the network does not take --image-shape "
+                         f"{','.join(map(str, image_shape))}: {cli.first_line(error)}") from None
+    if prefix and signature(mx.sym.load(f"{prefix}-symbol.json"), image_shape) != expected:
+        raise ValueError(f"{prefix}-symbol.json has another network or --dtype than the flags: "
+                         "pass those of the original run")
+
+
+def signature(symbol, image_shape):
+    """Returns the names, shapes and types of a network's parameters and outputs."""
+    return (symbol.list_arguments(), symbol.infer_shape(data=(1, *image_shape)),
+            symbol.infer_type(data="float32"))
+
+
+def initializer_of(args):
+    """Returns the initializer of the weights."""
+    if args.initializer != "default":
+        return mx.init.create(INITIALIZERS[args.initializer])
+    # Without norms and with pixels of up to 255, larger weights diverge
+    network = getattr(args, "network", None)  # symbolic_fine_tune.py has none
+    return {"alexnet": mx.init.Normal(), "vgg": mx.init.Xavier()}.get(
+        network, mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))
 
 
 # ---- training
@@ -189,112 +245,102 @@ def fit(args, symbol, arg_params=None, aux_params=None, frozen=None):
     workers = recipes.Workers(args, "%(asctime)-15s Node[{}] %(message)s")
     args.workers = workers.count  # the log has it: a resumed run needs as many
     images_per_update = args.macrobatch_size or args.batch_size * workers.count
-    batches_per_update, rest = divmod(images_per_update, args.batch_size * workers.count)
+    update_every, rest = divmod(images_per_update, args.batch_size * workers.count)
     if rest:
-        raise SystemExit(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size} "
+        raise ValueError(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size} "
                          f"on each of {workers.count} workers. Received: {args.macrobatch_size}")
     begin = first_epoch(args)
+
+    # Data. An update never spans two epochs. The iterator's epochs differ by one batch, if the
+    # batch size does not divide the images, and the workers' parts of a file by one image
     train, val, count, val_count = iterators(args, workers.rank, workers.count, begin)
     logging.info("start with arguments %s", args)
     if args.test_io:
         return time_reading(args, train)
-    # An update never spans two epochs. The iterator's epochs differ by one batch, if the batch
-    # size does not divide the images, and the workers' parts of a file by one image.
-    updates = max(1, count // workers.count // args.batch_size) // batches_per_update
+    updates = max(1, count // workers.count // args.batch_size) // update_every
     if not updates:
-        raise SystemExit(f"--macrobatch-size {args.macrobatch_size}: an epoch has {count} images, "
+        raise ValueError(f"--macrobatch-size {args.macrobatch_size}: an epoch has {count} images, "
                          "which is less")
-    train = mx.io.ResizeIter(train, updates * batches_per_update, reset_internal=False)
+    train = mx.io.ResizeIter(train, updates * update_every, reset_internal=False)
 
-    # amp.Module updates float32 copies of float16 weights: updates are often too small for float16
-    check_network(symbol, args.image_shape, args.model_prefix if begin else None)
-    options = {"context": workers.devices, "loss_scale": args.loss_scale,
-               "fixed_param_names": frozen}
-    module = load_module(args, begin, options) if begin else amp.Module(symbol, **options)
+    # Network and optimizer. amp.Module updates float32 copies of float16 weights: updates are
+    # often too small for float16
+    module = make_module(args, symbol, workers, begin, frozen)
     module.bind(train.provide_data, train.provide_label,
-                grad_req="add" if batches_per_update > 1 else "write")
+                grad_req="add" if update_every > 1 else "write")
     if not begin:
         module.init_params(initializer_of(args), arg_params, aux_params,
                            allow_missing=arg_params is not None)
     module.init_optimizer(workers.store, args.optimizer, {
-        "learning_rate": args.lr, "wd": args.wd, **recipes.momentum_of(args),
-        "lr_scheduler": recipes.lr_schedule(args, updates), "begin_num_update": begin * updates,
-        "rescale_grad": 1 / images_per_update})
+        **recipes.optimizer_options(args), "lr_scheduler": recipes.lr_schedule(args, updates),
+        "begin_num_update": begin * updates, "rescale_grad": 1 / images_per_update})
 
     # What is measured and logged
-    metric = mx.metric.CompositeEvalMetric(["accuracy"])
-    if args.top_k:
-        metric.add(mx.metric.create("top_k_accuracy", top_k=args.top_k))
-    for name in LOSSES[args.loss]:
-        metric.add(name)
-    record = start_log(args, workers, begin, -(-args.log_interval // batches_per_update))
-    speedometer = Speedometer(args.batch_size, args.log_interval)
+    top_k = [mx.metric.create("top_k_accuracy", top_k=args.top_k)] if args.top_k else []
+    metric = mx.metric.CompositeEvalMetric(["accuracy", *top_k, *LOSSES[args.loss]])
+    record = start_log(args, workers, begin, -(-args.log_interval // update_every))
     monitor = mx.mon.Monitor(args.monitor) if args.monitor else None
     if monitor:
         module.install_monitor(monitor)
 
     for epoch in range(begin, args.epochs):
-        start, batches, losses = time.time(), train, []
-        metric.reset()
-        if args.xray and workers.rank == 0:
-            first = [copy_of(batch) for batch in itertools.islice(train, args.xray_steps)]
-            recipes.xray_epoch(args, epoch, module, first)
-            batches = itertools.chain(first, train)
-        for i, batch in enumerate(batches):
-            if monitor:
-                monitor.tic()
-            if batches_per_update > 1 and i % batches_per_update == 0:
-                clear_gradients(module)
-            # Scales the loss, so that small gradients do not become 0 in float16
-            module.forward_backward(batch)
-            losses.append(cross_entropy(module, batch))
-            if (i + 1) % batches_per_update == 0:
-                # Unscales the gradients. If one overflowed, skips the update and lowers the scale
-                module.update()
-                record.step(module, losses, images_per_update)
-                losses = []
-            module.update_metric(metric, batch.label)
-            if monitor:
-                monitor.toc_print()
-            speedometer(mx.model.BatchEndParam(epoch, i, metric, {"self": module}))
+        batches = xray(args, epoch, module, train) if args.xray and workers.rank == 0 else train
+        accuracy = train_epoch(args, epoch, module, batches, update_every, metric, record, monitor)
         train.reset()
-        results = dict(metric.get_global_name_value())
-        for name, value in results.items():
-            logging.info("Epoch[%d] Train-%s=%f", epoch, name, value)
-        logging.info("Epoch[%d] Time cost=%.3f", epoch, time.time() - start)
-
-        # Batch norms have moving averages of the images of each GPU and each worker
-        module.set_params(*module.get_params())
-        if workers.count > 1:
-            average_statistics(module)
-        validation = {}
-        if val:
-            batches = without_padding(val, val_count, max(1, len(args.gpus)))
-            validation = validate(module, batches, metric)
-            for name, value in metric.get_name_value():
-                logging.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
-        record.epoch(accuracy=results["accuracy"], **validation)
-        completed = epoch + 1
+        average_statistics(module)  # of batch norms, over all devices of all workers
+        results = validate(args, epoch, module, val, val_count, metric) if val else {}
+        record.epoch(accuracy=accuracy, **results)
         if args.model_prefix and workers.rank == 0 and (
-                completed % args.save_period == 0 or completed == args.epochs):
+                (epoch + 1) % args.save_period == 0 or epoch + 1 == args.epochs):
             os.makedirs(os.path.dirname(args.model_prefix) or ".", exist_ok=True)
-            module.save_checkpoint(args.model_prefix, completed, save_optimizer_states=True)
+            module.save_checkpoint(args.model_prefix, epoch + 1, save_optimizer_states=True)
     record.close()
     return module
 
 
-def validate(module, batches, metric):
-    """Returns the errors and the loss, as fields of log.jsonl."""
+def train_epoch(args, epoch, module, batches, update_every, metric, record, monitor):
+    """Trains with the batches of an epoch, and returns the accuracy."""
+    speedometer = Speedometer(args.batch_size, args.log_interval)
+    start, losses = time.time(), []
+    metric.reset()
+    for i, batch in enumerate(batches):
+        if monitor:
+            monitor.tic()
+        if update_every > 1 and i % update_every == 0:
+            clear_gradients(module)
+        # Scales the loss, so that small gradients do not become 0 in float16
+        module.forward_backward(batch)
+        losses.append(cross_entropy(module, batch))
+        if (i + 1) % update_every == 0:
+            # Unscales the gradients. If one overflowed, skips the update and lowers the scale
+            module.update()
+            record.step(module, losses, update_every * args.batch_size * args.workers)
+            losses = []
+        module.update_metric(metric, batch.label)
+        if monitor:
+            monitor.toc_print()
+        speedometer(mx.model.BatchEndParam(epoch, i, metric, {"self": module}))
+    results = dict(metric.get_global_name_value())
+    for name, value in results.items():
+        logging.info("Epoch[%d] Train-%s=%f", epoch, name, value)
+    logging.info("Epoch[%d] Time cost=%.3f", epoch, time.time() - start)
+    return results["accuracy"]
+
+
+def validate(args, epoch, module, val, count, metric):
+    """Returns the errors and the loss of validation, as fields of log.jsonl."""
     metric.reset()
     losses, sizes = [], []
-    for batch in batches:
+    for batch in without_padding(val, count, max(1, len(args.gpus))):
         module.forward(batch, is_train=False)
         module.update_metric(metric, batch.label)
         losses.append(float(cross_entropy(module, batch).asscalar()))
         sizes.append(len(batch.label[0]))
-    values = dict(metric.get_name_value())
-    errors = {field: 1 - values[name] for field, name in (
-        ("err_top1", "accuracy"), ("err_top5", "top_k_accuracy_5")) if name in values}
+    results = dict(metric.get_name_value())
+    for name, value in results.items():
+        logging.info("Epoch[%d] Validation-%s=%f", epoch, name, value)
+    errors = {field: 1 - results[name] for field, name in (
+        ("err_top1", "accuracy"), ("err_top5", "top_k_accuracy_5")) if name in results}
     return {**errors, "validation_loss": np.average(losses, weights=sizes)}
 
 
@@ -312,91 +358,51 @@ def clear_gradients(module):
             gradient[:] = 0
 
 
-def time_reading(args, train):
-    """Reads all images of an epoch, and logs the speed."""
-    start = last_log = time.time()
-    for i, _ in enumerate(train, 1):
-        if i % args.log_interval == 0:
-            logging.info("Batch [%d]\tSpeed: %.2f samples/sec", i,
-                         args.log_interval * args.batch_size / (time.time() - last_log))
-            last_log = time.time()
-    logging.info("%d batches in %.3f s", i, time.time() - start)
-
-
-def initializer_of(args):
-    """Returns the initializer of the weights."""
-    if args.initializer != "default":
-        return mx.init.create(INITIALIZERS[args.initializer])
-    # Without norms and with pixels of up to 255, larger weights diverge
-    network = getattr(args, "network", None)  # symbolic_fine_tune.py has none
-    return {"alexnet": mx.init.Normal(), "vgg": mx.init.Xavier()}.get(
-        network, mx.init.Xavier(rnd_type="gaussian", factor_type="in", magnitude=2))
+def xray(args, epoch, module, train):
+    """X-rays the network with the first batches of an epoch. Returns all batches of the epoch."""
+    # Copies, because the iterator uses the arrays of a batch again for the next one
+    first = [mx.io.DataBatch([array.copy() for array in batch.data],
+                             [array.copy() for array in batch.label], batch.pad)
+             for batch in itertools.islice(train, args.xray_steps)]
+    recipes.xray_epoch(args, epoch, module, first)
+    return itertools.chain(first, train)
 
 
 # ---- checks of flags, and resumed runs
 
 def check_flags(args):
     """Refuses flags that do not fit each other."""
-    if args.gc_type != "none":
-        raise SystemExit("--gc-type: MXNet cannot compress float16 gradients. Valid: none")
     if len(args.gpus) > 1 and args.batch_size % len(args.gpus):
-        raise SystemExit(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
+        raise ValueError(f"--batch-size {args.batch_size} does not divide over {len(args.gpus)} "
                          "GPUs")
     if args.top_k and not 2 <= args.top_k <= args.num_classes:
-        raise SystemExit(f"--top-k must be from 2 to --num-classes {args.num_classes}, or 0 for "
+        raise ValueError(f"--top-k must be from 2 to --num-classes {args.num_classes}, or 0 for "
                          f"none. Received: {args.top_k}")
-
-
-def check_network(symbol, image_shape, prefix=None):
-    """Raises an error if a network does not support images of this shape, or its checkpoint is of
-    another network or type."""
-    def signature(symbol):
-        """Names, shapes and types of a network's parameters and outputs."""
-        return (symbol.list_arguments(), symbol.infer_shape(data=(1, *image_shape)),
-                symbol.infer_type(data="float32"))
-
-    try:
-        expected = signature(symbol)
-    except mx.MXNetError as error:
-        raise ValueError("the network does not take --image-shape "
-                         f"{','.join(map(str, image_shape))}: {cli.first_line(error)}") from None
-    if prefix is None:
-        return
-    cli.must_exist(f"{prefix}-symbol.json")
-    try:
-        saved = signature(mx.sym.load(f"{prefix}-symbol.json"))
-    except mx.MXNetError:
-        saved = None
-    if saved != expected:
-        raise ValueError(f"{prefix}-symbol.json has another network or --dtype than the flags: "
-                         "pass those of the original run")
 
 
 def first_epoch(args):
     """Returns the number of completed epochs, from --load-epoch or --resume."""
     begin = args.load_epoch or 0
     if begin and args.resume:
-        raise SystemExit("--load-epoch and --resume exclude each other")
+        raise ValueError("--load-epoch and --resume exclude each other")
     if (begin or args.resume) and not args.model_prefix:
-        raise SystemExit(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
+        raise ValueError(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
     if args.resume:
-        begin = recipes.last_whole_epoch(args.model_prefix)
+        begin = last_whole_epoch(args.model_prefix)
         logging.info("--resume: completed epochs: %d", begin)
     if begin >= args.epochs:
         logging.info("no epochs are left to train: --num-epochs %d", args.epochs)
     return begin
 
 
-def load_module(args, epoch, options):
-    """Returns the Module of a checkpoint, with the optimizer's states if there are any."""
-    path = f"{args.model_prefix}-{epoch:04d}"
-    has_states = os.path.exists(f"{path}.states")
-    if not has_states:
-        logging.warning("%s.states does not exist: the optimizer starts with new states", path)
-    try:
-        return amp.Module.load(args.model_prefix, epoch, has_states, **options)
-    except mx.MXNetError as error:
-        raise ValueError(f"{path}.params is damaged: {cli.first_line(error)}") from None
+def last_whole_epoch(prefix):
+    """Returns the last epoch that a Module saved with this prefix; it writes the states last."""
+    saved = [epoch for epoch in range(10_000) if os.path.exists(f"{prefix}-{epoch:04d}.params")]
+    whole = [epoch for epoch in saved if os.path.exists(f"{prefix}-{epoch:04d}.states")]
+    if saved and not whole:
+        raise ValueError(f"{prefix}-{saved[-1]:04d}.states does not exist, which --resume needs: "
+                         f"--load-epoch {saved[-1]} continues with a new optimizer")
+    return max(whole, default=0)
 
 
 def start_log(args, workers, begin, interval):
@@ -405,45 +411,38 @@ def start_log(args, workers, begin, interval):
     if args.save_dir and workers.rank == 0:
         os.makedirs(args.save_dir, exist_ok=True)
         path = os.path.join(args.save_dir, "log.jsonl")
-        lines = Log.read(path)[1] if os.path.exists(path) else []
-        ended = [line["epoch"] for line in lines if "batch" not in line]
-        if ended and not (begin or args.resume):
-            raise SystemExit(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
-        if args.resume and (ended or lines and begin):
-            recipes.check_same_flags(path, args, (
-                *recipes.MAY_DIFFER, "epochs", "load_epoch", "data_nthreads", "monitor", "loss",
-                "top_k", "use_rec"))
-            if begin and begin - 1 not in ended:
-                raise SystemExit(f"{path} has no end of epoch {begin - 1}, and "
-                                 f"{args.model_prefix}-{begin:04d}.params is of that epoch: the "
-                                 "files are of different runs")
+        check_log(path, args, begin)
     return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
                rank=workers.rank)
 
 
+def check_log(path, args, begin):
+    """Refuses the log of another run."""
+    lines = Log.read(path)[1] if os.path.exists(path) else []
+    ended = [line["epoch"] for line in lines if "batch" not in line]
+    if ended and not (begin or args.resume):
+        raise ValueError(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
+    if args.resume and (ended or lines and begin):
+        recipes.check_same_flags(path, args, (
+            *recipes.MAY_DIFFER, "epochs", "load_epoch", "data_nthreads", "monitor", "loss",
+            "top_k", "use_rec"))
+        if begin and begin - 1 not in ended:
+            raise ValueError(f"{path} has no end of epoch {begin - 1}, and "
+                             f"{args.model_prefix}-{begin:04d}.params is of that epoch: the files "
+                             "are of different runs")
+
+
 def main(arguments=None):
     """Trains a network of example/symbols with the flags."""
-    from symbols import NETWORKS, get_symbol  # symbolic_fine_tune.py does not have these
+    import symbols  # symbolic_fine_tune.py does not need these
 
     parser = cli.Parser(__doc__)
-    flag = parser.add_argument_group("network").add_argument
-    flag("--network", choices=tuple(NETWORKS), default="resnet", metavar="NAME",
-         help=f"{', '.join(NETWORKS)}; resnet: resnet-v1")
-    flag("--num-layers", type=int, help="depth of a resnet, resnext (default: 50) or vgg (16)")
-    flag("--multiplier", type=float, help="width of a mobilenet or mobilenetv2 (default: 1)")
-    flag("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
-    flag("--num-group", type=int, help="groups of a resnext's 3x3 convolutions (default: 32)")
+    symbols.add_flags(parser)
     add_arguments(parser)
     args = parse_flags(parser, arguments)
-    try:
-        # In float16 the symbol has two casts: of the images, and before the softmax
-        symbol = get_symbol(args.network, args.num_classes,
-                            ",".join(map(str, args.image_shape)), args.dtype,
-                            num_layers=args.num_layers, multiplier=args.multiplier,
-                            batch_norm=args.batch_norm, num_group=args.num_group)
-    except ValueError as error:
-        raise SystemExit(f"{parser.prog}: {error}") from None
-    fit(args, symbol)
+
+    # In float16 the symbol has two casts: of the images, and before the softmax
+    fit(args, symbols.network_of(args))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,24 @@ NETWORKS = {
 }
 
 
+def add_flags(parser):
+    """Adds the flags that select a network."""
+    flag = parser.add_argument_group("network").add_argument
+    flag("--network", choices=tuple(NETWORKS), default="resnet", metavar="NAME",
+         help=f"{', '.join(NETWORKS)}; resnet: resnet-v1")
+    flag("--num-layers", type=int, help="depth of a resnet, resnext (default: 50) or vgg (16)")
+    flag("--multiplier", type=float, help="width of a mobilenet or mobilenetv2 (default: 1)")
+    flag("--batch-norm", action="store_true", default=None, help="a vgg with batch norms")
+    flag("--num-group", type=int, help="groups of a resnext's 3x3 convolutions (default: 32)")
+
+
+def network_of(args):
+    """Returns the network of the flags."""
+    return get_symbol(args.network, args.num_classes, ",".join(map(str, args.image_shape)),
+                      args.dtype, num_layers=args.num_layers, multiplier=args.multiplier,
+                      batch_norm=args.batch_norm, num_group=args.num_group)
+
+
 def get_symbol(network, num_classes, image_shape, dtype, **flags):
     """Returns the network of a name, with its SoftmaxOutput.
 

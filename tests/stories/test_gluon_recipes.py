@@ -77,7 +77,8 @@ def test_pretrained_features_and_freezing_and_bn_momentum(pretrained):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ([], "pass a network: --pretrained NAME, or --pretrained-symbol"),
-    (["--pretrained", "resnet18_v1", "--pretrained-params", "nowhere"], "nowhere does not exist"),
+    (["--pretrained", "resnet18_v1", "--pretrained-params", "nowhere"],
+     "nowhere is not a file of parameters: "),
     (["--pretrained", "resnet18_v9"], "model zoo has resnet18_v9. Did you mean resnet18_v")])
 def test_bad_arguments_are_one_line(arguments, message):
     assert message in run("fine_tune.py", *arguments, *SMALL, fails=True).splitlines()[-1]
