@@ -1,6 +1,5 @@
 """The command lines of the training scripts: a parser, types of flags, and common flags."""
 import argparse
-import difflib
 import math
 import os
 import re
@@ -19,24 +18,14 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefau
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with errors of one line, which suggest the names of mistyped flags."""
+    """A parser with errors of one line."""
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=HelpFormatter,
                          allow_abbrev=False)
 
     def error(self, message):
-        unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
-        if unknown:
-            message += did_you_mean(unknown[1], self._option_string_actions)
         self.exit(2, f"{self.prog}: error: {message} (--help shows more)\n")
-
-
-def did_you_mean(name, names):
-    """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
-    bare = {other.lstrip("-"): other for other in names}  # the dashes make all flags similar
-    close = [bare[other] for other in difflib.get_close_matches(name.lstrip("-"), list(bare))]
-    return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def run(main):

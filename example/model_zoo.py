@@ -1,8 +1,9 @@
 """Networks by their names: MXNet's model zoo, gluoncv's, and a small network."""
+import difflib
 import sys
 
 import gluon_amp  # noqa: F401  (before mxnet)
-from command_line import did_you_mean, first_line
+from command_line import first_line
 from mxnet import gluon
 from mxnet.gluon import nn
 
@@ -26,6 +27,12 @@ def zoo_network(name, **options):
         return small_network(**options) if name == "small" else get_model(name, **options)
     except TypeError as error:
         raise ValueError(f"{name} does not take all of {', '.join(options)}: {error}") from None
+
+
+def did_you_mean(name, names):
+    """Returns a text such as ". Did you mean a or b?", or "" if no name is similar."""
+    close = difflib.get_close_matches(name, dict.fromkeys(names))
+    return f". Did you mean {' or '.join(close)}?" if close else ""
 
 
 def small_network(classes):

@@ -143,14 +143,13 @@ def test_published_gluoncv_commands_are_accepted(command, monkeypatch):
     ("image_classification", "--mixup-alpha 0", "must be a finite number > 0"),
     ("image_classification", "--resume-epoch -1", "must be an integer >= 0"),
     ("image_classification", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
-    ("image_classification", "--batchsize=8", "unrecognized arguments: --batchsize=8. Did you mean "
-     "--batch-size"),
+    ("image_classification", "--batchsize=8", "unrecognized arguments: --batchsize=8 ("),
     ("fine_tune", "--freeze -1", "must be an integer >= 0. Received: '-1'"),
     ("train_imagenet", "--rgb-std 58,0,57", "must be above 0. Received: '58,0,57'"),
     ("train_imagenet", "--num-examples -5", "must be an integer >= 1. Received: '-5'"),
     ("train_imagenet", "--momentum 9", "must be a number from 0 to 1. Received: '9'"),
-    ("image_classification", "--dtyp float16", "Did you mean --dtype"),
-    ("train_imagenet", "--data-trai a.rec", "Did you mean --data-train"),
+    ("image_classification", "--dtyp float16", "unrecognized arguments: --dtyp"),
+    ("train_imagenet", "--data-trai a.rec", "unrecognized arguments: --data-trai"),
     ("lr_find", "--teacher resnet18_v1", "--teacher: the sweep starts with a new network"),
     ("lr_find", "--resume", "--resume: the sweep starts with a new network"),
     ("lr_find", "--resume-params a.params", "--resume-params: the sweep starts with a new"),
@@ -379,7 +378,7 @@ def test_checkpoint_of_another_network_or_type_is_refused(tmp_path):
     (float("nan"), PNG, "has a label nan"), (-1, PNG, "has a label -1"),
     (0.5, PNG, "has a label 0.5"),
     ([2.0], PNG, "has a label 2, and the network 2 classes"),
-    ([0.0, 1.0], PNG, "has a label 0, 1, and the network 2 classes"),
+    ([0.0, 1.0], PNG, "has 2 labels, and the network 2 classes"),
     (1, PNG, None), ([1.0], PNG, None)])
 def test_invalid_record_is_refused_before_training(label, contents, message, tmp_path):
     path = write_records(tmp_path / "a.rec", [(0, PNG), (label, contents)])
@@ -622,7 +621,7 @@ def test_missing_index_is_named(tmp_path):
         images.image_loaders(args, alone())
     whole = (tmp_path / "a.rec").read_bytes()
     (tmp_path / "a.rec").write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"a.rec is damaged: .*Invalid RecordIO File"):
+    with pytest.raises(ValueError, match=r"a\.rec is damaged"):
         images.image_loaders(args, alone())
 
 

@@ -153,7 +153,7 @@ def test_benchmark_needs_no_data_and_supports_xray(tmp_path):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--data-train", "nowhere.rec"], 'Open "nowhere.rec": No such file or directory'),
+    (["--data-train", "nowhere.rec"], "No such file or directory: 'nowhere.rec'"),
     (["--num-layers", "21"], "num_layers"),
     (["--macrobatch-size", "60"], "an epoch has 40 images, which is less"),
     (["--loss-scale", "big"], "takes auto, dynamic, none or a positive number. Received: 'big'"),
@@ -187,9 +187,9 @@ def test_unfit_flags_are_refused_before_data_is_read(arguments, message, capsys,
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    (lambda b: b"", "is empty"), (lambda b: b[:-5], "is damaged: .*Invalid RecordIO File"),
-    (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is damaged: .*Invalid RecordIO File"),
-    (lambda b: b"\x89PNG" + b, "is damaged: .*Invalid RecordIO File")])
+    (lambda b: b"", "is damaged: empty"), (lambda b: b[:-5], "is damaged"),
+    (lambda b: b[:4] + b"\xff" * 4 + b[8:], "is damaged"),
+    (lambda b: b"\x89PNG" + b, "is damaged")])
 def test_damaged_record_file_is_refused_before_first_epoch(content, message, images,
                                                                  tmp_path):
     damaged = tmp_path / "damaged.rec"
