@@ -37,13 +37,13 @@ PLATFORM := manylinux_2_27_x86_64
 demo: .venv/demo
 	$(BIN)/gluon-amp demo
 
-# two files at a time, in the order of tests/conftest.py; passive waiting leaves the CPU to the other
-# process
+# three files at a time, in the order of tests/conftest.py, because many tests wait for processes; passive waiting
+# leaves the CPU to the others
 test: .venv/test
-	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
+	OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 test-all: .venv/test
-	GLUON_AMP_TESTS=all OMP_WAIT_POLICY=passive $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	GLUON_AMP_TESTS=all OMP_WAIT_POLICY=passive $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # make test-gpu is make -C tests gpu, and so on.
 test-%:
