@@ -27,7 +27,7 @@ class Attention(gluon.HybridBlock):
 
     def __init__(self, width, heads, length):
         super().__init__()
-        self.heads, self.scale = heads, math.sqrt(width // heads)
+        self.heads, self.divisor = heads, math.sqrt(width // heads)
         with self.name_scope():
             self.qkv = nn.Dense(3 * width, flatten=False, in_units=width)
             self.out = nn.Dense(width, flatten=False, in_units=width)
@@ -40,7 +40,7 @@ class Attention(gluon.HybridBlock):
             return F.reshape(F.transpose(part, (0, 2, 1, 3)), (-3, 0, 0))
 
         q, k, v = map(split, F.split(self.qkv(x), 3, axis=-1))
-        scores = F.batch_dot(q, k, transpose_b=True) / self.scale
+        scores = F.batch_dot(q, k, transpose_b=True) / self.divisor
         weights = F.softmax(F.broadcast_add(scores, F.expand_dims(mask, 0)))
         heads = F.reshape(F.batch_dot(weights, v), (-4, -1, self.heads, 0, 0))
         return self.out(F.reshape(F.transpose(heads, (0, 2, 1, 3)), (0, 0, -3)))
@@ -84,9 +84,8 @@ class GPT(gluon.HybridBlock):
         return self.scores(self.norm(self.layers(x)))
 
 
-def main(arguments=None):
-    """Trains with the flags, and prints a generated text."""
-    parser = cli.Parser(__doc__)
+def parse_flags(parser, arguments):
+    """Adds the flags to a parser, and returns their values."""
     flag = parser.add_argument_group("network").add_argument
     flag("--layers", type=cli.positive_int, default=4, help="number of layers")
     flag("--heads", type=cli.positive_int, default=4, help="attention heads of a layer")
@@ -115,14 +114,32 @@ def main(arguments=None):
         parser.error(f"--width must be a multiple of --heads {args.heads}. Received: {args.width}")
     if len(args.gpus) > 1:
         parser.error("--gpus: this script uses one GPU")
+    return args
+
+
+def generate(net, start, count, device, rng):
+    """Returns the numbers of `count` characters, each drawn from the network's prediction."""
+    numbers = list(start)
+    for _ in range(count):
+        context = nd.array([numbers[-len(start):]], device)
+        scores = net(context)[0, -1].asnumpy().astype(float)
+        weights = np.exp(scores - scores.max())
+        numbers.append(rng.choice(len(weights), p=weights / weights.sum()))
+    return numbers[len(start):]
+
+
+def main(arguments=None):
+    """Trains with the flags, and prints a generated text."""
+    parser = cli.Parser(__doc__)
+    args = parse_flags(parser, arguments)
     device, = recipes.devices_of(args.gpus)
     recipes.seed_all(args.seed)
 
     # The text as numbers; the last tenth is for validation
     text = Path(args.text).read_text() if args.text else "".join(map(topics.get, sorted(topics)))
     alphabet = sorted(set(text))
-    number = {character: i for i, character in enumerate(alphabet)}
-    numbers = np.array([number[character] for character in text])
+    index_of = {character: i for i, character in enumerate(alphabet)}
+    numbers = np.array([index_of[character] for character in text])
     training, validation = np.split(numbers, [len(numbers) * 9 // 10])
     if len(validation) <= args.length:
         parser.error(f"--text is too short: a tenth of it must have more than --length "
@@ -162,7 +179,7 @@ def main(arguments=None):
         data, label = random_batch(training, training_rng)
         with autograd.record():
             loss = loss_fn(net(data), label)
-        # Scales the loss, so that small gradients do not become 0 in float16
+        # Multiplies gradients by the loss scale, so that small ones do not become 0 in float16
         trainer.backward(loss)
         # Unscales the gradients. If one overflowed, skips the update and lowers the scale
         trainer.step(args.batch_size)
@@ -182,13 +199,9 @@ def main(arguments=None):
     if args.save:
         net.save_parameters(args.save)
 
-    # Generate one character after the other, after the first ones of the validation
-    generated = list(validation[:args.length])
-    for _ in range(args.characters):
-        scores = net(nd.array([generated[-args.length:]], device))[0, -1].asnumpy().astype(float)
-        weights = np.exp(scores - scores.max())
-        generated.append(validation_rng.choice(len(alphabet), p=weights / weights.sum()))
-    print("".join(alphabet[i] for i in generated[args.length:]))
+    # A continuation of the first characters of the validation
+    generated = generate(net, validation[:args.length], args.characters, device, validation_rng)
+    print("".join(alphabet[i] for i in generated))
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ def draw(rng, count, size):
             kind = rng.randint(len(CLASSES))
             across, down = (x - left) / side, (y - top) / side
             inside = (across >= 0) & (across <= 1) & (down >= 0) & (down <= 1)
-            if kind == 1:
+            if CLASSES[kind] == "disc":
                 inside &= (across - 0.5) ** 2 + (down - 0.5) ** 2 <= 0.25
-            if kind == 2:
+            if CLASSES[kind] == "triangle":
                 inside &= abs(across - 0.5) <= down / 2
             image[:, inside] += rng.uniform(0.5, 1.5, (3, 1)) * rng.choice([-1, 1])
             row[:] = kind, *(np.array([left, top, left + side, top + side]) / size)
@@ -85,8 +85,9 @@ class SSD(gluon.HybridBlock):
 def overlap(box, others):
     """Returns the intersection over union."""
     low, high = np.maximum(box[:2], others[:, :2]), np.minimum(box[2:], others[:, 2:])
-    both = np.prod(np.maximum(high - low, 0), 1)
-    return both / (np.prod(box[2:] - box[:2]) + np.prod(others[:, 2:] - others[:, :2], 1) - both)
+    intersection = np.prod(np.maximum(high - low, 0), 1)
+    areas = np.prod(box[2:] - box[:2]) + np.prod(others[:, 2:] - others[:, :2], 1)
+    return intersection / (areas - intersection)
 
 
 def average_precision(detections, labels, kind):
@@ -107,8 +108,8 @@ def average_precision(detections, labels, kind):
     return float((precision * hits).sum() / count) if count else np.nan
 
 
-def main(arguments=None):
-    """Trains with the flags, and prints the mean average precision."""
+def parse_flags(arguments):
+    """Returns the flags."""
     parser = cli.Parser(__doc__)
     flag = parser.add_argument_group("network").add_argument
     flag("--image-size", type=cli.positive_int, default=64,
@@ -134,6 +135,24 @@ def main(arguments=None):
         parser.error(f"--image-size must be a multiple of 16. Received: {args.image_size}")
     if len(args.gpus) > 1:
         parser.error("--gpus: this script uses one GPU")
+    return args
+
+
+def detect(net, images, batch_size, device):
+    """Returns the detections of each image: rows of class, score and box."""
+    detections = []
+    for begin in range(0, len(images), batch_size):
+        anchors, scores, boxes = net(nd.array(images[begin:begin + batch_size], device))
+        detected = nd.contrib.MultiBoxDetection(
+            scores.softmax().transpose((0, 2, 1)), boxes, anchors, nms_threshold=0.45,
+            threshold=0.05)
+        detections += [rows[rows[:, 0] >= 0] for rows in detected.asnumpy()]
+    return detections
+
+
+def main(arguments=None):
+    """Trains with the flags, and prints the mean average precision."""
+    args = parse_flags(arguments)
     device, = recipes.devices_of(args.gpus)
     recipes.seed_all(args.seed)
     rng = np.random.RandomState(args.seed)  # of the images
@@ -165,7 +184,7 @@ def main(arguments=None):
                     anchors, label, scores.transpose((0, 2, 1)), negative_mining_ratio=3)
             loss = class_loss(scores, class_target, (class_target >= 0).expand_dims(-1)) \
                 + box_loss(boxes * box_mask, box_target * box_mask)
-        # Scales the loss, so that small gradients do not become 0 in float16
+        # Multiplies gradients by the loss scale, so that small ones do not become 0 in float16
         trainer.backward(loss)
         # Unscales the gradients. If one overflowed, skips the update and lowers the scale
         trainer.step(args.batch_size)
@@ -183,13 +202,7 @@ def main(arguments=None):
     # Detections in validation images
     rng = np.random.RandomState(args.seed + 1)
     images, labels = draw(rng, args.validation_images, args.image_size)
-    detections = []
-    for begin in range(0, len(images), args.batch_size):
-        anchors, scores, boxes = net(nd.array(images[begin:begin + args.batch_size], device))
-        detected = nd.contrib.MultiBoxDetection(
-            scores.softmax().transpose((0, 2, 1)), boxes, anchors, nms_threshold=0.45,
-            threshold=0.05)
-        detections += [rows[rows[:, 0] >= 0] for rows in detected.asnumpy()]
+    detections = detect(net, images, args.batch_size, device)
     precisions = [average_precision(detections, labels, kind) for kind in range(len(CLASSES))]
     print(f"mAP@0.5={np.nanmean(precisions):.4f}", *(
         f"{name}={each:.4f}" for name, each in zip(CLASSES, precisions)))
