@@ -1,5 +1,6 @@
 """The command lines of the training scripts: a parser, types of flags, and common flags."""
 import argparse
+import contextlib
 import math
 import os
 import re
@@ -52,12 +53,10 @@ def first_line(error):
 def flag_type(convert, is_valid, requirement):
     """Returns a function that converts a flag's text, and refuses a value that is not valid."""
     def converted(text):
-        try:
+        with contextlib.suppress(ValueError):
             value = convert(text)
             if is_valid(value):
                 return value
-        except ValueError:
-            pass
         raise argparse.ArgumentTypeError(f"{requirement}. Received: {text!r}")
     return converted
 

@@ -162,8 +162,8 @@ def main(arguments=None):
     # are often too small for float16
     net = convert(args, make_network(args, devices))
     net(next(iter(val_loader))[0][:1].as_in_context(devices[0]))  # allocates the head's parameters
-    top1, top5, _ = images.validate(net, val_loader, devices, make_loss(args))
-    logging.info("before: err-top1=%f err-top5=%f", top1, top5)
+    top1_error, top5_error, _ = images.validate(net, val_loader, devices, make_loss(args))
+    logging.info("before: err-top1=%f err-top5=%f", top1_error, top5_error)
 
     # The loop of image_classification.py: step, validation, checkpoint
     train(args, workers, loaders, net)

@@ -116,7 +116,7 @@ def convert(args, net):
 
 
 def make_trainer(args, net, kvstore="device", **schedule):
-    """Returns the Trainer, which scales the loss and updates float32 copies of 16-bit weights."""
+    """Returns the Trainer, which scales gradients and updates float32 copies of 16-bit weights."""
     if args.no_wd:
         net.collect_params(".*beta|.*gamma|.*bias").setattr("wd_mult", 0.0)
     options = {**recipes.optimizer_options(args), **schedule}
@@ -125,8 +125,7 @@ def make_trainer(args, net, kvstore="device", **schedule):
 
 
 def make_loss(args):
-    """Returns the loss function: cross entropy, with label smoothing, and with distillation if it
-    gets a teacher's outputs."""
+    """Returns the loss: cross entropy, and distillation if it gets a teacher's outputs."""
     classes, smoothing = images.number_of_classes(args), args.label_smoothing
     cross_entropy = gluon.loss.SoftmaxCrossEntropyLoss(sparse_label=False)
 
@@ -157,6 +156,7 @@ def mixup(args, data, label):
 def prepare(args):
     """Returns the workers, and what `images.image_loaders` returns. Seeds random numbers."""
     workers = recipes.Workers(args)
+    recipes.log_to_stderr(workers.rank)
     if workers.rank == 0 and not args.benchmark:
         os.makedirs(args.save_dir, exist_ok=True)
     if workers.rank == 0 and args.logging_file:
@@ -189,34 +189,35 @@ def train(args, workers, loaders, net):
         mixes = args.mixup and epoch < args.epochs - args.mixup_off_epoch
         metric, start = mx.metric.Accuracy(), time.time()
         last_log = start
-        for i, (data, label) in enumerate(position.batches(loader)):
+        for batch, (data, label) in enumerate(position.batches(loader)):
             data, target = mixup(args, data, label) if mixes else (data, label)
-            datas, labels, targets = (gluon.utils.split_and_load(x, devices, even_split=False)
-                                      for x in (data, label, target))  # a part for each GPU
-            teacher_outs = [teacher(x) if teacher else None for x in datas]
+            data_parts, label_parts, target_parts = (
+                gluon.utils.split_and_load(x, devices, even_split=False)
+                for x in (data, label, target))  # a part for each GPU
+            teacher_outs = [teacher(x) if teacher else None for x in data_parts]
             with autograd.record():
-                outputs = [net(x) for x in datas]
-                losses = [loss_fn(*each) for each in zip(outputs, targets, teacher_outs)]
-            # Scales the losses, so that small gradients do not become 0 in float16
+                outputs = [net(x) for x in data_parts]
+                losses = [loss_fn(*each) for each in zip(outputs, target_parts, teacher_outs)]
+            # Multiplies gradients by the loss scale, so that small ones do not become 0 in float16
             trainer.backward(losses)
             # Unscales the gradients. If one overflowed, skips the update and lowers the scale
             trainer.step(images_per_step)
-            metric.update(labels, outputs)
+            metric.update(label_parts, outputs)
             if record.step(trainer, losses, images_per_step):
                 speed = images_per_step * args.log_interval / (time.time() - last_log)
                 logging.info("Epoch[%d] Batch [%d]\tSpeed: %f samples/sec\taccuracy=%f\tlr=%f"
-                             "\tloss-scale=%g\tskipped=%d", epoch, i, speed, metric.get()[1],
+                             "\tloss-scale=%g\tskipped=%d", epoch, batch, speed, metric.get()[1],
                              trainer.learning_rate, trainer.loss_scale, trainer.skipped)
                 last_log = time.time()
         seconds = time.time() - start
         average_statistics(trainer)  # of batch norms, over all devices of all workers
-        top1, top5, validation_loss = images.validate(net, val_loader, devices, loss_fn)
+        top1_error, top5_error, validation_loss = images.validate(net, val_loader, devices, loss_fn)
         accuracy, speed = metric.get()[1], len(loader) * images_per_step / seconds
         logging.info("[Epoch %d] training: accuracy=%f", epoch, accuracy)
         logging.info("[Epoch %d] speed: %d samples/sec\ttime cost: %f", epoch, speed, seconds)
         logging.info("[Epoch %d] validation: err-top1=%f err-top5=%f\tloss-scale=%g\tskipped=%d",
-                     epoch, top1, top5, trainer.loss_scale, trainer.skipped)
-        record.epoch(accuracy=accuracy, err_top1=top1, err_top5=top5, seconds=seconds,
+                     epoch, top1_error, top5_error, trainer.loss_scale, trainer.skipped)
+        record.epoch(accuracy=accuracy, err_top1=top1_error, err_top5=top5_error, seconds=seconds,
                      validation_loss=validation_loss, samples_per_second=speed)
         if args.benchmark:
             memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -232,7 +233,6 @@ def main(arguments=None):
     add_network_flags(parser)
     add_flags(parser)
     args = parser.parse_args(arguments)
-
     workers, loaders = prepare(args)
 
     # Convert before the Trainer is created, which keeps float32 copies of 16-bit weights: updates

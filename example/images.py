@@ -22,8 +22,7 @@ DATASETS = "digits, cifar10, mnist, caltech101, imagenet, dummy, a folder of fol
 
 
 def image_loaders(args, workers):
-    """Returns the sampler and the loader of this worker's training images, and the loader of all
-    validation images."""
+    """Returns this worker's sampler and loader of training images, and the loader of validation."""
     train_data, val_data = image_datasets(args)
     if args.examples:
         train_data = train_data.take(args.examples)
@@ -147,8 +146,7 @@ def records(args, *paths):
 
 
 def check_records(path, classes):
-    """Returns the number of images in a RecordIO file, from its headers alone. Refuses labels that
-    are not classes."""
+    """Counts the images of a RecordIO file by its headers. Refuses labels that are not classes."""
     size, valid, at, count = os.path.getsize(path), set(range(classes)), 0, 0
     with open(path, "rb") as file:
         while at < size:
@@ -201,8 +199,8 @@ def random_images(args):
 
 
 def image_transform(args, size, train):
-    """Returns the function that resizes and crops an image, and mirrors half of a training's."""
-    mirrors = train and args.dataset != "mnist"  # a mirrored digit is none
+    """Returns a function that resizes and crops images, and mirrors half of the training images."""
+    mirrors = train and args.dataset != "mnist"  # a mirrored digit is not a digit
     transforms, resized = vision.transforms, math.ceil(size / args.crop_ratio)
     if args.random_crop and args.crop_ratio == 1:
         raise ValueError("--random-crop needs a --crop-ratio below 1, such as 0.875")
@@ -224,14 +222,15 @@ def image_transform(args, size, train):
 
 def validate(net, loader, devices, loss_fn):
     """Returns top-1 and top-5 errors, and the loss."""
-    top1, top5, count, loss = 0, 0, 0, 0.0
+    correct1, correct5, count, loss = 0, 0, 0, 0.0
     for batch in loader:
         parts = (gluon.utils.split_and_load(x, devices[:len(x)], even_split=False) for x in batch)
         for data, label in zip(*parts):
             out = net(data)
             predicted = out.topk(k=min(5, out.shape[1]), axis=1).asnumpy()
             correct = predicted == label.asnumpy()[:, None]
-            top1, top5 = top1 + correct[:, 0].sum(), top5 + correct.sum()
+            correct1 += correct[:, 0].sum()
+            correct5 += correct.sum()
             count += len(correct)
             loss += float(loss_fn(out, label).sum().asscalar())
-    return 1 - top1 / count, 1 - top5 / count, loss / count
+    return 1 - correct1 / count, 1 - correct5 / count, loss / count

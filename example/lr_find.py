@@ -60,6 +60,7 @@ def main(arguments=None):
     """Runs the test with the flags, and prints the proposed rate."""
     args = parse_flags(arguments)
     workers = recipes.Workers(args)
+    recipes.log_to_stderr(workers.rank)
     device, = workers.devices
     recipes.seed_all(args.seed)
 

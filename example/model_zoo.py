@@ -9,8 +9,7 @@ from mxnet.gluon import nn
 
 
 def zoo_network(name, **options):
-    """Returns `small`, a network of MXNet's model zoo, or else of gluoncv's. Options are those of
-    the network, such as `classes=10` or `pretrained=True`."""
+    """Returns a network by its name. Options are its arguments, such as `classes=10`."""
     get_model, names = gluon.model_zoo.vision.get_model, ["small", *mxnet_names()]
     if name.lower() not in names:
         try:

@@ -35,22 +35,23 @@ def optimizer_options(args):
     return options
 
 
-def lr_schedule(args, steps):
-    """Returns the schedule of the learning rate, for epochs of so many steps."""
-    warmup_steps = int(args.warmup_epochs * steps)
+def lr_schedule(args, steps_per_epoch):
+    """Returns the schedule of the learning rate."""
+    warmup_steps = int(args.warmup_epochs * steps_per_epoch)
     warmup = {"warmup_steps": warmup_steps, "warmup_begin_lr": args.warmup_lr,
               "warmup_mode": args.warmup_strategy}
     mode = args.lr_mode or ("step" if args.lr_decay_epoch else "cosine")
     if mode == "step":
-        decays = [int(epoch * steps) for epoch in args.lr_decay_epoch] or [1 << 60]  # never
+        never = 1 << 60
+        decays = [int(epoch * steps_per_epoch) for epoch in args.lr_decay_epoch] or [never]
         return mx.lr_scheduler.MultiFactorScheduler(decays, args.lr_decay, args.lr, **warmup)
     if args.lr_decay_epoch:
         raise ValueError("--lr-decay-epoch is for --lr-mode step. Received: --lr-mode cosine, "
                          "which needs --lr-decay-epoch ''")
-    if warmup_steps >= args.epochs * steps:
+    if warmup_steps >= args.epochs * steps_per_epoch:
         raise ValueError("no epochs are left to the cosine: --warmup-epochs must be below the "
                          f"{args.epochs} epochs of the training. Received: {args.warmup_epochs:g}")
-    return mx.lr_scheduler.CosineScheduler(args.epochs * steps, args.lr, **warmup)
+    return mx.lr_scheduler.CosineScheduler(args.epochs * steps_per_epoch, args.lr, **warmup)
 
 
 # ---- several processes that train one network
@@ -64,7 +65,7 @@ class Workers:
         store: the `kvstore=` of a Trainer or Module, which sums gradients over the processes.
     """
 
-    def __init__(self, args, log_format="%(message)s"):
+    def __init__(self, args):
         self.store, self.rank, self.count, gpus = args.kvstore, 0, 1, args.gpus
         if args.kvstore not in ("local", "device"):
             if args.kvstore != "horovod" and "DMLC_PS_ROOT_URI" not in os.environ:
@@ -79,8 +80,11 @@ class Workers:
                                  f"each needs a GPU. Received: {','.join(map(str, gpus))}")
             gpus = [gpus[hvd.local_rank()]]
         self.devices = devices_of(gpus)
-        logging.basicConfig(level=logging.ERROR if self.rank else logging.INFO, force=True,
-                            format=log_format.format(self.rank))
+
+
+def log_to_stderr(rank, log_format="%(message)s"):
+    """Logs to stderr; only errors if the rank is not 0."""
+    logging.basicConfig(format=log_format, level="ERROR" if rank else "INFO", force=True)
 
 
 class WorkerSampler(gluon.data.Sampler):
@@ -122,9 +126,8 @@ def check_same_flags(path, args, may_differ=MAY_DIFFER):
         raise ValueError(f"--resume needs the flags of the original run: {'; '.join(differ)}")
 
 
-def resume(args, net, trainer, steps):
-    """Loads the checkpoint of --save-dir, or the files of --resume-params and --resume-states.
-    Returns the position in the training, whose epochs have so many steps."""
+def resume(args, net, trainer, steps_per_epoch):
+    """Loads --save-dir's checkpoint, or the --resume-* files. Returns the position in training."""
     schedule = trainer.optimizer.lr_scheduler  # may have more epochs than the checkpoint's
     if not args.benchmark and os.path.exists(os.path.join(args.save_dir, "checkpoint.json")):
         if not args.resume:
@@ -146,8 +149,8 @@ def resume(args, net, trainer, steps):
         if args.resume_states:
             trainer.load_states(args.resume_states)
         else:
-            trainer.optimizer.begin_num_update = trainer.optimizer.num_update = \
-                args.resume_epoch * steps
+            completed_steps = args.resume_epoch * steps_per_epoch
+            trainer.optimizer.begin_num_update = trainer.optimizer.num_update = completed_steps
     trainer.optimizer.lr_scheduler = schedule
     return position
 

@@ -133,7 +133,7 @@ def main(arguments=None):
     flag("--freeze", type=cli.non_negative_int, default=0,
          help="number of layers to freeze, counted from the input")
     flag("--bn-momentum", type=cli.fraction, help="momentum of all batch norms")
-    train_imagenet.add_arguments(parser)
+    train_imagenet.add_flags(parser)
     parser.set_defaults(epochs=3, lr=0.01, lr_decay_epoch=[2], batch_size=32)
     args = train_imagenet.parse_flags(parser, arguments)
 
@@ -149,7 +149,7 @@ def main(arguments=None):
     symbol = mx.sym.SoftmaxOutput(head, name="softmax")
 
     # convert_symbol adds the casts, also the one to float32 before the softmax. The Module keeps
-    # float32 copies of float16 weights, and scales the loss
+    # float32 copies of float16 weights, and scales gradients
     symbol = amp.convert_symbol(symbol, args.dtype)
     train_imagenet.fit(args, symbol, arg_params, aux_params, frozen)
 

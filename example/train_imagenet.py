@@ -11,6 +11,7 @@ network, a symbol that ends with SoftmaxOutput; for one of your own call `fit` w
 import argparse
 import itertools
 import logging
+import math
 import os
 import time
 
@@ -50,7 +51,7 @@ IMAGENET = {"random_resized_crop": 1, "random_mirror": 1, "min_random_area": 0.0
 
 # ---- flags; second names are from image_classification.py
 
-def add_arguments(parser):
+def add_flags(parser):
     """Adds the flags of training and data."""
     cli.add_training_flags(parser)
     parser.set_defaults(batch_size=128, epochs=80, lr_mode="step", lr_decay_epoch=[30, 60])
@@ -60,7 +61,7 @@ def add_arguments(parser):
          "gradients of several batches accumulate (default: one batch)")
     flag("--gc-type", type=cli.flag_type(str, lambda kind: kind == "none", "must be none: MXNet "
          "cannot compress float16 gradients"), default="none", help="compression of gradients")
-    flag("--gc-threshold", type=float, default=0.5, help="threshold of --gc-type 2bit")
+    flag("--gc-threshold", type=float, default=0.5, help="no effect: gradients are not compressed")
     flag("--initializer", default="default", choices=("default", *INITIALIZERS), help="of weights "
          "(default: normal for alexnet, xavier for vgg, else Gaussian xavier by fan-in)")
     flag = parser.add_argument_group("output and resuming").add_argument
@@ -113,13 +114,9 @@ def parse_flags(parser, arguments):
 
 # ---- data
 
-def iterators(args, part=0, parts=1, begin=0):
-    """Returns training and validation data, and the numbers of their images.
-
-    Args:
-        part, parts: the worker, which reads its part of the training data, and the number of them.
-        begin: the number of completed epochs, whose random numbers are not repeated.
-    """
+def iterators(args, part=0, parts=1, completed_epochs=0):
+    """Returns training and validation data, and the numbers of their images. The training data is
+    part `part` of `parts`, with random numbers other than those of the completed epochs."""
     if args.benchmark:
         count = args.num_examples or 100 * args.batch_size
         batch = mx.io.NDArrayIter(
@@ -139,11 +136,11 @@ def iterators(args, part=0, parts=1, begin=0):
                                     round_batch=False, **preprocessing(args))
     augmentation = {argument: getattr(args, name.replace("-", "_"))
                     for name, (_, argument) in AUGMENTATION.items()}
+    seed = (args.seed + completed_epochs) % 2**31
     train = mx.io.ImageRecordIter(
         path_imgrec=args.data_train, path_imgidx=args.data_train_idx, shuffle=True,
-        seed=(args.seed + begin) % 2**31, seed_aug=(args.seed + begin) % 2**31,
-        num_parts=parts, part_index=part, min_aspect_ratio=args.min_random_aspect_ratio,
-        **augmentation, **preprocessing(args))
+        seed=seed, seed_aug=seed, num_parts=parts, part_index=part,
+        min_aspect_ratio=args.min_random_aspect_ratio, **augmentation, **preprocessing(args))
     return train, val, min(args.num_examples or count, count), val_count
 
 
@@ -182,27 +179,25 @@ def time_reading(args, train):
 
 # ---- network
 
-def make_module(args, symbol, workers, begin, frozen):
-    """Returns the Module of a symbol, or of the checkpoint after `begin` epochs, with the
-    optimizer's states if there are any."""
-    check_network(symbol, args.image_shape, args.model_prefix if begin else None)
+def make_module(args, symbol, workers, completed_epochs, frozen):
+    """Returns the Module of a symbol, or of a checkpoint with its optimizer's states, if any."""
+    check_network(symbol, args.image_shape, args.model_prefix if completed_epochs else None)
     options = {"context": workers.devices, "loss_scale": args.loss_scale,
                "fixed_param_names": frozen}
-    if not begin:
+    if not completed_epochs:
         return amp.Module(symbol, **options)
-    path = f"{args.model_prefix}-{begin:04d}"
+    path = f"{args.model_prefix}-{completed_epochs:04d}"
     has_states = os.path.exists(f"{path}.states")
     if not has_states:
         logging.warning("%s.states does not exist: the optimizer starts with new states", path)
     try:
-        return amp.Module.load(args.model_prefix, begin, has_states, **options)
+        return amp.Module.load(args.model_prefix, completed_epochs, has_states, **options)
     except mx.MXNetError as error:
         raise ValueError(f"{path}.params is damaged: {cli.first_line(error)}") from None
 
 
 def check_network(symbol, image_shape, prefix=None):
-    """Raises an error if a network does not support images of this shape, or its checkpoint is of
-    another network or type."""
+    """Refuses a shape of images that does not fit the network, and another network's checkpoint."""
     try:
         expected = signature(symbol, image_shape)
     except mx.MXNetError as error:
@@ -232,28 +227,24 @@ def initializer_of(args):
 # ---- training
 
 def fit(args, symbol, arg_params=None, aux_params=None, frozen=None):
-    """Trains a symbol that ends with SoftmaxOutput, in the type that its casts give it. Returns
-    the Module.
+    """Trains a symbol that ends with SoftmaxOutput, in the type of its casts. Returns the Module.
 
     Args:
-        arg_params, aux_params: pretrained parameters and moving averages; the other parameters are
-            initialized.
+        arg_params, aux_params: pretrained parameters and moving averages; others are initialized.
         frozen: the names of parameters that are not trained.
     """
     recipes.seed_all(args.seed)
     check_flags(args)
-    workers = recipes.Workers(args, "%(asctime)-15s Node[{}] %(message)s")
+    workers = recipes.Workers(args)
+    recipes.log_to_stderr(workers.rank, f"%(asctime)-15s Node[{workers.rank}] %(message)s")
     args.workers = workers.count  # the log has it: a resumed run needs as many
-    images_per_update = args.macrobatch_size or args.batch_size * workers.count
-    update_every, rest = divmod(images_per_update, args.batch_size * workers.count)
-    if rest:
-        raise ValueError(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size} "
-                         f"on each of {workers.count} workers. Received: {args.macrobatch_size}")
-    begin = first_epoch(args)
+    update_every = batches_per_update(args, workers)
+    images_per_update = update_every * args.batch_size * workers.count
+    completed_epochs = first_epoch(args)
 
     # Data. An update never spans two epochs. The iterator's epochs differ by one batch, if the
     # batch size does not divide the images, and the workers' parts of a file by one image
-    train, val, count, val_count = iterators(args, workers.rank, workers.count, begin)
+    train, val, count, val_count = iterators(args, workers.rank, workers.count, completed_epochs)
     logging.info("start with arguments %s", args)
     if args.test_io:
         return time_reading(args, train)
@@ -265,25 +256,25 @@ def fit(args, symbol, arg_params=None, aux_params=None, frozen=None):
 
     # Network and optimizer. amp.Module updates float32 copies of float16 weights: updates are
     # often too small for float16
-    module = make_module(args, symbol, workers, begin, frozen)
+    module = make_module(args, symbol, workers, completed_epochs, frozen)
     module.bind(train.provide_data, train.provide_label,
                 grad_req="add" if update_every > 1 else "write")
-    if not begin:
+    if not completed_epochs:
         module.init_params(initializer_of(args), arg_params, aux_params,
                            allow_missing=arg_params is not None)
     module.init_optimizer(workers.store, args.optimizer, {
         **recipes.optimizer_options(args), "lr_scheduler": recipes.lr_schedule(args, updates),
-        "begin_num_update": begin * updates, "rescale_grad": 1 / images_per_update})
+        "begin_num_update": completed_epochs * updates, "rescale_grad": 1 / images_per_update})
 
     # What is measured and logged
     top_k = [mx.metric.create("top_k_accuracy", top_k=args.top_k)] if args.top_k else []
     metric = mx.metric.CompositeEvalMetric(["accuracy", *top_k, *LOSSES[args.loss]])
-    record = start_log(args, workers, begin, -(-args.log_interval // update_every))
+    record = start_log(args, workers, completed_epochs, math.ceil(args.log_interval / update_every))
     monitor = mx.mon.Monitor(args.monitor) if args.monitor else None
     if monitor:
         module.install_monitor(monitor)
 
-    for epoch in range(begin, args.epochs):
+    for epoch in range(completed_epochs, args.epochs):
         batches = xray(args, epoch, module, train) if args.xray and workers.rank == 0 else train
         accuracy = train_epoch(args, epoch, module, batches, update_every, metric, record, monitor)
         train.reset()
@@ -298,6 +289,16 @@ def fit(args, symbol, arg_params=None, aux_params=None, frozen=None):
     return module
 
 
+def batches_per_update(args, workers):
+    """Returns the number of batches whose gradients accumulate in an update."""
+    images_per_batch = args.batch_size * workers.count
+    batches, remainder = divmod(args.macrobatch_size or images_per_batch, images_per_batch)
+    if remainder:
+        raise ValueError(f"--macrobatch-size must be a multiple of --batch-size {args.batch_size} "
+                         f"on each of {workers.count} workers. Received: {args.macrobatch_size}")
+    return batches
+
+
 def train_epoch(args, epoch, module, batches, update_every, metric, record, monitor):
     """Trains with the batches of an epoch, and returns the accuracy."""
     speedometer = Speedometer(args.batch_size, args.log_interval)
@@ -308,7 +309,7 @@ def train_epoch(args, epoch, module, batches, update_every, metric, record, moni
             monitor.tic()
         if update_every > 1 and i % update_every == 0:
             clear_gradients(module)
-        # Scales the loss, so that small gradients do not become 0 in float16
+        # Multiplies gradients by the loss scale, so that small ones do not become 0 in float16
         module.forward_backward(batch)
         losses.append(cross_entropy(module, batch))
         if (i + 1) % update_every == 0:
@@ -382,17 +383,17 @@ def check_flags(args):
 
 def first_epoch(args):
     """Returns the number of completed epochs, from --load-epoch or --resume."""
-    begin = args.load_epoch or 0
-    if begin and args.resume:
+    completed_epochs = args.load_epoch or 0
+    if completed_epochs and args.resume:
         raise ValueError("--load-epoch and --resume exclude each other")
-    if (begin or args.resume) and not args.model_prefix:
-        raise ValueError(f"--{'load-epoch' if begin else 'resume'} needs --model-prefix")
+    if (completed_epochs or args.resume) and not args.model_prefix:
+        raise ValueError(f"--{'load-epoch' if completed_epochs else 'resume'} needs --model-prefix")
     if args.resume:
-        begin = last_whole_epoch(args.model_prefix)
-        logging.info("--resume: completed epochs: %d", begin)
-    if begin >= args.epochs:
+        completed_epochs = last_whole_epoch(args.model_prefix)
+        logging.info("--resume: completed epochs: %d", completed_epochs)
+    if completed_epochs >= args.epochs:
         logging.info("no epochs are left to train: --num-epochs %d", args.epochs)
-    return begin
+    return completed_epochs
 
 
 def last_whole_epoch(prefix):
@@ -405,31 +406,31 @@ def last_whole_epoch(prefix):
     return max(whole, default=0)
 
 
-def start_log(args, workers, begin, interval):
+def start_log(args, workers, completed_epochs, interval):
     """Returns the run's log, which keeps the lines of completed epochs."""
     path = None
     if args.save_dir and workers.rank == 0:
         os.makedirs(args.save_dir, exist_ok=True)
         path = os.path.join(args.save_dir, "log.jsonl")
-        check_log(path, args, begin)
-    return Log(path, args, interval=interval, tensorboard=args.tensorboard, begin=begin,
-               rank=workers.rank)
+        check_log(path, args, completed_epochs)
+    return Log(path, args, interval=interval, tensorboard=args.tensorboard,
+               begin=completed_epochs, rank=workers.rank)
 
 
-def check_log(path, args, begin):
+def check_log(path, args, completed_epochs):
     """Refuses the log of another run."""
     lines = Log.read(path)[1] if os.path.exists(path) else []
     ended = [line["epoch"] for line in lines if "batch" not in line]
-    if ended and not (begin or args.resume):
+    if ended and not (completed_epochs or args.resume):
         raise ValueError(f"{path} exists: pass another --save-dir, or --load-epoch to continue")
-    if args.resume and (ended or lines and begin):
+    if args.resume and (ended or lines and completed_epochs):
         recipes.check_same_flags(path, args, (
             *recipes.MAY_DIFFER, "epochs", "load_epoch", "data_nthreads", "monitor", "loss",
             "top_k", "use_rec"))
-        if begin and begin - 1 not in ended:
-            raise ValueError(f"{path} has no end of epoch {begin - 1}, and "
-                             f"{args.model_prefix}-{begin:04d}.params is of that epoch: the files "
-                             "are of different runs")
+        if completed_epochs and completed_epochs - 1 not in ended:
+            raise ValueError(f"{path} has no end of epoch {completed_epochs - 1}, and "
+                             f"{args.model_prefix}-{completed_epochs:04d}.params is of that epoch: "
+                             "the files are of different runs")
 
 
 def main(arguments=None):
@@ -438,7 +439,7 @@ def main(arguments=None):
 
     parser = cli.Parser(__doc__)
     symbols.add_flags(parser)
-    add_arguments(parser)
+    add_flags(parser)
     args = parse_flags(parser, arguments)
 
     # In float16 the symbol has two casts: of the images, and before the softmax

@@ -129,7 +129,7 @@ def test_log_has_norms_of_unscaled_gradients_while_scale_changes(batches, rng, t
     norms = []
     for loss_scale in ("1", "dynamic"):
         parser = command_line.Parser("")
-        train_imagenet.add_arguments(parser)
+        train_imagenet.add_flags(parser)
         args = train_imagenet.parse_flags(parser, [
             "--benchmark", "1", "--num-examples", "16", "--image-shape", "1,2,3", "--num-classes",
             "3", "--batch-size", "4", "--macrobatch-size", str(4 * batches), "--num-epochs", "1",

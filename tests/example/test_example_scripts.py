@@ -487,7 +487,7 @@ class Recorded:
 
     def flags(self, *more):
         parser = command_line.Parser("")
-        train_imagenet.add_arguments(parser)
+        train_imagenet.add_flags(parser)
         return train_imagenet.parse_flags(parser, [
             "--data-train", self.file, "--data-train-idx", str(self.folder / "a.idx"),
             "--data-val", self.file, "--num-classes", "2", "--image-shape", "3,4,4",
@@ -524,8 +524,9 @@ def test_validation_loss_is_the_mean_over_images(recorded, caplog):
 
 @pytest.mark.parametrize("seed", ["0", "2147483647"])
 def test_resumed_training_draws_other_random_numbers(seed, recorded):
-    def order(begin):
-        train, *_ = train_imagenet.iterators(recorded.flags("--seed", seed), begin=begin)
+    def order(completed_epochs):
+        train, *_ = train_imagenet.iterators(recorded.flags("--seed", seed),
+                                             completed_epochs=completed_epochs)
         return [float(image.mean().asscalar()) for batch in train for image in batch.data[0]]
     assert order(0) == order(0)
     assert order(1) != order(0)

@@ -127,7 +127,7 @@ def test_macrobatch_matches_large_batch(dtype, scale, rng, images, monkeypatch):
     trained = []
     for size in ("20", "5"):
         parser = command_line.Parser("")
-        train_imagenet.add_arguments(parser)
+        train_imagenet.add_flags(parser)
         args = train_imagenet.parse_flags(parser, [
             "--data-train", images, "--image-shape", "3,6,6", "--num-classes", "4",
             "--rgb-std", "99", "--batch-size", size, "--macrobatch-size", "20", "--lr", "0.1",
@@ -294,7 +294,7 @@ def test_mxnet_example_flags_have_their_effects(images, tmp_path):
 
 def test_imagenet_augmentation_keeps_given_flags():
     parser = command_line.Parser("")
-    train_imagenet.add_arguments(parser)
+    train_imagenet.add_flags(parser)
     args = train_imagenet.parse_flags(parser, ["--use-imagenet-data-augmentation", "1",
                                          "--brightness", "0", "--random-mirror", "0"])
     assert (args.brightness, args.random_mirror) == (0, 0)
