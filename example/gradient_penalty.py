@@ -25,15 +25,15 @@ from kinks import outputs_at_both_ends
 from mxnet import autograd, gluon
 
 STEP = 2.0 ** -14  # of the central difference, relative to the length of the samples
-MOST_ERROR = 0.1  # of a central difference, relative to the norm
+MAX_RELATIVE_ERROR = 0.1  # of a central difference, relative to the norm
 ROUNDING = 2.0 ** -20  # of float32 outputs: a few units in the last place
 
 
 def gradient_penalty(critic, x, *args, target=1.0):
     """Returns `(norm - target) ** 2` for each sample, of the norm of the critic's gradient.
 
-    The norm is that of the gradient with respect to the sample. The critic's graph runs in float32,
-    because a difference of float16 numbers has few correct digits.
+    The norm is that of the gradient with respect to the sample. A 16-bit critic's graph runs in
+    float32, because a difference of float16 numbers has few correct digits.
 
     Args:
         critic: a network, converted by gluon_amp or not, that can be hybridized, without batch
@@ -54,21 +54,21 @@ def gradient_penalty(critic, x, *args, target=1.0):
     graph, names = trace(critic, (x, *args))
     if autograd.is_recording():
         check_samples_are_apart(graph)
-    trains, is_numpy = autograd.is_training(), isinstance(x, mx.np.ndarray)
+    is_training, is_numpy = autograd.is_training(), isinstance(x, mx.np.ndarray)
     x, *args = (as_float32(array) for array in (x, *args))
 
-    # The critic's gradient at the samples. The pass reads copies, because it frees the graph that
-    # the arrays have from the critic's loss
+    # The critic's gradient at the samples. This pass reads detached copies: a backward pass frees
+    # its graph, and the critic's loss still needs the graph of the original arrays
     samples = x.detach()
     samples.attach_grad()
     arrays = {name: as_float32(array.detach()) for name, array in parameters.items()}
     arrays.update(zip(names, (samples, *(array.detach() for array in args))))
     symbol = mx.sym.load_json(json.dumps(graph))
-    with autograd.record(train_mode=trains):
+    with autograd.record(train_mode=is_training):
         output = mx.nd.CachedOp(symbol)(*(arrays[name] for name in symbol.list_inputs()))
         output = sum_of_rows(output, len(x))
-    gradient = autograd.grad(output, [samples], train_mode=trains)[0]
-    with autograd.pause(trains):
+    gradient = autograd.grad(output, [samples], train_mode=is_training)[0]
+    with autograd.pause(is_training):
         norm = sum_of_rows(gradient ** 2, len(x)) ** 0.5
         penalty = (norm - target) ** 2
         direction = gradient / one_for_zero(norm).reshape(-1, *(1,) * (x.ndim - 1))
@@ -203,7 +203,7 @@ def check_deconvolutions(graph, parameters, x):
 
 def check_difference(difference, norm, output, step):
     """Refuses a critic whose central differences are not its slopes, in most of the samples."""
-    bound = MOST_ERROR * norm + ROUNDING * abs(output).max() / step
+    bound = MAX_RELATIVE_ERROR * norm + ROUNDING * abs(output).max() / step
     if np.mean(abs(difference - norm) > bound) > 0.5:
         raise ValueError(
             "the critic's outputs on both sides of a sample do not differ by its gradient. Valid: "

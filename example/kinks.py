@@ -1,8 +1,8 @@
 """Outputs of a network at two close points whose difference is a slope, also between kinks.
 
-At a kink, such as that of a ReLU, the slope of a network jumps. If the operator's inputs at the two
-points are on different sides of it, the difference of the outputs is no slope. So both points use
-the side of m, the middle of the operator's inputs:
+At a kink, such as that of a ReLU, the slope of a network jumps. If an operator's inputs at the two
+points lie on different sides of it, the difference quotient of the outputs is not a slope. So both
+points use the side on which the middle m of the inputs lies:
 
     relu, LeakyReLU, abs          f(x) becomes x * slope(m)
     clip, maximum with a number   f(m) + (x - m) where f(m) == m, else f(m)
@@ -26,7 +26,7 @@ RELUS = re.compile("relu|Activation-relu|LeakyReLU-(leaky|prelu)")
 ABS = re.compile("abs|absolute|fabs")
 CLAMPS = re.compile("clip|_?(maximum|minimum)_scalar")
 SELECTS = re.compile("(broadcast|)_?(maximum|minimum)")
-STEPS = re.compile(
+PIECEWISE_CONSTANT = re.compile(
     "(broadcast|)_?(equal|not_equal|(greater|lesser|less)(_equal)?|logical_(and|or|xor|not))"
     "(_scalar)?|sign|round|rint|around|ceil|floor|trunc|fix|BlockGrad|(zeros|ones)_like|"
     "arg(max|min|max_channel|sort)")
@@ -99,7 +99,7 @@ def call_at_both_ends(node, inputs, count):
     """Returns the outputs of an operator at the first end and at the second, of inputs that are
     pairs of arrays."""
     function, ends = function_of(node), inputs[0]
-    if STEPS.fullmatch(function):
+    if PIECEWISE_CONSTANT.fullmatch(function):
         return [call(node, [middle(pair) for pair in inputs], count)] * 2
     if RELUS.fullmatch(function):
         sign = 2 * (middle(ends) > 0) - 1  # -1 for 0, as in MXNet's gradients
@@ -152,7 +152,7 @@ def kinks_within(node):
         for inner in body["nodes"]:
             function = function_of(inner)
             if any(kinks.fullmatch(function)
-                   for kinks in (STEPS, RELUS, ABS, CLAMPS, SELECTS, OTHERS)):
+                   for kinks in (PIECEWISE_CONSTANT, RELUS, ABS, CLAMPS, SELECTS, OTHERS)):
                 names.append(inner["name"])
             names += kinks_within(inner)
     return names

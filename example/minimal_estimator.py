@@ -22,9 +22,10 @@ np.random.seed(0)
 images, labels = load_digits(return_X_y=True)
 images = (images / 8 - 1).astype("float32")
 order = np.random.permutation(len(labels))
-training, validation = (
-    gluon.data.DataLoader(gluon.data.ArrayDataset(images[part], labels[part]), 64, shuffle=shuffle)
-    for part, shuffle in ((order[450:], True), (order[:450], False)))
+training = gluon.data.DataLoader(
+    gluon.data.ArrayDataset(images[order[450:]], labels[order[450:]]), 64, shuffle=True)
+validation = gluon.data.DataLoader(
+    gluon.data.ArrayDataset(images[order[:450]], labels[order[:450]]), 64)
 
 # The network, converted before its Trainer is created
 net = nn.HybridSequential(prefix="digits_")
@@ -35,18 +36,18 @@ amp.convert(net, DTYPE)
 net.hybridize(static_alloc=True, static_shape=True)
 
 trainer = amp.Trainer(net.collect_params(), "adam", {"learning_rate": 0.01})
+position = amp.load_checkpoint(FOLDER, net, trainer)  # epoch 0 without a checkpoint
 
 
 class SaveCheckpoint(EpochEnd):
-    """Saves the training after each epoch. MXNet's CheckpointHandler fails after the last one."""
+    """Saves a checkpoint each epoch. MXNet's CheckpointHandler fails to resume a finished run."""
 
     def epoch_end(self, estimator, *args, **kwargs):
         position.epoch += 1
         amp.save_checkpoint(FOLDER, net, trainer, position)
 
 
-# Training, from the last checkpoint if there is one. This batch processor scales the loss
-position = amp.load_checkpoint(FOLDER, net, trainer)
+# Training. This batch processor calls trainer.backward
 estimator = Estimator(net, gluon.loss.SoftmaxCrossEntropyLoss(), mx.metric.Accuracy(),
                       trainer=trainer, batch_processor=BatchProcessor())
 if position.epoch < EPOCHS:

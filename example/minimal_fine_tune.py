@@ -46,7 +46,7 @@ for epoch in range(position.epoch, EPOCHS):
     for data, label in position.batches(loader):
         with autograd.record():
             loss = loss_fn(net(data), label)
-        trainer.backward(loss)  # of the scaled loss
+        trainer.backward(loss)  # multiplies gradients by the loss scale
         trainer.step(len(label))  # unscales; skips the update if a gradient overflowed
     accuracy = mx.metric.Accuracy()
     for data, label in test_loader:
@@ -55,6 +55,6 @@ for epoch in range(position.epoch, EPOCHS):
     amp.save_checkpoint(FOLDER, net, trainer, position)
 
 # Prediction of the first images of the test
-for (image, label), (path, _) in zip(test.transform_first(prepare), test.items[:3]):
+for (path, label), (image, _) in zip(test.items[:3], test.transform_first(prepare)):
     predicted = int(net(image.expand_dims(0)).argmax(axis=1).asscalar())
     print(path, "predicted", training.synsets[predicted], "label", test.synsets[label])

@@ -17,9 +17,10 @@ np.random.seed(0)
 images, labels = load_digits(return_X_y=True)
 images = (images / 8 - 1).reshape(-1, 1, 8, 8).astype("float32")
 order = np.random.permutation(len(labels))
-training, validation = (
-    gluon.data.DataLoader(gluon.data.ArrayDataset(images[part], labels[part]), 64, shuffle=shuffle)
-    for part, shuffle in ((order[450:], True), (order[:450], False)))
+training = gluon.data.DataLoader(
+    gluon.data.ArrayDataset(images[order[450:]], labels[order[450:]]), 64, shuffle=True)
+validation = gluon.data.DataLoader(
+    gluon.data.ArrayDataset(images[order[:450]], labels[order[:450]]), 64)
 
 # The network, converted before its Trainer is created
 net = nn.HybridSequential(prefix="digits_")
@@ -40,7 +41,7 @@ for epoch in range(position.epoch, EPOCHS):
     for data, label in position.batches(training):
         with autograd.record():
             loss = loss_fn(net(data), label)
-        trainer.backward(loss)  # of the scaled loss
+        trainer.backward(loss)  # multiplies gradients by the loss scale
         trainer.step(len(label))  # unscales; skips the update if a gradient overflowed
     accuracy = mx.metric.Accuracy()
     for data, label in validation:

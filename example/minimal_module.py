@@ -37,8 +37,10 @@ net = amp.convert_symbol(mx.sym.SoftmaxOutput(net, name="softmax"), DTYPE)
 # Training, from the last checkpoint if there is one
 first_epoch = max((epoch for epoch in range(EPOCHS + 1)
                    if os.path.exists(f"{PREFIX}-{epoch:04d}.states")), default=0)
-module = amp.Module.load(PREFIX, first_epoch, load_optimizer_states=True) if first_epoch \
-    else amp.Module(net)
+if first_epoch:
+    module = amp.Module.load(PREFIX, first_epoch, load_optimizer_states=True)
+else:
+    module = amp.Module(net)
 module.fit(training, validation, begin_epoch=first_epoch, num_epoch=EPOCHS, optimizer="adam",
            optimizer_params={"learning_rate": 0.01}, initializer=mx.init.Xavier(),
            epoch_end_callback=mx.callback.module_checkpoint(

@@ -1,4 +1,4 @@
-"""AlexNet as a symbol, in float32 or, by hand, in float16.
+"""AlexNet as a symbol, in float32, or in float16 with hand-written casts.
 
 Krizhevsky, Sutskever, Hinton: "ImageNet Classification with Deep Convolutional Neural Networks"
 (2012), in the form without two halves and without response normalization of Krizhevsky: "One

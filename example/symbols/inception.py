@@ -1,4 +1,4 @@
-"""Inception networks as symbols, in float32 or, by hand, in float16.
+"""Inception networks as symbols, in float32, or in float16 with hand-written casts.
 
 "googlenet" is Szegedy et al.: "Going Deeper with Convolutions" (2014), without its auxiliary
 classifiers and response normalization; "bn" is Ioffe, Szegedy: "Batch Normalization" (2015); "v3"

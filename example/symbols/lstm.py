@@ -1,4 +1,4 @@
-"""A word-level language model as a symbol, in float32 or, by hand, in float16.
+"""A word-level language model as a symbol, in float32, or in float16 with hand-written casts.
 
 Stacked LSTMs as in Zaremba, Sutskever, Vinyals: "Recurrent Neural Network Regularization"
 (2014), without dropout. Data and labels are word ids of shape (batch, seq_len); a label is the

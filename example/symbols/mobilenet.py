@@ -1,4 +1,4 @@
-"""MobileNet as a symbol, in float32 or, by hand, in float16.
+"""MobileNet as a symbol, in float32, or in float16 with hand-written casts.
 
 Howard et al.: "MobileNets: Efficient Convolutional Neural Networks for Mobile Vision
 Applications" (2017). A unit is a depthwise 3x3 convolution, then a pointwise 1x1

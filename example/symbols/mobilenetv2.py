@@ -1,4 +1,4 @@
-"""MobileNet version 2 as a symbol, in float32 or, by hand, in float16.
+"""MobileNet version 2 as a symbol, in float32, or in float16 with hand-written casts.
 
 Sandler et al.: "MobileNetV2: Inverted Residuals and Linear Bottlenecks" (2018). A unit expands
 its channels with a 1x1 convolution, applies a depthwise convolution, and projects to few channels

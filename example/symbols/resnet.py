@@ -1,4 +1,4 @@
-"""ResNet as a symbol, in float32 or, by hand, in float16.
+"""ResNet as a symbol, in float32, or in float16 with hand-written casts.
 
 Version 1 is He, Zhang, Ren, Sun: "Deep Residual Learning for Image Recognition" (2015);
 version 2, with norms before the convolutions, "Identity Mappings in Deep Residual Networks" (2016)

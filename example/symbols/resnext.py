@@ -1,4 +1,4 @@
-"""ResNeXt as a symbol, in float32 or, by hand, in float16.
+"""ResNeXt as a symbol, in float32, or in float16 with hand-written casts.
 
 Xie, Girshick, Dollar, Tu, He: "Aggregated Residual Transformations for Deep Neural Networks"
 (2016). It is a ResNet, version 1, with grouped 3x3 convolutions.

@@ -1,4 +1,4 @@
-"""SqueezeNet as a symbol, in float32 or, by hand, in float16.
+"""SqueezeNet as a symbol, in float32, or in float16 with hand-written casts.
 
 Iandola et al.: "SqueezeNet: AlexNet-level accuracy with 50x fewer parameters and <0.5MB model
 size" (2016). A fire unit squeezes the channels with a 1x1 convolution and expands them with a

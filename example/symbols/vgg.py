@@ -1,4 +1,4 @@
-"""VGG as a symbol, in float32 or, by hand, in float16.
+"""VGG as a symbol, in float32, or in float16 with hand-written casts.
 
 Simonyan, Zisserman: "Very Deep Convolutional Networks for Large-Scale Image Recognition" (2014),
 with or without batch norms, which are a later addition.
