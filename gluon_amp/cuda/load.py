@@ -1,8 +1,7 @@
 """Prepares the import of MXNet's CUDA build for the visible GPUs.
 
 It loads CUDA libraries, and kernels from packs for GPUs that the wheel has no code for.
-`prepare` runs before the import, `check` after it. For GPUs that the wheel serves, only NVIDIA's
-wheels are loaded.
+`prepare` runs before the import, `check` after it. GPUs that the wheel serves need no pack.
 """
 import os
 import sys

@@ -1,7 +1,7 @@
 """Loss scales: none, dynamic, and static. They are values: a step replaces its own by the next.
 
-Gradients below 3e-8 are 0 in float16. So the loss is multiplied by the scale before the backward
-pass, and the update divides gradients by it. The dynamic scale follows the norm of all gradients,
+Gradients below 3e-8 are 0 in float16. So the backward pass starts from the scale instead of 1, and
+the update divides gradients by it. The dynamic scale follows the norm of all gradients,
 which each step computes anyway: see `DynamicLossScale.update`.
 """
 from __future__ import annotations
