@@ -131,9 +131,7 @@ class Log:
             self._began -= state["seconds"]
 
     def step(self, trainer: Any, loss: Any, samples: int = 0, **values: Any) -> bool:
-        """Records a step. Call it after `trainer.step`. Returns True every `interval` steps.
-
-        These steps have a line in the log, and so has each skipped step.
+        """Records a step, after `trainer.step`. Returns True in every `interval`-th step.
 
         Args:
             trainer: the Trainer or Module, which has `lr`, `loss_scale`, `skipped` and
