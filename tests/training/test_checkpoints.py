@@ -29,10 +29,14 @@ class Noisy(gluon.data.Dataset):
         return (values + random.random()).astype("float32"), np.float32(i % 3)
 
 
+def seed_all(number):
+    for seed in (mx.random.seed, np.random.seed, random.seed):
+        seed(number)
+
+
 def created(dtype="float16", optimizer="adam"):
     """A network with dropout and moving averages, its Trainer, and averages of its weights."""
-    for seed in (mx.random.seed, np.random.seed, random.seed):
-        seed(1)
+    seed_all(1)
     net = gluon.nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(gluon.nn.Dense(8, activation="relu"), gluon.nn.BatchNorm(), gluon.nn.Dropout(0.5),
@@ -53,6 +57,8 @@ def train(folder, every=3, stop=None, dtype="float16"):
     Returns all weights, their averages and the log; None if it stops before the end."""
     folder.mkdir(exist_ok=True)
     net, trainer, averaged = created(dtype)
+    if (folder / "checkpoint.json").exists():  # a process that resumes begins with other states
+        seed_all(2)
     loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
     position = amp.load_checkpoint(folder, net, trainer)
     log = Log(folder / "log.jsonl", interval=2, begin=position)
