@@ -9,6 +9,7 @@ has exited, on Ctrl-C, and when it is killed itself. It does not detect processe
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import signal
 import socket
@@ -22,9 +23,8 @@ from .store import LAUNCHED
 
 EXIT_TIMEOUT = 60.0  # seconds that workers may run after one has exited with code 0
 _TO_END = 2.0  # seconds from SIGTERM to SIGKILL
-# the first letters of the environment variables that workers on other hosts get
-_PASSED = ("PATH", "PYTHONPATH", "MXNET_", "GLUON_AMP_", "OMP_", "OPENBLAS_", "DNNL_",
-           "NVIDIA_TF32_OVERRIDE")
+# the environment variables that workers on other hosts get
+_PASSED = re.compile("PATH|PYTHONPATH|NVIDIA_TF32_OVERRIDE|(MXNET|GLUON_AMP|OMP|OPENBLAS|DNNL)_.*")
 # The scheduler and the servers. MXNet would run them during its import; here they run after it,
 # so that servers can load this package's optimizers.
 _HELPER = """
@@ -200,7 +200,7 @@ def ending_with_parent() -> Callable[[], None]:
 def _by_ssh(host: str, command: Sequence[str], settings: Dict[str, str]) -> List[str]:
     """Returns the ssh command that runs `command` in the same folder on a host. A terminal (-tt)
     terminates the program when the connection closes."""
-    passed = {key: value for key, value in os.environ.items() if key.startswith(_PASSED)}
+    passed = {key: value for key, value in os.environ.items() if _PASSED.fullmatch(key)}
     words = ["cd", os.getcwd(), "&&", "exec", "env",
              *(f"{key}={value}" for key, value in {**passed, **settings}.items()), *command]
     return ["ssh", "-tt", "-o", "BatchMode=yes", host,

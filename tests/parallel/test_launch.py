@@ -206,7 +206,8 @@ def test_hosts_file_is_read_and_ssh_starts_workers(tmp_path, monkeypatch, capfd)
     for name, value in passed.items():
         monkeypatch.setenv(name, value)
     program = "import os, sys; sys.exit(os.environ['DMLC_ROLE'] == 'worker' and " \
-        f"{passed}.items() <= os.environ.items() and 4)"
+        f"{passed}.items() <= os.environ.items() and 'PATH_OF_DATA' not in os.environ and 4)"
+    monkeypatch.setenv("PATH_OF_DATA", "here")
     assert launch([sys.executable, "-c", program], workers=2, hosts=hosts) == 4
     assert set((tmp_path / "asked").read_text().split()) <= set(hosts)
 
