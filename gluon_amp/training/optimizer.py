@@ -497,15 +497,13 @@ def _prepared(updater: Updater, indices: Sequence[int], grads: Sequence[Array],
     optimizer, states = updater.optimizer, updater.states
     if isinstance(optimizer, _WithMasters) and optimizer._row.rules \
             and weights[0].ctx.device_type == "gpu":
-        is_first = states.keys().isdisjoint(indices)
-        for index, weight in zip(indices, weights):
-            if index not in states:
-                states[index] = optimizer.create_state_multi_precision(index,
-                                                                       weight.as_nd_ndarray())
-                updater.states_synced[index] = True
+        new = [pair for pair in zip(indices, weights) if pair[0] not in states]
+        for index, weight in new:
+            states[index] = optimizer.create_state_multi_precision(index, weight.as_nd_ndarray())
+            updater.states_synced[index] = True
         launches = optimizer._launches_of(indices, grads, weights, [states[i] for i in indices])
         if launches is not None and all(updater.states_synced[index] for index in indices):
-            launches.begin(is_first)
+            launches.begin(is_first=len(new) == len(indices))
             return launches.run
     return functools.partial(updater, indices, grads, weights)
 
