@@ -165,7 +165,7 @@ def check_records(path, classes):
                 count += 1
             at += 8 + (length + 3) // 4 * 4
     if at > size or not count:
-        raise ValueError(f"{path} is damaged: {'its last record is cut' if count else 'empty'}")
+        raise ValueError(f"{path} is damaged: {'its last record is cut' if at > size else 'empty'}")
     return count
 
 

@@ -622,7 +622,7 @@ def test_missing_index_is_named(tmp_path):
         images.image_loaders(args, alone())
     whole = (tmp_path / "a.rec").read_bytes()
     (tmp_path / "a.rec").write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"a\.rec is damaged"):
+    with pytest.raises(ValueError, match=r"a\.rec is damaged: its last record is cut"):
         images.image_loaders(args, alone())
 
 

@@ -135,7 +135,7 @@ def test_help_of_subcommand_has_valid_examples(name, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["train"], "train"), (["doctr"], "doctor"),
+    (["train"], "train"), (["doctr"], "invalid choice: 'doctr' (choose from "),
     (["doctor", "--image-shape", "3,x"], "--image-shape: must be an integer >= 1. Received: 'x'"),
     (["doctor", "--image-shape", "3,,4"], "--image-shape: must be an integer >= 1. Received: ''"),
     (["demo", "--epochs", "-1"], "an integer >= 1. Received: '-1'"),
